@@ -1,0 +1,90 @@
+"""What can go wrong, as a small hierarchy that carries its data.
+
+Every error a user can cause or cure is a `ReshardError`: its text is one or a few lines that name
+the file, rank and parameter concerned and say what to do, and its ``status`` is the exit status of
+the command line. Anything else that escapes is a bug and may show a traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+
+class ReshardError(Exception):
+    """Base of all errors that are meant for the user.
+
+    Attributes:
+        status: exit status of the command line (see the table in the README).
+        file: path of the file concerned, if one is.
+        rank: global rank concerned, if one is.
+        parameter: parameter name concerned, if one is.
+        hint: what to do about it; printed on a line of its own.
+    """
+
+    status = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: Optional[str] = None,
+        rank: Optional[int] = None,
+        parameter: Optional[str] = None,
+        hint: Optional[str] = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = file
+        self.rank = rank
+        self.parameter = parameter
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """The message, then the hint on a line of its own."""
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UsageError(ReshardError):
+    """The command was typed wrong: options, ranks out of range, SRC and DST overlapping."""
+
+    status = 2
+
+
+class InputError(ReshardError):
+    """The input is wrong, missing, unreadable or incomplete; a retry will not help."""
+
+    status = 3
+
+
+class LayoutError(InputError):
+    """A tensor layout contradicts itself, or does not fit the tensor it is said to lay out."""
+
+
+class StrategyError(InputError):
+    """A strategy file is damaged, is not one, or contradicts itself or its neighbours."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint file or directory is not what the conversion needs."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint file is truncated or its structure is broken; it counts as absent."""
+
+
+class EncryptedCheckpointError(CheckpointError):
+    """A checkpoint file is encrypted and cannot be read without its key."""
+
+
+class IncompleteSourceError(InputError):
+    """Some slice that the target needs is on no readable rank."""
+
+
+class TargetError(InputError):
+    """The target directory holds something that is not ours, or that must not be replaced."""
+
+
+class RetryableError(ReshardError):
+    """I/O failed in a way that a retry may cure: no space, not writable, source vanished."""
+
+    status = 1

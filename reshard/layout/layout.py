@@ -1,0 +1,293 @@
+"""How one parameter is cut over the devices of one pipeline stage.
+
+A stage's devices form a row-major grid, the *device matrix*. The *tensor map* says, per tensor
+dimension, over which axes of that grid the dimension is split; *optimizer sharding* cuts the
+resulting slice once more along dimension 0 among the ranks that hold the same slice.
+
+Everything here is local to a stage: ranks are local ranks ``0 .. device_count - 1``, axes are
+counted from the **right** as MindSpore counts them, and a dimension split over several axes names
+the most significant axis first. Nothing here knows of files, dtypes or bytes.
+
+A slice is always a box: one cut per dimension. `Layout.cut_counts` gives the number of cuts,
+`Layout.box_indices` which of them each rank holds, and `Layout.boundaries` where they lie in a
+tensor of a given shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import LayoutError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one parameter in one stage.
+
+    Attributes:
+        device_matrix: sizes of the device grid's axes, slowest first; empty means one device.
+        tensor_map: per tensor dimension the axes it is split over, counted from the right, most
+            significant first; an empty tuple is a dimension that is not split.
+        shard_size: optimizer shards per shard group; 0 is none, -1 the whole replica group.
+        shard_step: the recorded distance of a shard group's members; only checked, and only where
+            it is not lossy. 0 leaves it unchecked.
+        uneven: sizes of dimension 0's slices where the table is split by hand, else None.
+        recorded_shape: full shape as recorded (JSON only), one entry per entry of ``tensor_map``.
+        expandable: True where ``tensor_map`` may be the JSON writer's expanded form, in which a
+            dimension split over several axes takes one entry per axis.
+
+    Raises:
+        LayoutError: the layout contradicts itself.
+    """
+
+    device_matrix: tuple[int, ...]
+    tensor_map: tuple[tuple[int, ...], ...]
+    shard_size: int = 0
+    shard_step: int = 0
+    uneven: Optional[tuple[int, ...]] = None
+    recorded_shape: Optional[tuple[int, ...]] = None
+    expandable: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that contradicts itself, before anything is computed from it."""
+        if any(size < 1 for size in self.device_matrix):
+            raise LayoutError(f"device matrix {list(self.device_matrix)} has an axis smaller than 1")
+        axes = [axis for dimension in self.tensor_map for axis in dimension]
+        for axis in axes:
+            if not 0 <= axis < len(self.device_matrix):
+                raise LayoutError(
+                    f"tensor map {self.map_text} uses axis {axis}, but the device matrix "
+                    f"{list(self.device_matrix)} has axes 0 to {len(self.device_matrix) - 1}"
+                )
+        if len(set(axes)) != len(axes):
+            raise LayoutError(f"tensor map {self.map_text} uses an axis twice")
+        if self.uneven is not None and (not self.tensor_map or len(self.uneven) != self.tensor_cuts[0]):
+            raise LayoutError(
+                f"a table split by hand into {len(self.uneven)} slices cannot be laid out by device matrix "
+                f"{list(self.device_matrix)} and tensor map {self.map_text}"
+            )
+        if self.recorded_shape is not None and len(self.recorded_shape) != len(self.tensor_map):
+            raise LayoutError(
+                f"tensor shape {list(self.recorded_shape)} and tensor map {self.map_text} differ in length"
+            )
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        if self.shard_size == 0:
+            return
+        if self.shard_size < -1:
+            raise LayoutError(f"optimizer shard size {self.shard_size} is neither -1 nor a number of shards")
+        if not self.tensor_map:
+            raise LayoutError("a scalar cannot be cut into optimizer shards")
+        group = self.replica_count
+        if self.shard_size > 0 and group % self.shard_size:
+            raise LayoutError(
+                f"optimizer shard size {self.shard_size} does not divide the {group} ranks that hold the same "
+                f"slice (device matrix {list(self.device_matrix)}, tensor map {self.map_text})"
+            )
+        if self.shards > 1 and self.uneven is not None:
+            raise LayoutError("a table split by hand cannot be cut into optimizer shards as well")
+        strides = self._repeated_strides()
+        if self.shard_step and self.shards > 1 and len(strides) == 1 and strides[0] != self.shard_step:
+            raise LayoutError(
+                f"optimizer shard step {self.shard_step} contradicts device matrix {list(self.device_matrix)} and "
+                f"tensor map {self.map_text}, whose replicas lie {strides[0]} apart"
+            )
+
+    def _repeated_strides(self) -> list[int]:
+        """Distances between neighbours along the axes that the tensor is not split over (size 1 aside)."""
+        mapped = {axis for dimension in self.tensor_map for axis in dimension}
+        strides, stride = [], 1
+        for axis, size in enumerate(reversed(self.device_matrix)):
+            if size > 1 and axis not in mapped:
+                strides.append(stride)
+            stride *= size
+        return strides
+
+    @property
+    def map_text(self) -> str:
+        """The tensor map as MindSpore writes it: -1 for a whole dimension, lists for several axes."""
+        entries = [
+            "-1" if not axes else str(axes[0]) if len(axes) == 1 else str(list(axes)) for axes in self.tensor_map
+        ]
+        return f"[{', '.join(entries)}]"
+
+    @cached_property
+    def device_count(self) -> int:
+        """Devices of the stage."""
+        return math.prod(self.device_matrix)
+
+    @cached_property
+    def tensor_cuts(self) -> tuple[int, ...]:
+        """Slices per dimension before optimizer sharding."""
+        sizes = self.device_matrix[::-1]
+        return tuple(math.prod(sizes[axis] for axis in axes) for axes in self.tensor_map)
+
+    @cached_property
+    def replica_count(self) -> int:
+        """Ranks that hold the same slice before optimizer sharding."""
+        return self.device_count // math.prod(self.tensor_cuts)
+
+    @cached_property
+    def shards(self) -> int:
+        """Parts into which optimizer sharding cuts each slice; 1 where there is none."""
+        if self.shard_size == 0:
+            return 1
+        return self.replica_count if self.shard_size == -1 else self.shard_size
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Slices per dimension, optimizer shards included."""
+        if self.shards == 1:
+            return self.tensor_cuts
+        return (self.tensor_cuts[0] * self.shards, *self.tensor_cuts[1:])
+
+    @cached_property
+    def slice_count(self) -> int:
+        """Distinct slices of the tensor."""
+        return math.prod(self.cuts)
+
+    @cached_property
+    def slice_of_rank(self) -> IntArray:
+        """Which slice every local rank holds, shape (device_count,); slices count in C order of `cuts`."""
+        if self.shards == 1:
+            return self._tensor_slices
+        before = self._tensor_slices
+        # Replicas in ascending order; their position within a shard group is the shard they hold.
+        order = np.argsort(before, kind="stable")
+        position = np.empty(self.device_count, dtype=np.int64)
+        position[order] = np.arange(self.device_count) % self.replica_count % self.shards
+        rows = math.prod(self.tensor_cuts[1:])
+        slices = (before // rows * self.shards + position) * rows + before % rows
+        slices.setflags(write=False)
+        return slices
+
+    @cached_property
+    def _tensor_slices(self) -> IntArray:
+        coordinates = np.unravel_index(np.arange(self.device_count), self.device_matrix or (1,))
+        from_right = coordinates[::-1]
+        sizes = self.device_matrix[::-1]
+        slices = np.zeros(self.device_count, dtype=np.int64)
+        for axes in self.tensor_map:
+            for axis in axes:
+                slices = slices * sizes[axis] + from_right[axis]
+        slices.setflags(write=False)
+        return slices
+
+    @cached_property
+    def _ranks_by_slice(self) -> tuple[IntArray, IntArray]:
+        order = np.argsort(self.slice_of_rank, kind="stable").astype(np.int64)
+        starts = np.searchsorted(self.slice_of_rank[order], np.arange(self.slice_count + 1))
+        return order, starts.astype(np.int64)
+
+    def holders(self, slice_number: int) -> IntArray:
+        """Local ranks that hold a slice, ascending."""
+        order, starts = self._ranks_by_slice
+        return order[starts[slice_number] : starts[slice_number + 1]]
+
+    def slice_index(self, slice_number: int) -> tuple[int, ...]:
+        """A slice's position along every dimension."""
+        index = []
+        for count in reversed(self.cuts):
+            slice_number, position = divmod(slice_number, count)
+            index.append(position)
+        return tuple(reversed(index))
+
+    def boundaries(self, dimension: int, size: int) -> tuple[int, ...]:
+        """Where a dimension of ``size`` elements is cut: ``cuts[dimension] + 1`` ascending positions.
+
+        Raises:
+            LayoutError: the dimension does not divide by its slices.
+        """
+        if dimension == 0 and self.uneven is not None:
+            edges = [0]
+            for part in self.uneven:
+                edges.append(edges[-1] + part)
+            if edges[-1] != size:
+                raise LayoutError(f"slices {list(self.uneven)} of dimension 0 do not add up to its size {size}")
+            return tuple(edges)
+        count = self.cuts[dimension]
+        if size % count:
+            raise LayoutError(f"dimension {dimension} of size {size} does not divide into {count} slices")
+        part = size // count
+        return tuple(part * position for position in range(count + 1))
+
+    def slice_box(self, shape: tuple[int, ...], slice_number: int) -> tuple[tuple[int, int], ...]:
+        """The interval of every dimension that a slice covers in a tensor of ``shape``."""
+        box = []
+        for dimension, position in enumerate(self.slice_index(slice_number)):
+            edges = self.boundaries(dimension, shape[dimension])
+            box.append((edges[position], edges[position + 1]))
+        return tuple(box)
+
+    def full_shape(self, slice_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor of which every rank holds a slice of ``slice_shape``.
+
+        Raises:
+            LayoutError: the slice has another number of dimensions than the layout.
+        """
+        if len(slice_shape) != len(self.cuts):
+            raise LayoutError(
+                f"a tensor of shape {list(slice_shape)} has {len(slice_shape)} dimensions, but tensor map "
+                f"{self.map_text} lays out {len(self.cuts)}"
+            )
+        shape = [size * count for size, count in zip(slice_shape, self.cuts)]
+        if self.uneven is not None:
+            shape[0] = sum(self.uneven)
+        return tuple(shape)
+
+    def without_shards(self) -> Layout:
+        """The same layout without optimizer sharding."""
+        return replace(self, shard_size=0, shard_step=0)
+
+    def regroupings(self) -> list[Layout]:
+        """Every layout that the JSON writer may have expanded to this one, this one first.
+
+        An expanded dimension takes one entry per axis: all but its last entry have the size of
+        their axis. Entries that meet this may as well be dimensions of their own, so the tensor's
+        own number of dimensions has to decide.
+        """
+        if not self.expandable or self.recorded_shape is None:
+            return [self]
+        sizes = self.device_matrix[::-1]
+        # Each partial result: the groups of entries so far.
+        partial: list[list[list[int]]] = [[]]
+        for entry, axes in enumerate(self.tensor_map):
+            joins = (
+                entry > 0
+                and bool(axes)
+                and bool(self.tensor_map[entry - 1])
+                and self.recorded_shape[entry - 1] == math.prod(sizes[axis] for axis in self.tensor_map[entry - 1])
+            )
+            grown = [[*groups, [entry]] for groups in partial]
+            if joins:
+                grown += [[*groups[:-1], [*groups[-1], entry]] for groups in partial]
+            partial = grown
+        result = []
+        for groups in partial:
+            try:
+                result.append(self._regrouped(groups))
+            except LayoutError:
+                continue
+        return result
+
+    def _regrouped(self, groups: list[list[int]]) -> Layout:
+        assert self.recorded_shape is not None
+        shape = tuple(math.prod(self.recorded_shape[entry] for entry in group) for group in groups)
+        regrouped = replace(
+            self,
+            tensor_map=tuple(tuple(axis for entry in group for axis in self.tensor_map[entry]) for group in groups),
+            recorded_shape=shape,
+            expandable=False,
+        )
+        for dimension, size in enumerate(shape):
+            regrouped.boundaries(dimension, size)
+        return regrouped
