@@ -1,0 +1,145 @@
+"""Merging the strategy files of a pipeline's stages into one file, as MindSpore's own merge does.
+
+1. Find the stages in the directory, by the rules for reading it, leaving out the file to be written.
+2. Take each stage from a file of the target's form where there is one, since protobuf has no tensor
+   shapes and JSON has no nested maps that MindSpore could read.
+3. Name every layout ``<stage>-<parameter>``, stages in order, and write under a temporary name.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Optional
+
+from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
+from reshard.strategies import json_file, protobuf_file
+from reshard.strategies.directory import find_stages
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.strategies.one_file import OtherFile, parse, read_bytes
+from reshard.strategies.stages import StageRecord, records_of
+from reshard.wording import some_names
+
+_WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
+
+
+def merge_pipeline(directory: str, target_file: str) -> list[str]:
+    """Merge the stages' strategy files of a directory into one file.
+
+    Args:
+        directory: holds the files of all stages; only read.
+        target_file: ``.ckpt`` or ``.json``; its directory is made, and a merged file already there
+            is replaced at once.
+
+    Returns:
+        What the user should know: files passed over, and what MindSpore cannot read.
+
+    Raises:
+        UsageError: another ending.
+        StrategyError: no stages, stages missing, copies that disagree, damaged files, or a layout
+            that the target's form cannot express.
+        TargetError: ``target_file`` is something that must not be replaced.
+        RetryableError: writing failed.
+    """
+    form = _form_of(target_file)
+    if not os.path.isdir(directory):
+        raise StrategyError(
+            f"{directory} is not a directory",
+            file=directory,
+            hint="pass the directory that holds the strategy files of all stages",
+        )
+    # A link is written through, so that the rename does not replace the link itself.
+    target = os.path.realpath(target_file)
+    _check_replaceable(target)
+    found = find_stages(directory, leave_out=target)
+    notes = list(found.notes)
+    items: list[StrategyItem] = []
+    layouts: dict[str, RecordedLayout] = {}
+    nested: list[str] = []
+    for number in sorted(found.records):
+        record = _preferred(found.records[number], form)
+        items.extend(record.items)
+        for name, recorded in record.recorded.items():
+            written = _expressed(recorded, form, record, name)
+            layouts[f"{number}-{name}"] = written
+            if form == "json" and written.nested:
+                nested.append(name)
+    if nested:
+        notes.append(
+            f"{target_file}: MindSpore cannot read the tensor maps of {some_names(nested)} in JSON; "
+            "merge to a .ckpt file if it has to"
+        )
+    _write_at_once(target, _WRITERS[form](StrategyFile(target_file, form, tuple(items), layouts)))
+    return notes
+
+
+def _form_of(target_file: str) -> str:
+    if target_file.endswith(".ckpt"):
+        return "protobuf"
+    if target_file.endswith(".json"):
+        return "json"
+    raise UsageError(f"{target_file}: a merged strategy file is named .ckpt or .json", file=target_file)
+
+
+def _check_replaceable(target: str) -> None:
+    if not os.path.lexists(target):
+        return
+    data = read_bytes(target)
+    found = data if isinstance(data, OtherFile) else parse(target, data) if data else None
+    if isinstance(found, OtherFile):
+        kind = found.kind or "not a strategy file"
+        raise TargetError(f"{target} is there already and is {kind}; it is not replaced", file=target)
+    if found is not None and not records_of(found).merged:
+        raise TargetError(
+            f"{target} is there already and is the strategy of one stage; it is not replaced",
+            file=target,
+            hint="give the merged file another name",
+        )
+
+
+def _preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
+    return next((record for record in records if record.file.form == form), records[0])
+
+
+def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
+    """The layout as the target's form can say it, without a loss that matters or a false statement."""
+    if record.file.form == form:
+        return recorded
+    if form == "protobuf":
+        if recorded.joins:
+            entries = list(recorded.tensor_maps[0])
+            raise StrategyError(
+                f"{record.file.path}: parameter {name}: tensor map {entries} may have one entry per device axis "
+                "instead of one per dimension, which a .ckpt file cannot say",
+                file=record.file.path,
+                parameter=name,
+                hint="merge to a .json file, or from the stages' .ckpt files",
+            )
+        return replace(recorded, tensor_shape=None)
+    if recorded.nested and all(len(axes) <= 1 for axes in recorded.dimensions):
+        # Needs no nesting, and MindSpore reads it from JSON when flat.
+        flat: list[int] = [axes[0] if axes else -1 for axes in recorded.dimensions]
+        return replace(recorded, tensor_maps=(tuple(flat),), nested=False)
+    return recorded
+
+
+def _write_at_once(target: str, data: bytes) -> None:
+    parent, name = os.path.split(target)
+    temporary: Optional[str] = None
+    try:
+        os.makedirs(parent, exist_ok=True)
+        temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
+        # Mode 0666 less the umask, unlike what tempfile makes.
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        temporary = None
+    except OSError as error:
+        raise RetryableError(f"{target} cannot be written: {error.strerror}", file=target) from error
+    finally:
+        if temporary is not None and os.path.lexists(temporary):
+            os.unlink(temporary)

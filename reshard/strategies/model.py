@@ -1,0 +1,256 @@
+"""What strategy files say: layouts as recorded, files, stages, and the strategy they make up.
+
+`RecordedLayout` and `StrategyFile` mirror a file's content, so that it can be written again without
+loss. `Stage` and `Strategy` are what the rest of the program works with: names without a stage
+prefix, layouts in one normal form, ranks numbered through all stages.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Optional
+
+from reshard.errors import LayoutError, UsageError
+from reshard.layout import Layout
+
+# No cluster has this many devices: a larger number is damage, and would cost memory per device.
+MOST_DEVICES = 2**24
+# MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
+MOST_ENTRIES = 64
+# Each may double the readings of an expanded map; what MindSpore writes has one or two.
+MOST_JOINS = 8
+_MOST_ELEMENTS = 2**62
+
+
+@dataclass(frozen=True)
+class RecordedLayout:
+    """Exactly what a strategy file says of one parameter.
+
+    Attributes:
+        device_matrix: sizes of the device grid's axes, slowest first.
+        tensor_maps: one map of all dimensions where flat, one map per dimension where nested.
+        nested: which of the two.
+        tensor_shape: full shape (JSON only), in the expanded form where the map is.
+        field: number of fields of a table whose slices interleave them; 0 in everything known.
+        shard_step: optimizer shard step as recorded.
+        shard_size: optimizer shard size as recorded.
+        split_sizes: ``param_split_shape``.
+        split_offsets: ``indices_offset``.
+    """
+
+    device_matrix: tuple[int, ...]
+    tensor_maps: tuple[tuple[int, ...], ...]
+    nested: bool = False
+    tensor_shape: Optional[tuple[int, ...]] = None
+    field: int = 0
+    shard_step: int = 0
+    shard_size: int = 0
+    split_sizes: tuple[int, ...] = ()
+    split_offsets: tuple[int, ...] = ()
+
+    def layout(self) -> Layout:
+        """The layout in normal form.
+
+        Raises:
+            LayoutError: the record contradicts itself, or is beyond what any real one holds.
+        """
+        self._check_bounds()
+        dimensions = self.dimensions
+        sharded = self.shard_size != 0 and self.shard_step != 0
+        uneven = self._uneven()
+        shape = None if uneven is not None else self._shape()
+        joins = self.joins
+        if joins > MOST_JOINS:
+            raise LayoutError(f"tensor map {list(self.tensor_maps[0])} can be grouped in too many ways")
+        return Layout(
+            self.device_matrix,
+            dimensions,
+            shard_size=self.shard_size if sharded else 0,
+            shard_step=self.shard_step if sharded else 0,
+            uneven=uneven,
+            recorded_shape=shape,
+            expandable=joins > 0,
+        )
+
+    @property
+    def dimensions(self) -> tuple[tuple[int, ...], ...]:
+        """Per entry of the tensor map the device axes it is split over, none where it is whole."""
+        if self.nested:
+            # A parameter of one dimension carries an empty map, which only marks the nested form.
+            return tuple(() if entry == (-1,) else entry for entry in self.tensor_maps if entry)
+        return tuple(() if axis == -1 else (axis,) for entry in self.tensor_maps for axis in entry)
+
+    @property
+    def joins(self) -> int:
+        """Entries that may belong to the same dimension as the next one.
+
+        The JSON writer stores a dimension that is split over several axes as one entry per axis, of
+        which all but the last have the size of their axis. 0 means that the map cannot be of this
+        expanded form.
+        """
+        if self.nested or self.tensor_shape is None or self.split_offsets:
+            return 0
+        entries = self.dimensions
+        sizes = self.device_matrix[::-1]
+        return sum(
+            bool(axes and after and axes[0] < len(sizes) and size == sizes[axes[0]])
+            for axes, after, size in zip(entries, entries[1:], self.tensor_shape)
+        )
+
+    def _check_bounds(self) -> None:
+        entries = max(len(self.device_matrix), sum(max(1, len(entry)) for entry in self.tensor_maps))
+        if entries > MOST_ENTRIES:
+            raise LayoutError(f"a layout of {entries} entries: no device matrix or tensor map is that long")
+        if math.prod(self.device_matrix) > MOST_DEVICES:
+            matrix = list(self.device_matrix)
+            raise LayoutError(f"device matrix {matrix} has more than {MOST_DEVICES} devices")
+        if self.field:
+            raise LayoutError(f"field is {self.field}: slices that interleave fields are not supported")
+        if self.shard_step < 0:
+            raise LayoutError(f"optimizer shard step {self.shard_step} is negative")
+        for size in (*(self.tensor_shape or ()), *(self.split_sizes if self.split_offsets else ())):
+            if not 0 <= size <= _MOST_ELEMENTS:
+                raise LayoutError(f"a dimension or slice of {size} elements")
+
+    def _uneven(self) -> Optional[tuple[int, ...]]:
+        # Stand-alone writers put the full shape into param_split_shape; only the offsets tell.
+        if not self.split_offsets:
+            return None
+        starts = [sum(self.split_sizes[:index]) for index in range(len(self.split_sizes))]
+        if list(self.split_offsets) != starts:
+            raise LayoutError(
+                f"slices of sizes {list(self.split_sizes)} do not begin at indices_offset {list(self.split_offsets)}"
+            )
+        return self.split_sizes
+
+    def _shape(self) -> Optional[tuple[int, ...]]:
+        shape = self.tensor_shape
+        entries = self.dimensions
+        widths = [max(1, len(axes)) for axes in entries]
+        if shape is None or len(shape) == len(entries) or len(shape) != sum(widths):
+            return shape
+        # An expanded shape beside a nested map, which tells how to group it.
+        ends = [sum(widths[: index + 1]) for index in range(len(widths))]
+        return tuple(math.prod(shape[end - width : end]) for end, width in zip(ends, widths))
+
+
+@dataclass(frozen=True)
+class StrategyItem:
+    """How one operator is split: kept for merging, of no use for checkpoints but for its stage.
+
+    Attributes:
+        node: operator name.
+        stage: pipeline stage of the operator.
+        strategies: per operator input, how many times each dimension is split.
+    """
+
+    node: str
+    stage: int
+    strategies: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StrategyFile:
+    """The content of one strategy file.
+
+    Attributes:
+        path: where it was read, or will be written.
+        form: ``protobuf`` or ``json``.
+        items: operators in file order.
+        layouts: parameters in file order, named as in the file (a merged file's carry the stage).
+        current_stage: recorded, without meaning.
+    """
+
+    path: str
+    form: str
+    items: tuple[StrategyItem, ...]
+    layouts: Mapping[str, RecordedLayout]
+    current_stage: int = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    Attributes:
+        number: 0 for the first.
+        first_rank: global rank of its first device.
+        device_count: its devices; ranks are ``first_rank .. first_rank + device_count - 1``.
+        layouts: layout per parameter of this stage.
+        files: the files that say so; several where copies agree.
+    """
+
+    number: int
+    first_rank: int
+    device_count: int
+    layouts: Mapping[str, Layout]
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How all parameters are laid out over all ranks.
+
+    Attributes:
+        stages: pipeline stages in order, at least one.
+        path: the file or directory it was read from, or ``none``.
+        notes: what the user should know of how it was read, such as files passed over.
+    """
+
+    stages: tuple[Stage, ...]
+    path: str
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def none(cls) -> Strategy:
+        """One device that holds every tensor whole."""
+        return cls((Stage(0, 0, 1, {}),), "none")
+
+    @property
+    def is_none(self) -> bool:
+        """True for `none`: a single device, and no list of parameters."""
+        return not any(stage.files for stage in self.stages)
+
+    @cached_property
+    def device_count(self) -> int:
+        """Devices of all stages; ranks are ``0 .. device_count - 1``."""
+        return self.stages[-1].first_rank + self.stages[-1].device_count
+
+    def stage_of(self, rank: int) -> Stage:
+        """The stage of a global rank.
+
+        Raises:
+            UsageError: there is no such rank.
+        """
+        if not 0 <= rank < self.device_count:
+            raise UsageError(
+                f"rank {rank} is out of range: strategy {self.path} has "
+                + ("rank 0 only" if self.device_count == 1 else f"ranks 0 to {self.device_count - 1}"),
+                rank=rank,
+            )
+        return self.stages[bisect_right(self._first_ranks, rank) - 1]
+
+    def stages_of(self, parameter: str) -> tuple[Stage, ...]:
+        """The stages that list a parameter; several where stages share it, none where nobody does."""
+        return self._holders.get(parameter, ())
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All parameters, each once, in the order of stages and files."""
+        return tuple(self._holders)
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        return [stage.first_rank for stage in self.stages]
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[Stage, ...]]:
+        holders: dict[str, list[Stage]] = {}
+        for stage in self.stages:
+            for name in stage.layouts:
+                holders.setdefault(name, []).append(stage)
+        return {name: tuple(stages) for name, stages in holders.items()}

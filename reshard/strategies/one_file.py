@@ -1,0 +1,167 @@
+"""Reading one file that should be a strategy, or saying what it is instead.
+
+A file's first bytes tell most other kinds apart, so that a checkpoint of tens of GB is never read
+to learn that it is none. What begins or is named like a strategy and cannot be parsed is damaged,
+which is an error; anything else is an `OtherFile`, and whoever looks through a directory may pass
+it over.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO, Optional, Union
+
+from reshard.errors import ReshardError, RetryableError, StrategyError
+from reshard.strategies import json_file, protobuf_file
+from reshard.strategies.model import StrategyFile
+
+# Real ones have a few KB per hundred parameters. Parsed JSON takes several times its size.
+LARGEST_PROTOBUF = 2**30
+LARGEST_JSON = 2**28
+LARGEST_GROUP_INFO = 2**24
+_HEAD = 32
+_CIPHER_MARKS = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")
+# The bytes that begin the parts of a Checkpoint's Value: its tag, tensor or map tensor.
+_VALUE_PARTS = (b"\x0a", b"\x12", b"\x1a")
+_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+@dataclass(frozen=True)
+class OtherFile:
+    """A file that is no strategy.
+
+    Attributes:
+        path: the file.
+        kind: what it is, such as ``a checkpoint``; None where that cannot be told.
+    """
+
+    path: str
+    kind: Optional[str] = None
+
+
+def read_bytes(path: str) -> Union[bytes, OtherFile]:
+    """The content of a file that may be a strategy.
+
+    Raises:
+        StrategyError: missing, not readable or too large.
+        RetryableError: reading failed.
+    """
+    with opened(path) as file:
+        if isinstance(file, OtherFile):
+            return file
+        head = file.read(_HEAD)
+        size = os.fstat(file.fileno()).st_size
+        kind = _kind_by_head(head, size)
+        if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
+            # Its groups look like the values of a checkpoint.
+            content = head + file.read(LARGEST_GROUP_INFO)
+            if protobuf_file.parse_group_map(content, path) is not None:
+                kind = "a group_info file"
+        if kind is not None:
+            return OtherFile(path, kind)
+        limit = LARGEST_JSON if _looks_like_json(head) else LARGEST_PROTOBUF
+        data = head + file.read(limit) if size <= limit else b""
+        if size <= limit and len(data) <= limit:
+            return data
+        if _must_be_one(path, head):
+            raise StrategyError(f"{path} is larger than any strategy file ({limit >> 20} MiB)", file=path)
+        return OtherFile(path, "too large for one")
+
+
+def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
+    """The strategy that the bytes of a file hold.
+
+    Raises:
+        StrategyError: it is damaged.
+    """
+    if not data:
+        if path.endswith((".ckpt", ".json")):
+            raise StrategyError(f"{path} is empty", file=path, hint="write it again, or remove it")
+        return OtherFile(path, "empty")
+    if _looks_like_json(data):
+        return json_file.parse_strategy(data, path) or OtherFile(path, "JSON without parameter layouts")
+    parsed = protobuf_file.parse_strategy(data, path)
+    if parsed is not None:
+        return parsed
+    if _must_be_one(path, data):
+        raise StrategyError(
+            f"{path} is damaged: it cannot be read as a strategy file",
+            file=path,
+            hint="it may be truncated, or not a strategy at all; write it again, or remove it",
+        )
+    return OtherFile(path)
+
+
+def read_strategy_file(path: str) -> StrategyFile:
+    """One strategy file, protobuf or JSON.
+
+    Raises:
+        StrategyError: it is missing, damaged, or something else.
+        RetryableError: reading failed.
+    """
+    data = read_bytes(path)
+    found = data if isinstance(data, OtherFile) else parse(path, data)
+    if isinstance(found, OtherFile):
+        detail = "" if found.kind is None else f": it is {found.kind}"
+        raise StrategyError(
+            f"{path} is not a strategy file{detail}",
+            file=path,
+            hint="pass a strategy file, a directory of strategy files, or none for an unsharded checkpoint",
+        )
+    return found
+
+
+@contextmanager
+def opened(path: str) -> Iterator[Union[BinaryIO, OtherFile]]:
+    """A regular file open for reading; an `OtherFile` where it is none.
+
+    Raises:
+        StrategyError: missing or not readable.
+        RetryableError: opening or reading it failed.
+    """
+    try:
+        # Opening a FIFO waits for its writer, opening a device may do anything.
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            yield OtherFile(path, "a directory" if stat.S_ISDIR(mode) else "not a regular file")
+            return
+        with open(path, "rb") as file:
+            yield file
+    except (OSError, ValueError) as error:
+        raise read_error(path, error) from error
+
+
+def read_error(path: str, error: Union[OSError, ValueError]) -> ReshardError:
+    """What a failure to open or read a file or directory means for the user."""
+    if isinstance(error, FileNotFoundError):
+        return StrategyError(f"{path}: there is no such file or directory", file=path)
+    if isinstance(error, OSError) and error.errno not in _WRONG_PATH:
+        return RetryableError(f"{path} cannot be read: {error.strerror}", file=path)
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return StrategyError(f"{path} cannot be read: {reason}", file=path)
+
+
+def _looks_like_json(data: bytes) -> bool:
+    return data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+
+
+def _must_be_one(path: str, data: bytes) -> bool:
+    # Field 1, current_stage, is the first thing that MindSpore writes.
+    return data[:1] == b"\x08" or ("strategy" in os.path.basename(path) and path.endswith((".ckpt", ".json")))
+
+
+def _kind_by_head(head: bytes, size: int) -> Optional[str]:
+    if head.startswith(_CIPHER_MARKS):
+        return "an encrypted checkpoint"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
+        return "a safetensors file"
+    if head[:1] == b"\x0a":
+        # A message in field 1, where a strategy has a number. Its length takes up to ten bytes.
+        length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
+        return "a checkpoint" if head[length + 1 : length + 2] in _VALUE_PARTS else None
+    return None

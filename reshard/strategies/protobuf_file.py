@@ -1,0 +1,204 @@
+"""The protobuf form of strategy files, and the group_info files that share its messages.
+
+Message types are made at run time, in a descriptor pool and a package of their own: where MindSpore
+is imported in the same process, its messages are registered under the usual names already. Names
+are declared as bytes, which look the same on the wire, so that invalid UTF-8 is ours to report.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Optional
+
+from reshard.errors import StrategyError
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+
+# Field: name, number, type; "*" marks a repeated field, all others are required.
+_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "ParallelStrategy": (("dim", 1, "uint32*"),),
+    "DevMatrix": (("dim", 1, "uint32*"),),
+    "TensorMap": (("dim", 1, "int32*"),),
+    "ParamSplitShape": (("dim", 1, "int64*"),),
+    "IndicesOffset": (("dim", 1, "int64*"),),
+    "ParallelGroupRanks": (("dim", 1, "uint32*"),),
+    "ParallelStrategys": (("stage", 1, "uint32"), ("parallel_strategy", 2, "ParallelStrategy*")),
+    "ParallelStrategyItem": (("node_name", 1, "bytes"), ("parallel_strategys", 2, "ParallelStrategys")),
+    "ParallelLayouts": (
+        ("dev_matrix", 1, "DevMatrix*"),
+        ("tensor_map", 2, "TensorMap*"),
+        ("param_split_shape", 3, "ParamSplitShape*"),
+        ("indices_offset", 4, "IndicesOffset*"),
+        ("field", 5, "int32"),
+        ("opt_weight_shard_step", 6, "int32"),
+        ("opt_weight_shard_size", 7, "int32"),
+    ),
+    "ParallelLayoutItem": (("param_name", 1, "bytes"), ("parallel_layouts", 2, "ParallelLayouts")),
+    "ParallelStrategyMap": (
+        ("current_stage", 1, "uint32"),
+        ("parallel_strategy_item", 2, "ParallelStrategyItem*"),
+        ("parallel_layout_item", 3, "ParallelLayoutItem*"),
+    ),
+    "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "ParallelGroupRanks")),
+    "ParallelGroupMap": (
+        ("parallel_group_item", 1, "ParallelGroupItem*"),
+        ("ckpt_restore_rank_list", 2, "ParallelGroupRanks"),
+    ),
+}
+_PACKAGE = "reshard.strategies"
+Ranks = tuple[int, ...]
+
+
+def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
+    """The content of a strategy file, or None where the bytes are no such message.
+
+    Raises:
+        StrategyError: the message is one, but what it says is damaged.
+    """
+    message = _parsed("ParallelStrategyMap", data)
+    if message is None:
+        return None
+    items = []
+    for item in message.parallel_strategy_item:
+        strategys = item.parallel_strategys
+        strategies = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
+        items.append(StrategyItem(_text(item.node_name, path), strategys.stage, strategies))
+    layouts: dict[str, RecordedLayout] = {}
+    for item in message.parallel_layout_item:
+        name = _text(item.param_name, path)
+        if name in layouts:
+            raise StrategyError(f"{path} lists parameter {name} twice", file=path, parameter=name)
+        layouts[name] = _recorded(item.parallel_layouts, path, name)
+    return StrategyFile(path, "protobuf", tuple(items), layouts, message.current_stage)
+
+
+def serialize_strategy(file: StrategyFile) -> bytes:
+    """The bytes of a strategy file, which MindSpore reads as its own.
+
+    Raises:
+        StrategyError: a number does not fit its field.
+    """
+    message = _message_class("ParallelStrategyMap")(current_stage=file.current_stage)
+    name = ""
+    try:
+        for item in file.items:
+            name = item.node
+            added = message.parallel_strategy_item.add(node_name=item.node.encode())
+            added.parallel_strategys.stage = item.stage
+            for strategy in item.strategies:
+                added.parallel_strategys.parallel_strategy.add(dim=strategy)
+        for name, recorded in file.layouts.items():
+            layouts = message.parallel_layout_item.add(param_name=name.encode()).parallel_layouts
+            layouts.dev_matrix.add(dim=recorded.device_matrix)
+            for entry in recorded.tensor_maps:
+                layouts.tensor_map.add(dim=entry)
+            if recorded.nested and len(recorded.tensor_maps) == 1:
+                # A single map would be read as a flat one.
+                layouts.tensor_map.add()
+            layouts.param_split_shape.add(dim=recorded.split_sizes)
+            layouts.indices_offset.add(dim=recorded.split_offsets)
+            layouts.field = recorded.field
+            layouts.opt_weight_shard_step = recorded.shard_step
+            layouts.opt_weight_shard_size = recorded.shard_size
+    except ValueError as error:
+        raise StrategyError(f"{name} cannot be written to {file.path}: {error}", file=file.path) from error
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple[str, Ranks], ...]]]:
+    """The restore list and the named groups of a group_info file, or None where it is none.
+
+    Raises:
+        StrategyError: a group's name is damaged.
+    """
+    message = _parsed("ParallelGroupMap", data)
+    if message is None:
+        return None
+    groups = tuple(
+        (_text(item.group_name, path), tuple(item.parallel_group_ranks.dim)) for item in message.parallel_group_item
+    )
+    return tuple(message.ckpt_restore_rank_list.dim), groups
+
+
+def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
+    def only(parts: Any, label: str) -> tuple[int, ...]:
+        if len(parts) > 1:
+            problem = f"{path}: parameter {name} has {len(parts)} {label} entries"
+            raise StrategyError(problem, file=path, parameter=name)
+        return tuple(parts[0].dim) if parts else ()
+
+    return RecordedLayout(
+        device_matrix=only(layouts.dev_matrix, "dev_matrix"),
+        tensor_maps=tuple(tuple(entry.dim) for entry in layouts.tensor_map),
+        nested=len(layouts.tensor_map) > 1,
+        field=layouts.field,
+        shard_step=layouts.opt_weight_shard_step,
+        shard_size=layouts.opt_weight_shard_size,
+        split_sizes=only(layouts.param_split_shape, "param_split_shape"),
+        split_offsets=only(layouts.indices_offset, "indices_offset"),
+    )
+
+
+def _text(name: bytes, path: str) -> str:
+    try:
+        text = name.decode()
+    except UnicodeDecodeError:
+        problem = f"{path} is damaged: it holds a name that is not UTF-8: {name!r}"
+        raise StrategyError(problem, file=path) from None
+    if not text:
+        raise StrategyError(f"{path} is damaged: it holds an empty name", file=path)
+    return text
+
+
+def _parsed(kind: str, data: bytes) -> Any:
+    """The message, or None where the bytes are damaged or lack a required field."""
+    from google.protobuf.message import DecodeError
+
+    message = _message_class(kind)()
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, ValueError, RuntimeError):
+        return None
+    return message if message.IsInitialized() else None
+
+
+@cache
+def _message_class(name: str) -> Any:
+    from google.protobuf import message_factory
+
+    descriptor = _pool().FindMessageTypeByName(f"{_PACKAGE}.{name}")
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)
+    older: Any = message_factory
+    return older.MessageFactory(_pool()).GetPrototype(descriptor)
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    field_type = descriptor_pb2.FieldDescriptorProto
+    scalars = {
+        "bytes": field_type.TYPE_BYTES,
+        "int32": field_type.TYPE_INT32,
+        "int64": field_type.TYPE_INT64,
+        "uint32": field_type.TYPE_UINT32,
+    }
+    file = descriptor_pb2.FileDescriptorProto(name="reshard.proto", package=_PACKAGE, syntax="proto2")
+    for message, fields in _MESSAGES.items():
+        described = file.message_type.add(name=message)
+        for name, number, declared in fields:
+            kind = declared.rstrip("*")
+            label = field_type.LABEL_REPEATED if declared.endswith("*") else field_type.LABEL_REQUIRED
+            if kind in scalars:
+                described.field.add(name=name, number=number, label=label, type=scalars[kind])
+            else:
+                described.field.add(
+                    name=name,
+                    number=number,
+                    label=label,
+                    type=field_type.TYPE_MESSAGE,
+                    type_name=f".{_PACKAGE}.{kind}",
+                )
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool

@@ -1,0 +1,17 @@
+"""Where the checkpoints and strategies that MindSpore itself wrote are.
+
+`FIXTURES` is a selection that is always there. `CORPUS` is the whole collection; it lies beside the
+repository where the project is developed, and tests that need it skip elsewhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "fixtures"
+CORPUS = ROOT.parent / "shared" / "corpus"
+
+needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason="the whole corpus is not on this machine")

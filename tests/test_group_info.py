@@ -1,0 +1,74 @@
+"""group_info files: the restore list and the groups, and what is no such file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reshard.errors import StrategyError
+from reshard.strategies import read_group_info
+from tests.cases import EVERYWHERE, case_directory
+from tests.strategy_writing import group_info, layout, write_strategy
+from tests.wire import field
+
+WITH_GROUPS = [name for name in EVERYWHERE if (case_directory(name) / "group_info").is_dir()]
+
+
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_what_mindspore_wrote_is_read(name: str) -> None:
+    path = case_directory(name)
+    expected = json.loads((path / "case.json").read_text())["group_info"]
+    for file in (path / "group_info").glob("*.pb"):
+        rank = file.stem.rsplit("_", 1)[1]
+        found = read_group_info(str(file))
+        assert list(found.restore_ranks) == expected[rank]["ckpt_restore_rank_list"]
+        assert [(group, list(ranks)) for group, ranks in found.groups] == list(expected[rank]["groups"].items())
+
+
+def test_names_of_groups_may_repeat_and_keep_their_order(tmp_path: Path) -> None:
+    groups = [("b", [4, 0]), ("a", [1]), ("b", [2, 3])]
+    (tmp_path / "group_info.pb").write_bytes(group_info([4, 0], groups))
+    found = read_group_info(str(tmp_path / "group_info.pb"))
+    assert found.file == str(tmp_path / "group_info.pb")
+    assert found.restore_ranks == (4, 0)
+    assert found.groups == (("b", (4, 0)), ("a", (1,)), ("b", (2, 3)))
+
+
+def test_an_empty_restore_list_is_unknown_and_not_an_error(tmp_path: Path) -> None:
+    (tmp_path / "group_info.pb").write_bytes(group_info([]))
+    assert read_group_info(str(tmp_path / "group_info.pb")).restore_ranks == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "it is empty"),
+        (b"not protobuf", "not a group_info file"),
+        (group_info([0, 4], [("g", [0, 4])])[:-1], "not a group_info file"),
+        (field(1, field(1, "group") + field(2, b"")), "not a group_info file"),  # no restore list
+        (field(1, field(1, "w") + field(2, field(2, "Float32"))), "it is a checkpoint"),
+        (field(1, field(1, b"\xff") + field(2, b"")) + field(2, b""), "not UTF-8"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "group_info.pb"
+    path.write_bytes(data)
+    with pytest.raises(StrategyError, match=says) as caught:
+        read_group_info(str(path))
+    assert str(path) in str(caught.value)
+    assert caught.value.file == str(path)
+
+
+def test_a_strategy_file_is_named_as_such(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
+    with pytest.raises(StrategyError, match="it is a strategy file"):
+        read_group_info(str(path))
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="no such file"):
+        read_group_info(str(tmp_path / "nothing.pb"))
+    with pytest.raises(StrategyError, match="a directory"):
+        read_group_info(str(tmp_path))

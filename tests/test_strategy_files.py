@@ -1,0 +1,563 @@
+"""One strategy file, in every form it is written in, and everything a file can get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import ReshardError, StrategyError, UsageError
+from reshard.layout import Layout
+from reshard.strategies import (
+    RecordedLayout,
+    StrategyFile,
+    StrategyItem,
+    json_file,
+    one_file,
+    protobuf_file,
+    read_strategy,
+    read_strategy_file,
+)
+from tests.cases import EVERYWHERE, case_directory
+from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
+from tests.wire import field
+
+
+def read_one(path: Path) -> dict[str, Layout]:
+    (stage,) = read_strategy(str(path)).stages
+    return dict(stage.layouts)
+
+
+def only(tmp_path: Path, said: dict[str, Any], name: str = "s.ckpt") -> Layout:
+    """The layout of a file that says this of its only parameter."""
+    return read_one(write_strategy(tmp_path / name, 0, {"w": said}))["w"]
+
+
+def refused(path: Path, *says: str) -> StrategyError:
+    with pytest.raises(StrategyError) as caught:
+        read_strategy(str(path))
+    for part in (str(path), *says):
+        assert part in str(caught.value)
+    assert caught.value.status == 3
+    return caught.value
+
+
+# What MindSpore wrote.
+
+
+def forms_of(name: str) -> list[Path]:
+    """Every path under which the strategy of a case can be named."""
+    paths = []
+    for directory in ("strategy", "strategy_json", "merged"):
+        files = sorted((case_directory(name) / directory).glob("*"))
+        whole = directory == "merged" or len(files) == 1
+        paths += [case_directory(name) / directory, *files] if files and whole else []
+        paths += [case_directory(name) / directory] if files and not whole and directory == "strategy" else []
+    return paths
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_every_form_of_a_case_says_what_the_compiler_said(name: str) -> None:
+    described = json.loads((case_directory(name) / "case.json").read_text())
+    for path in forms_of(name):
+        strategy = read_strategy(str(path))
+        assert strategy.device_count == described["device_num"]
+        assert len(strategy.stages) == described["pipeline_stages"]
+        for stage in strategy.stages:
+            expected = {
+                param: described["layout_classes"][label[0]]
+                for param, label in described["params"].items()
+                if str(stage.number) in described["layout_classes"][label[0]]["stages"]
+            }
+            assert stage.layouts.keys() == expected.keys()
+            for param, found in stage.layouts.items():
+                said = expected[param]["stages"][str(stage.number)]
+                check_layout(found, said, tuple(expected[param]["full_shape"]), f"{path} {param}")
+
+
+def check_layout(found: Layout, said: dict[str, Any], shape: tuple[int, ...], where: str) -> None:
+    axes = said["tensor_map"]
+    axes = [entry if isinstance(entry, list) else [entry] for entry in axes]
+    expected = tuple(tuple(axis for axis in entry if axis != -1) for entry in axes)
+    fitting = [candidate for candidate in found.regroupings() if candidate.tensor_map == expected]
+    assert fitting, f"{where}: {found.tensor_map} is not {expected}"
+    assert list(found.device_matrix) == said["dev_matrix"], where
+    assert found.uneven == (tuple(said["param_split_shape"]) if said["indices_offset"] else None), where
+    assert fitting[0].recorded_shape in (None, shape), where
+    step, size = said["opt_weight_shard_step"], said["opt_weight_shard_size"]
+    assert (found.shard_step, found.shard_size) == ((step, size) if step and size else (0, 0)), where
+
+
+# What the records mean.
+
+
+def test_none_is_one_device_that_lists_nothing() -> None:
+    for path in (None, "none", "None"):
+        strategy = read_strategy(path)
+        assert strategy.is_none
+        assert (strategy.device_count, strategy.path, strategy.parameters) == (1, "none", ())
+
+
+def test_flat_and_nested_maps_mean_the_same(tmp_path: Path) -> None:
+    flat = only(tmp_path, layout([2, 4], [0, -1, 1]))
+    nested = only(tmp_path, layout([2, 4], [[0], [-1], [1]]))
+    assert flat == nested == Layout((2, 4), ((0,), (), (1,)))
+
+
+def test_a_dimension_over_several_axes_names_the_most_significant_first(tmp_path: Path) -> None:
+    assert only(tmp_path, layout([2, 2, 2], [[2, 0], [-1]])) == Layout((2, 2, 2), ((2, 0), ()))
+
+
+def test_the_empty_marker_map_is_no_dimension(tmp_path: Path) -> None:
+    assert only(tmp_path, layout([2, 2], [[1, 0], []])) == Layout((2, 2), ((1, 0),))
+
+
+def test_a_scalar_has_no_dimension_in_either_form(tmp_path: Path) -> None:
+    for name in ("s.ckpt", "s.json"):
+        assert only(tmp_path, layout([4], [], shape=[]), name).tensor_map == ()
+    assert only(tmp_path, layout([4], [[], []])).tensor_map == ()
+
+
+def test_axes_of_size_one_may_be_mapped(tmp_path: Path) -> None:
+    found = only(tmp_path, layout([4, 1], [1, 0]))
+    assert (found.device_count, found.cuts) == (4, (4, 1))
+
+
+def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
+    for name in ("s.ckpt", "s.json"):
+        path = write_strategy(tmp_path / name, 0, {"w": layout([], [-1, -1])})
+        assert read_strategy(str(path)).device_count == 1
+
+
+def test_a_missing_device_matrix_message_is_one_device_too(tmp_path: Path) -> None:
+    said = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+    assert read_one(tmp_path / "s.ckpt")["w"] == Layout((), ((),))
+
+
+@pytest.mark.parametrize(("step", "size", "shards"), [(0, -1, 1), (2, 0, 1), (0, 0, 1), (4, -1, 2), (4, 2, 2)])
+def test_an_optimizer_shard_needs_a_step_and_a_size(tmp_path: Path, step: int, size: int, shards: int) -> None:
+    found = only(tmp_path, layout([2, 4], [0, -1], step=step, size=size))
+    assert found.shards == shards
+    assert (found.shard_size != 0) == (found.shard_step != 0) == (shards > 1)
+
+
+def test_a_table_split_by_hand_has_uneven_slices_and_no_recorded_shape(tmp_path: Path) -> None:
+    said = layout([4], [0, -1], sizes=[10, 20, 30, 4], offsets=[0, 10, 30, 60], shape=[40, 8])
+    for name in ("s.ckpt", "s.json"):
+        found = only(tmp_path, said, name)
+        assert found.uneven == (10, 20, 30, 4)
+        assert found.recorded_shape is None
+
+
+def test_split_sizes_without_offsets_mean_nothing(tmp_path: Path) -> None:
+    # Stand-alone strategies put the full shape there, step 0 with size -1, and maps from the left.
+    said = layout([2, 4, 1], [1, 0], sizes=[64, 32], step=0, size=-1)
+    for name in ("s.ckpt", "s.json"):
+        assert only(tmp_path, said, name) == Layout((2, 4, 1), ((1,), (0,)))
+
+
+def test_an_expanded_json_map_can_be_grouped_to_the_nested_one(tmp_path: Path) -> None:
+    expanded = only(tmp_path, layout([2, 2, 2], [-1, 1, 0], shape=[32, 2, 32]), "s.json")
+    assert expanded.expandable
+    nested = Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
+    assert nested in expanded.regroupings()
+
+
+def test_a_json_map_that_cannot_be_expanded_is_exact(tmp_path: Path) -> None:
+    found = only(tmp_path, layout([2, 2], [1, 0], shape=[64, 32]), "s.json")
+    assert found == Layout((2, 2), ((1,), (0,)), recorded_shape=(64, 32))
+
+
+@pytest.mark.parametrize("shape", [[32, 64], [32, 2, 32]])
+def test_a_nested_json_map_goes_with_either_form_of_shape(tmp_path: Path, shape: list[int]) -> None:
+    found = only(tmp_path, layout([2, 2, 2], [[-1], [1, 0]], shape=shape), "s.json")
+    assert found == Layout((2, 2, 2), ((), (1, 0)), recorded_shape=(32, 64))
+
+
+def test_a_nested_json_map_may_hold_plain_numbers(tmp_path: Path) -> None:
+    assert only(tmp_path, layout([2, 2, 2], [-1, [1, 0]]), "s.json") == Layout((2, 2, 2), ((), (1, 0)))
+
+
+def test_json_without_a_shape_is_read_without_one(tmp_path: Path) -> None:
+    assert only(tmp_path, layout([2], [0, -1]), "s.json") == Layout((2,), ((0,), ()))
+
+
+def test_json_is_recognised_whatever_its_name(tmp_path: Path) -> None:
+    content = json.dumps(json_content({"w": layout([2], [0])}))
+    for text in (content, "\n  " + content, "\ufeff" + content):
+        (tmp_path / "strategy.ckpt").write_text(text, encoding="utf-8")
+        assert read_one(tmp_path / "strategy.ckpt")["w"] == Layout((2,), ((0,),))
+
+
+def test_other_json_sections_are_no_layouts(tmp_path: Path) -> None:
+    content = json_content({"w": layout([2], [0])})
+    content["parallel_out_strategy_item"] = {"node": {"parallel_strategy": "anything"}}
+    content["parallel_layout_value_item"] = 7
+    (tmp_path / "s.json").write_text(json.dumps(content))
+    assert list(read_one(tmp_path / "s.json")) == ["w"]
+
+
+def test_json_without_strategy_items_is_stage_0(tmp_path: Path) -> None:
+    content = json_content({"w": layout([2], [0])})
+    del content["parallel_strategy_item"]
+    (tmp_path / "s.json").write_text(json.dumps(content))
+    assert read_strategy(str(tmp_path / "s.json")).device_count == 2
+
+
+def test_equal_layouts_are_one_object(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 0, {f"w{index}": layout([2, 2], [0]) for index in range(9)})
+    assert len({id(found) for found in read_one(path).values()}) == 1
+
+
+# Stages of one file.
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("name", ["merged.ckpt", "merged.json"])
+def test_ranks_run_through_the_stages_of_a_merged_file(tmp_path: Path, order: tuple[int, ...], name: str) -> None:
+    counts = [2, 4, 1]
+    stages = {
+        number: {f"w{number}": layout([counts[number]], [0]), "tied-w": layout([counts[number]], [-1])}
+        for number in order
+    }
+    strategy = read_strategy(str(write_merged(tmp_path / name, stages)))
+    assert [(stage.number, stage.first_rank, stage.device_count) for stage in strategy.stages] == [
+        (0, 0, 2),
+        (1, 2, 4),
+        (2, 6, 1),
+    ]
+    assert [strategy.stage_of(rank).number for rank in range(7)] == [0, 0, 1, 1, 1, 1, 2]
+    assert [stage.number for stage in strategy.stages_of("tied-w")] == [0, 1, 2]
+    assert strategy.stages_of("unknown") == ()
+    assert sorted(strategy.parameters) == ["tied-w", "w0", "w1", "w2"]
+    for rank in (-1, 7):
+        with pytest.raises(UsageError, match="ranks 0 to 6"):
+            strategy.stage_of(rank)
+
+
+def test_a_merged_file_of_one_stage_is_read_without_its_prefix(tmp_path: Path) -> None:
+    path = write_merged(tmp_path / "m.ckpt", {0: {"w": layout([2], [0]), "a-b": layout([2], [-1])}})
+    assert list(read_one(path)) == ["w", "a-b"]
+
+
+def test_a_parameter_name_with_a_dash_is_no_stage(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 0, {"0-w": layout([2], [0]), "block-1.w": layout([2], [0])})
+    assert list(read_one(path)) == ["0-w", "block-1.w"]
+
+
+def test_items_that_stages_overwrote_in_merged_json_do_not_matter(tmp_path: Path) -> None:
+    layouts = {"0-w": layout([2], [0]), "1-w": layout([2], [0])}
+    path = write_strategy(tmp_path / "m.json", 0, layouts, item_stages=[1])
+    assert len(read_strategy(str(path)).stages) == 2
+
+
+def test_prefixes_without_items_make_a_merged_file(tmp_path: Path) -> None:
+    layouts = {"1-w": layout([2], [0]), "0-w": layout([2], [0])}
+    path = write_strategy(tmp_path / "m.ckpt", 0, layouts, item_stages=[])
+    assert read_strategy(str(path)).device_count == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "item_stages", "ending"),
+    [
+        (["0-w", "1-w"], [0], "ckpt"),
+        (["0-w"], [0, 1], "ckpt"),
+        (["1-w"], [0], "ckpt"),
+        (["0-w"], [1], "json"),
+        (["0-w", "w"], [0, 1], "ckpt"),
+        (["v", "w"], [0, 1], "json"),
+        (["0-w", "2-w"], [], "ckpt"),
+    ],
+)
+def test_names_and_items_that_contradict_each_other_are_refused(
+    tmp_path: Path, names: list[str], item_stages: list[int], ending: str
+) -> None:
+    path = tmp_path / f"m.{ending}"
+    write_strategy(path, 0, {name: layout([2], [0]) for name in names}, item_stages)
+    refused(path, "stage", "merge-pipeline")
+
+
+def test_a_file_of_a_later_stage_alone_is_refused(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 2, {"w": layout([2], [0])})
+    refused(path, "stage 2 only", "stages 0 and 1 are missing", "the directory")
+
+
+def test_a_gap_in_a_merged_file_is_refused(tmp_path: Path) -> None:
+    path = write_merged(tmp_path / "m.ckpt", {0: {"w": layout([2], [0])}, 2: {"v": layout([2], [0])}})
+    refused(path, "stage 1 is missing")
+    last = 2**32 - 1
+    path = write_merged(tmp_path / "m.ckpt", {0: {"w": layout([2], [0])}, last: {"v": layout([2], [0])}})
+    refused(path, "stages 1, 2")
+
+
+def test_layouts_for_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
+    said = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
+    error = refused(write_strategy(tmp_path / "s.ckpt", 0, said), "stage 0", "4: odd", "8: a, b")
+    assert error.parameter == "odd"
+
+
+# Layouts that contradict themselves.
+
+BAD_LAYOUTS = {
+    "axis out of range": layout([2, 4], [2, -1]),
+    "negative axis": layout([2, 4], [-2, -1]),
+    "axis used twice": layout([2, 4], [0, 0]),
+    "axis used twice in a dimension": layout([2, 4], [[0, 0], [-1]]),
+    "not split and split": layout([2, 4], [[-1, 0], [-1]]),
+    "axis of size 0": layout([2, 0], [0]),
+    "too many devices": layout([4096, 8192], [0]),
+    "far too many devices": layout([2**32 - 1] * 60, [0]),
+    "endless matrix": layout([1] * 1000, [0]),
+    "endless map": layout([2], [-1] * 1000),
+    "shard size below -1": layout([2, 4], [0], step=4, size=-2),
+    "shard size that does not divide": layout([2, 4], [0], step=4, size=3),
+    "shard step that contradicts": layout([2, 4], [0], step=3, size=2),
+    "negative shard step": layout([2, 4], [0], step=-4, size=2),
+    "sharded scalar": layout([2], [], step=1, size=2),
+    "offsets that do not fit": layout([2], [0], sizes=[3, 4], offsets=[0, 4]),
+    "offsets without sizes": layout([2], [0], offsets=[0, 4]),
+    "too many slices": layout([2], [0], sizes=[3, 4, 5], offsets=[0, 3, 7]),
+    "negative slice": layout([2], [0], sizes=[-3, 4], offsets=[0, -3]),
+    "field": layout([2], [0], field=3),
+}
+
+
+@pytest.mark.parametrize("said", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS)
+@pytest.mark.parametrize("ending", ["ckpt", "json"])
+def test_a_bad_layout_names_file_stage_and_parameter(tmp_path: Path, said: dict[str, Any], ending: str) -> None:
+    path = write_merged(tmp_path / f"s.{ending}", {0: {"good": layout([2, 4], [0])}, 1: {"bad.w": said}})
+    error = refused(path, "stage 1", "bad.w")
+    assert error.parameter == "bad.w"
+
+
+@pytest.mark.parametrize("shape", [[8, 8], [-8], [2**70], [8, -1, 8]])
+def test_a_bad_tensor_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    path = write_strategy(tmp_path / "s.json", 0, {"w": layout([2], [0], shape=shape)})
+    refused(path, "w")
+
+
+def test_a_map_that_could_be_grouped_in_endless_ways_is_refused(tmp_path: Path) -> None:
+    said = layout([1] * 40, list(range(40)), shape=[1] * 40)
+    refused(write_strategy(tmp_path / "s.json", 0, {"w": said}), "too many ways")
+
+
+# Damage.
+
+
+def test_a_parameter_listed_twice_is_refused(tmp_path: Path) -> None:
+    once = protobuf({"w": layout([2], [0])})
+    (tmp_path / "s.ckpt").write_bytes(once + once)
+    refused(tmp_path / "s.ckpt", "parameter w twice")
+    text = json.dumps(json_content({"w": layout([2], [0]), "x": layout([2], [0])})).replace('"x"', '"w"')
+    (tmp_path / "s.json").write_text(text)
+    refused(tmp_path / "s.json", "w twice")
+
+
+def test_a_file_without_layouts_is_refused(tmp_path: Path) -> None:
+    for name in ("s.ckpt", "s.json"):
+        refused(write_strategy(tmp_path / name, 0, {}), "no parameter layouts")
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    for name in ("s.ckpt", "s.json"):
+        (tmp_path / name).touch()
+        refused(tmp_path / name, "empty")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    for name in ("s.ckpt", "s.json", "s"):
+        path = write_strategy(tmp_path / name, 0, {"w": layout([2], [0])})
+        path.write_bytes(path.read_bytes()[:-1])
+        refused(path, "damaged")
+
+
+@pytest.mark.parametrize("number", [5, 6, 7])
+def test_a_required_field_that_is_missing_is_damage(tmp_path: Path, number: int) -> None:
+    said = field(1, b"") + field(2, field(1, -1)) + b"".join(field(n, 0) for n in (5, 6, 7) if n != number)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))
+    refused(tmp_path / "s.ckpt", "damaged")
+
+
+@pytest.mark.parametrize("name", [b"\xff\xfe", b""])
+def test_a_name_that_is_no_text_is_damage(tmp_path: Path, name: bytes) -> None:
+    said = field(5, 0) + field(6, 0) + field(7, 0)
+    (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, name) + field(2, said)))
+    refused(tmp_path / "s.ckpt", "damaged")
+
+
+def with_value(*path: str, value: Any) -> bytes:
+    content: Any = json_content({"w": layout([2], [0], shape=[4], sizes=[2, 2], offsets=[0, 2])})
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(content).encode()
+
+
+LAYOUT = ("parallel_layout_item", "w")
+ITEM = ("parallel_strategy_item", "MatMul-0")
+# Every place, and values that do not belong there; None takes the place away.
+NO_NUMBER: list[Any] = ["2", True, 2.0, {}, [[[0]]], ["0"], [True], 2**80, -(2**80)]
+WRONG_VALUES: list[tuple[tuple[str, ...], list[Any]]] = [
+    ((*LAYOUT, "dev_matrix"), [*NO_NUMBER, 2, None]),
+    ((*LAYOUT, "tensor_map"), [*NO_NUMBER, 2, None]),
+    ((*LAYOUT, "tensor_shape"), [*NO_NUMBER, 2]),
+    ((*LAYOUT, "param_split_shape"), [*NO_NUMBER, 2]),
+    ((*LAYOUT, "indices_offset"), [*NO_NUMBER, 2]),
+    ((*LAYOUT, "field"), [*NO_NUMBER, [2], None, float("nan")]),
+    ((*LAYOUT, "opt_weight_shard_step"), [*NO_NUMBER, [2], None]),
+    ((*LAYOUT, "opt_weight_shard_size"), [*NO_NUMBER, [2], None]),
+    (LAYOUT, [1, [], "x"]),
+    (("parallel_layout_item", ""), [{}]),
+    (("parallel_layout_item",), [1, [], "x"]),
+    (("parallel_strategy_item",), [1, [], {"n": 1}]),
+    ((*ITEM, "stage"), ["0", -1, 2**32, 1.0, None]),
+    ((*ITEM, "parallel_strategy"), [[["2"]], 1, None]),
+    (("current_stage",), ["1", -1]),
+]
+BAD_JSON = {
+    "unfinished": b"{",
+    "deep": b'{"parallel_layout_item":' + b"[" * 200_000,
+    "endless number": b'{"parallel_layout_item":' + b"9" * 5000 + b"}",
+    "not UTF-8": b'{"parallel_layout_item": {"\xff": 1}}',
+    "half a surrogate": b'{"parallel_layout_item": {"\\ud800": {}}}',
+    **{f"{path[-1]} {value!r}": with_value(*path, value=value) for path, values in WRONG_VALUES for value in values},
+}
+
+
+@pytest.mark.parametrize("data", BAD_JSON.values(), ids=BAD_JSON)
+def test_json_that_holds_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "strategy.json").write_bytes(data)
+    refused(tmp_path / "strategy.json")
+
+
+@given(data=st.data())
+def test_no_damage_is_more_than_an_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    said = {"w": layout([2, 4], [[1, 0], [-1]], step=1, size=-1), "a-b": layout([8], [0], sizes=[1] * 8)}
+    whole = data.draw(st.sampled_from([protobuf(said, [0, 1]), json.dumps(json_content(said)).encode()]))
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[position] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "damaged_strategy.ckpt"
+    path.write_bytes(bytes(damaged[: data.draw(st.integers(1, len(damaged)))]))
+    try:
+        read_strategy(str(path))
+    except ReshardError as error:
+        assert error.status == 3
+
+
+# What is no strategy file.
+
+OTHERS = {
+    "checkpoint": (field(1, field(1, "w") + field(2, field(1, 4) + field(2, "Float32"))), "a checkpoint"),
+    "long checkpoint": (field(1, field(1, "w" * 300) + field(2, b"")), "a checkpoint"),
+    "encrypted": (b"\xd9\x5e\x3a\x7f" + bytes(60), "an encrypted checkpoint"),
+    "safetensors": ((2).to_bytes(8, "little") + b"{}", "a safetensors file"),
+    "group_info": (group_info([0, 4], [("2-1", [0, 4])]), "a group_info file"),
+    "text": (b"This is not a strategy.\n", "not a strategy file"),
+    "text after an empty line": (b"\n# Title\n", "not a strategy file"),
+    "other JSON": (b'{"total_size": 1}', "JSON without parameter layouts"),
+    "random": (bytes(range(200, 256)), "not a strategy file"),
+}
+
+
+@pytest.mark.parametrize(("data", "kind"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("name", ["x.ckpt", "x.json", "x"])
+def test_other_files_are_named_for_what_they_are(tmp_path: Path, data: bytes, kind: str, name: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    refused(tmp_path / name, "not a strategy file", kind)
+
+
+def test_a_fifo_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "s.ckpt")
+    refused(tmp_path / "s.ckpt", "not a regular file")
+
+
+def test_paths_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
+    for path in (tmp_path / "nothing", tmp_path / "loop", tmp_path / "s.ckpt" / "x", tmp_path / ("x" * 300)):
+        refused(path)
+    with pytest.raises(StrategyError):
+        read_strategy("a\0b")
+    with pytest.raises(StrategyError, match="pass none"):
+        read_strategy("")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
+    path.chmod(0)
+    refused(path, "cannot be read")
+
+
+def test_a_strategy_of_impossible_size_is_refused_unread(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s.ckpt", 0, {"w": layout([2], [0])})
+    os.truncate(path, one_file.LARGEST_PROTOBUF + 1)
+    refused(path, "larger than any strategy file")
+
+
+# Writing.
+
+numbers = st.integers(0, 2**32 - 1)
+int32 = st.integers(-(2**31), 2**31 - 1)
+int64 = st.integers(-(2**63), 2**63 - 1)
+names = st.text(min_size=1, max_size=8)
+dims = st.lists(numbers, max_size=4).map(tuple)
+one_map = st.lists(int32, max_size=4).map(tuple)
+nested = st.builds(
+    RecordedLayout,
+    device_matrix=dims,
+    tensor_maps=st.lists(one_map, min_size=2, max_size=4).map(tuple),
+    nested=st.just(True),
+    field=int32,
+    shard_step=int32,
+    shard_size=int32,
+    split_sizes=st.lists(int64, max_size=3).map(tuple),
+    split_offsets=st.lists(int64, max_size=3).map(tuple),
+)
+flat = st.builds(RecordedLayout, device_matrix=dims, tensor_maps=st.tuples(one_map))
+items = st.builds(StrategyItem, names, numbers, st.lists(dims, max_size=3).map(tuple))
+
+
+@given(
+    st.lists(items, max_size=3, unique_by=lambda item: item.node),
+    st.dictionaries(names, nested | flat, max_size=3),
+    numbers,
+)
+def test_what_is_written_is_read_again(
+    items: list[StrategyItem], layouts: dict[str, RecordedLayout], current: int
+) -> None:
+    for form, room in (("protobuf", protobuf_file), ("json", json_file)):
+        file = StrategyFile("path", form, tuple(items), layouts, current)
+        again = room.parse_strategy(room.serialize_strategy(file), "path")
+        assert again == file
+        assert again is not None
+        assert list(again.layouts) == list(file.layouts)
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_protobuf_is_written_byte_for_byte_as_mindspore_writes_it(name: str) -> None:
+    for path in (case_directory(name) / "strategy").glob("*.ckpt"):
+        assert protobuf_file.serialize_strategy(read_strategy_file(str(path))) == path.read_bytes()
+
+
+def test_messages_of_mindspore_in_the_same_process_are_no_trouble(tmp_path: Path) -> None:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package="mindspore.straspb")
+    theirs.message_type.add(name="ParallelStrategyMap")
+    descriptor_pool.Default().AddSerializedFile(theirs.SerializeToString())
+    protobuf_file._pool.cache_clear()
+    protobuf_file._message_class.cache_clear()
+    assert only(tmp_path, layout([2], [0])) == Layout((2,), ((0,),))
