@@ -1,0 +1,45 @@
+"""Checkpoint files: per name the type, the shape and the byte ranges, and how files are laid out.
+
+Reading: `find_checkpoints` finds which rank has a file of which step, by names alone; `read_index`
+tells what one file holds, from headers alone. Writing: `lay_out_ckpt` and `lay_out_safetensors` say
+where every byte of a new file goes, before a tensor is at hand. Nothing here knows of layouts,
+strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
+"""
+
+from reshard.checkpoints.crc import CrcCheck, check_crc
+from reshard.checkpoints.dtypes import can_hold
+from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.open import format_of, read_index
+from reshard.checkpoints.output import (
+    Data,
+    Literal,
+    OutputLayout,
+    OutputTensor,
+    lay_out_ckpt,
+    lay_out_safetensors,
+)
+from reshard.checkpoints.steps import Step
+from reshard.checkpoints.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
+
+__all__ = [
+    "CheckpointIndex",
+    "CrcCheck",
+    "Data",
+    "FileHandles",
+    "Literal",
+    "OutputLayout",
+    "OutputTensor",
+    "SourceTree",
+    "Step",
+    "StepFiles",
+    "Tensor",
+    "can_hold",
+    "check_crc",
+    "find_checkpoints",
+    "format_of",
+    "lay_out_ckpt",
+    "lay_out_safetensors",
+    "read_index",
+    "reading_error",
+]

@@ -1,0 +1,389 @@
+"""What is in a `.ckpt` file, found without reading the tensors.
+
+A `.ckpt` file is a protobuf message, but one of tens of GB, of which only some hundred bytes per
+tensor are structure. So the wire format is walked here: keys and lengths are read through a small
+window, contents are stepped over.
+
+    Checkpoint     { value: Value* (1) }
+    Value          { tag: string (1), tensor: TensorProto (2) or maptensor: MapTensorProto (3) }
+    TensorProto    { dims: int64* (1), tensor_type: string (2), tensor_content: bytes (3) }
+    MapTensorProto { tensor: TensorProto* (1) }
+
+A large tensor takes several consecutive values of the same tag, type and dims. After the last value
+there may be a CRC. Everything a file claims is checked against what is there; a damaged or hostile
+file costs bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
+from reshard.checkpoints.tensors import CheckpointIndex, Tensor, content_size, logical_shape
+from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
+
+CRC_MARK = b"crc_num"
+TRAILER_SIZE = len(CRC_MARK) + 10
+
+_CIPHERS = {
+    b"\xd8\x5e\x3a\x7f": "AES-GCM",
+    b"\xd9\x5e\x3a\x7f": "AES-CBC",
+    b"\xda\x5e\x3a\x7f": "SM4-CBC",
+}
+
+# Keys of the fields above: field number, shifted by three, plus the wire type.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIELD_1 = 1 << 3 | _BYTES
+_FIELD_2 = 2 << 3 | _BYTES
+_FIELD_3 = 3 << 3 | _BYTES
+_FIELD_1_NUMBER = 1 << 3 | _VARINT
+
+# The window: one page fraction where a large tensor was stepped over, growing while tensors are
+# small enough that reading on is cheaper than another system call.
+_LEAST_WINDOW = 1 << 10
+_MOST_WINDOW = 1 << 18
+_NEAR = 1 << 15
+
+# Far beyond any real file (a million tensors, names of a hundred bytes), and still a bound.
+_MOST_FIELDS = 1 << 23
+_MOST_NAME_BYTES = 1 << 26
+_LONGEST_NAME = 1 << 14
+_MOST_DIMS = 64
+_LONGEST_VARINT = 10
+
+
+def read_ckpt_index(fd: int, path: str, size: int) -> CheckpointIndex:
+    """Read the structure of a `.ckpt` file.
+
+    Args:
+        fd: descriptor of the file, open for reading; its position is not used.
+        path: name of the file, for messages.
+        size: bytes of the file.
+
+    Returns:
+        Every tensor with its extents; no tensors for a file of no bytes, which is what MindSpore
+        writes when there is nothing to save.
+
+    Raises:
+        EncryptedCheckpointError: the file is encrypted.
+        DamagedCheckpointError: the file is truncated, or its structure is broken.
+        CheckpointError: the file is a strategy file.
+        OSError: reading failed.
+    """
+    walk = _Walk(fd, path, size)
+    _refuse_encrypted(walk)
+    parameters = _Parameters(path)
+    crc = None
+    while walk.position < size:
+        if size - walk.position == TRAILER_SIZE and walk.peek(len(CRC_MARK)) == CRC_MARK:
+            crc = int.from_bytes(walk.take(TRAILER_SIZE)[len(CRC_MARK) :], "big")
+            break
+        key = walk.key()
+        if key == _FIELD_1:
+            parameters.add(_read_value(walk, walk.enter(size)))
+        elif key == _FIELD_1_NUMBER:
+            raise CheckpointError(
+                f"{path}: is a strategy file, not a checkpoint",
+                file=path,
+                hint="name strategy files with --src-strategy and --dst-strategy",
+            )
+        else:
+            walk.skip(key, size)
+    return CheckpointIndex(path, "ckpt", size, parameters.finish(), crc)
+
+
+def _refuse_encrypted(walk: _Walk) -> None:
+    cipher = _CIPHERS.get(walk.peek(4))
+    if cipher is not None:
+        raise EncryptedCheckpointError(
+            f"{walk.path}: is encrypted with {cipher}",
+            file=walk.path,
+            hint="load it in MindSpore with its dec_key and save it without enc_key",
+        )
+
+
+class _Record(NamedTuple):
+    """One value: a tensor, a piece of one, or a map tensor."""
+
+    start: int
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    extents: tuple[tuple[int, int], ...]
+
+
+def _read_value(walk: _Walk, end: int) -> _Record:
+    start = walk.position
+    name: Optional[str] = None
+    tensor: Optional[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]] = None
+    while walk.position < end:
+        key = walk.key()
+        if key == _FIELD_1:
+            name = walk.name(end)
+        elif key in (_FIELD_2, _FIELD_3):
+            if tensor is not None:
+                raise walk.damaged("a record holds two tensors")
+            inner = walk.enter(end)
+            tensor = _read_tensor(walk, inner) if key == _FIELD_2 else _read_map_tensor(walk, inner)
+        else:
+            walk.skip(key, end)
+    walk.leave(end)
+    if not name:
+        raise walk.damaged("a record has no name", start)
+    if tensor is None:
+        raise walk.damaged(f"{name} has no tensor", start, name)
+    return _Record(start, name, *tensor)
+
+
+def _read_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]:
+    dtype: Optional[str] = None
+    dims: list[int] = []
+    content: Optional[tuple[int, int]] = None
+    while walk.position < end:
+        key = walk.key()
+        if key == _FIELD_1_NUMBER:
+            dims.append(walk.varint())
+        elif key == _FIELD_2:
+            dtype = walk.name(end)
+        elif key == _FIELD_3:
+            if content is not None:
+                raise walk.damaged("a record holds two contents")
+            stop = walk.enter(end)
+            content = (walk.position, stop - walk.position)
+            walk.position = stop
+        elif key == _FIELD_1:
+            # The packed form of the same numbers; readers of protobuf take either.
+            stop = walk.enter(end)
+            while walk.position < stop and len(dims) <= _MOST_DIMS:
+                dims.append(walk.varint())
+            if len(dims) <= _MOST_DIMS:
+                walk.leave(stop)
+        else:
+            walk.skip(key, end)
+        if len(dims) > _MOST_DIMS:
+            raise walk.damaged(f"a tensor has more than {_MOST_DIMS} dimensions")
+    walk.leave(end)
+    if not dtype:
+        raise walk.damaged("a tensor has no type")
+    if any(dim >> 63 for dim in dims):
+        raise walk.damaged("a tensor has a negative dimension")
+    return dtype, tuple(dims), (content,) if content is not None and content[1] else ()
+
+
+def _read_map_tensor(walk: _Walk, end: int) -> tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]:
+    extents: list[tuple[int, int]] = []
+    while walk.position < end:
+        key = walk.key()
+        if key == _FIELD_1:
+            extents += _read_tensor(walk, walk.enter(end))[2]
+        else:
+            walk.skip(key, end)
+    walk.leave(end)
+    return MAP_TENSOR, (), tuple(extents)
+
+
+class _Parameters:
+    """Joins consecutive records of one parameter and checks that each adds up."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._tensors: dict[str, Tensor] = {}
+        self._pieces: list[_Record] = []
+
+    def add(self, record: _Record) -> None:
+        """Take the next record of the file."""
+        pieces = self._pieces
+        if pieces and pieces[0].name == record.name:
+            if pieces[0].dtype != record.dtype or pieces[0].dims != record.dims:
+                raise self._damaged(record, "occurs twice, with different types or dimensions")
+        else:
+            self._join()
+            pieces.clear()
+            if record.name in self._tensors:
+                raise self._damaged(record, "occurs twice")
+        pieces.append(record)
+
+    def finish(self) -> dict[str, Tensor]:
+        """Everything that was added, by name and in file order."""
+        self._join()
+        return self._tensors
+
+    def _join(self) -> None:
+        if not self._pieces:
+            return
+        first = self._pieces[0]
+        extents = first.extents
+        if len(self._pieces) > 1:
+            extents = tuple(extent for piece in self._pieces for extent in piece.extents)
+        nbytes = sum(length for _, length in extents)
+        self._check_size(first, nbytes)
+        shape = logical_shape(first.dtype, first.dims, nbytes)
+        self._tensors[first.name] = Tensor(first.name, first.dtype, shape, first.dims, extents, nbytes)
+
+    def _check_size(self, first: _Record, nbytes: int) -> None:
+        if first.dtype == MAP_TENSOR:
+            return
+        expected = content_size(first.dtype, first.dims, nbytes)
+        if expected is None:
+            # Text, or a type that only the file knows: whole elements are all that can be asked.
+            elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
+            if first.dtype == "str":
+                fits = nbytes % 4 == 0
+            elif elements:
+                fits = nbytes > 0 and nbytes % elements == 0
+            else:
+                fits = nbytes == 0
+            if not fits:
+                raise self._damaged(
+                    first, f"has {nbytes} bytes of {first.dtype} for dimensions {list(first.dims)}"
+                )
+        elif nbytes != expected:
+            twice = " (or it occurs twice)" if len(self._pieces) > 1 and nbytes > expected else ""
+            raise self._damaged(
+                first,
+                f"has {nbytes} bytes, but {first.dtype} of dimensions {list(first.dims)} "
+                f"takes {ITEM_SIZES[first.dtype]} bytes per element, {expected} in all{twice}",
+            )
+
+    def _damaged(self, record: _Record, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{self._path}: is damaged: {record.name} at byte {record.start} {what}",
+            file=self._path,
+            parameter=record.name,
+        )
+
+
+class _Walk:
+    """A position in the file, and a window of its bytes to read keys, lengths and names from.
+
+    Attributes:
+        path: name of the file.
+        position: offset of the next byte; set it to step over content.
+    """
+
+    def __init__(self, fd: int, path: str, size: int) -> None:
+        self.path = path
+        self.position = 0
+        self._fd = fd
+        self._size = size
+        self._window = b""
+        self._start = 0
+        self._length = _LEAST_WINDOW
+        self._fields = 0
+        self._name_bytes = 0
+
+    def peek(self, count: int) -> bytes:
+        """The next ``count`` bytes, fewer at the end of the file, without stepping over them."""
+        offset = self.position - self._start
+        if offset + count > len(self._window):
+            self._move_window(min(count, self._size - self.position))
+            offset = 0
+        return self._window[offset : offset + count]
+
+    def take(self, count: int) -> bytes:
+        """The next ``count`` bytes."""
+        data = self.peek(count)
+        self.position += count
+        return data
+
+    def varint(self) -> int:
+        """The next number, 0 to 2**64 - 1."""
+        offset = self.position - self._start
+        if offset >= len(self._window):
+            self._move_window(1)
+            offset = 0
+        byte = self._window[offset]
+        self.position += 1
+        if byte < 0x80:
+            return byte
+        value = byte & 0x7F
+        for shift in range(7, 7 * _LONGEST_VARINT, 7):
+            offset += 1
+            if offset >= len(self._window):
+                self._move_window(1)
+                offset = 0
+            byte = self._window[offset]
+            self.position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value & 0xFFFFFFFFFFFFFFFF
+        raise self.damaged("a number has no end")
+
+    def key(self) -> int:
+        """The key of the next field: number and wire type."""
+        self._fields += 1
+        if self._fields > _MOST_FIELDS:
+            raise self.damaged(f"more than {_MOST_FIELDS} fields")
+        start = self.position
+        key = self.varint()
+        if key < 8:
+            raise self.damaged("there is no field number 0", start)
+        return key
+
+    def enter(self, end: int) -> int:
+        """Read a length; the offset at which the field of that length ends, at most ``end``."""
+        start = self.position
+        length = self.varint()
+        stop = self.position + length
+        if stop > end:
+            if stop > self._size:
+                raise self.damaged(
+                    f"a field ends at byte {stop}, but the file has {self._size} bytes: it is truncated",
+                    start,
+                )
+            raise self.damaged(f"a field ends at byte {stop}, beyond its message's end at {end}", start)
+        return stop
+
+    def leave(self, end: int) -> None:
+        """Check that a message ended where it said."""
+        if self.position != end:
+            raise self.damaged(f"a message should end at byte {end}")
+
+    def name(self, end: int) -> str:
+        """The next field as text."""
+        start = self.position
+        length = self.enter(end) - self.position
+        self._name_bytes += length
+        if length > _LONGEST_NAME or self._name_bytes > _MOST_NAME_BYTES:
+            raise self.damaged("names are too long", start)
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError as error:
+            raise self.damaged("a name is not UTF-8", start) from error
+
+    def skip(self, key: int, end: int) -> None:
+        """Step over the value of a field that means nothing to us."""
+        start = self.position
+        wire_type = key & 7
+        if wire_type == _VARINT:
+            self.varint()
+        elif wire_type == _BYTES:
+            self.position = self.enter(end)
+        elif wire_type in (_FIXED64, _FIXED32):
+            self.position += 8 if wire_type == _FIXED64 else 4
+        else:
+            raise self.damaged(f"wire type {wire_type} is not used in checkpoints", start)
+        if self.position > end:
+            raise self.damaged("a field ends beyond its message", start)
+
+    def damaged(
+        self, what: str, at: Optional[int] = None, name: Optional[str] = None
+    ) -> DamagedCheckpointError:
+        """The error for what is wrong at byte ``at`` (default: here)."""
+        where = self.position if at is None else at
+        return DamagedCheckpointError(
+            f"{self.path}: is damaged, or no checkpoint: at byte {where}: {what}",
+            file=self.path,
+            parameter=name,
+        )
+
+    def _move_window(self, count: int) -> None:
+        """Begin the window at the position; it then holds at least ``count`` bytes."""
+        passed = self.position - (self._start + len(self._window))
+        self._length = min(2 * self._length, _MOST_WINDOW) if passed < _NEAR else _LEAST_WINDOW
+        self._window = os.pread(self._fd, max(self._length, count), self.position)
+        self._start = self.position
+        if len(self._window) < count:
+            raise self.damaged("the file ends here, inside a record: it is truncated")

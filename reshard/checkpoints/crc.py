@@ -1,0 +1,135 @@
+"""Checking the CRC that a checkpoint file records against its bytes."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Callable, NamedTuple
+
+from reshard.checkpoints.ckpt_index import TRAILER_SIZE
+from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
+from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.tensors import CheckpointIndex, Tensor
+from reshard.errors import DamagedCheckpointError, RetryableError
+
+# MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
+# larger N was not written by it, and would take us longer than a few seconds.
+_MOST_ZEROS = 8 << 30
+
+
+class CrcCheck(NamedTuple):
+    """What came of a check that found no fault.
+
+    Attributes:
+        checked: True where the bytes agree with a CRC.
+        reason: why nothing could be checked, else empty.
+    """
+
+    checked: bool
+    reason: str = ""
+
+
+def check_crc(
+    handles: FileHandles,
+    index: CheckpointIndex,
+    block_bytes: int = 8 << 20,
+    on_block: Callable[[int], None] = lambda count: None,
+) -> CrcCheck:
+    """Read a checkpoint file whole and compare it with the CRC that it records.
+
+    Args:
+        handles: where to borrow the file from.
+        index: the file's index.
+        block_bytes: bytes read at a time, which is also the memory it takes.
+        on_block: called after every block with its number of bytes; what it raises ends the check.
+
+    Raises:
+        DamagedCheckpointError: the CRC is another one.
+        CheckpointError: the file may not be read.
+        RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
+    """
+    if index.crc is None:
+        return CrcCheck(False, "no CRC is recorded")
+    try:
+        with handles.borrow(index.path) as fd:
+            stream = _Stream(fd, index.path, block_bytes, on_block)
+            outcome = (
+                _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
+            )
+    except OSError as error:
+        raise reading_error(index.path, error) from error
+    if outcome.checked and stream.crc != index.crc:
+        raise DamagedCheckpointError(
+            f"{index.path}: is damaged: its CRC is {stream.crc:08x}, but {index.crc:08x} is recorded",
+            file=index.path,
+            hint="take another replica's file or another step; --crc never skips this check",
+        )
+    return outcome
+
+
+def _check_ckpt(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
+    if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
+        return CrcCheck(False, "its CRC leaves out map tensors, so it says nothing")
+    stream.add_range(0, index.size - TRAILER_SIZE)
+    return CrcCheck(True)
+
+
+def _check_safetensors(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
+    zeros = {}
+    for name, tensor in index.tensors.items():
+        if tensor.shape == () and tensor.dtype in INTEGERS:
+            zeros[name] = stream.integer(tensor)
+            if not 0 <= zeros[name] <= _MOST_ZEROS:
+                return CrcCheck(
+                    False, f"its CRC counts {name} as {zeros[name]} zero bytes, which cannot be checked"
+                )
+    for name in sorted(index.tensors):
+        stream.add(name.encode())
+        if name in zeros:
+            stream.add_zeros(zeros[name])
+        else:
+            for offset, size in index.tensors[name].extents:
+                stream.add_range(offset, size)
+    return CrcCheck(True)
+
+
+class _Stream:
+    """A running CRC over bytes, ranges of a file, and zeros.
+
+    Attributes:
+        crc: CRC-32 of all that was added.
+    """
+
+    def __init__(self, fd: int, path: str, block_bytes: int, on_block: Callable[[int], None]) -> None:
+        self.crc = 0
+        self._fd = fd
+        self._path = path
+        self._buffer = memoryview(bytearray(block_bytes))
+        self._on_block = on_block
+
+    def add(self, data: bytes) -> None:
+        self.crc = zlib.crc32(data, self.crc)
+
+    def add_range(self, offset: int, size: int) -> None:
+        while size:
+            count = os.preadv(self._fd, [self._buffer[:size]], offset)
+            if not count:
+                raise RetryableError(f"{self._path}: became shorter while it was read", file=self._path)
+            self.crc = zlib.crc32(self._buffer[:count], self.crc)
+            self._on_block(count)
+            offset += count
+            size -= count
+
+    def add_zeros(self, size: int) -> None:
+        zeros = memoryview(bytes(min(size, 1 << 20)))
+        while size:
+            block = zeros[:size]
+            self.crc = zlib.crc32(block, self.crc)
+            self._on_block(0)
+            size -= len(block)
+
+    def integer(self, tensor: Tensor) -> int:
+        ((offset, size),) = tensor.extents
+        return int.from_bytes(
+            os.pread(self._fd, size, offset), "little", signed=not tensor.dtype.startswith("U")
+        )

@@ -1,0 +1,139 @@
+"""Open source files: each opened once, a bounded number at a time, shared by all threads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Optional
+
+from reshard.errors import CheckpointError, ReshardError, RetryableError
+
+# Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
+_SHARE_OF_LIMIT = 2
+_MOST_HANDLES = 1024
+
+# Errors that the same call will give again; anything else (stale handle, I/O error) may pass.
+_LASTING = {
+    errno.EACCES: "may not be read",
+    errno.EPERM: "may not be read",
+    errno.ENOENT: "does not exist",
+    errno.ENOTDIR: "does not exist",
+    errno.EISDIR: "is a directory",
+    errno.ELOOP: "is a loop of symbolic links",
+    errno.ENAMETOOLONG: "has too long a name",
+}
+
+
+def reading_error(path: str, error: OSError) -> ReshardError:
+    """The error to show for a failed read of ``path``: lasting, or worth a retry."""
+    lasting = _LASTING.get(error.errno or 0)
+    if lasting is not None:
+        return CheckpointError(f"{path}: {lasting}", file=path)
+    return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
+
+
+class _Handle:
+    """A descriptor, the threads that use it, and the lock under which it is opened."""
+
+    def __init__(self) -> None:
+        self.fd: Optional[int] = None
+        self.users = 0
+        self.opening = threading.Lock()
+
+
+class FileHandles:
+    """A cache of read-only descriptors that closes the least recently used ones.
+
+    A descriptor in use is never closed; so if more than ``limit`` files are in use at one moment,
+    all of them stay open until they are given back.
+
+    Attributes:
+        limit: most descriptors kept open.
+        opened: how often a file was opened so far.
+    """
+
+    def __init__(self, limit: Optional[int] = None) -> None:
+        """Args: limit: most descriptors kept open; by default a share of what the process may open."""
+        self.limit = _default_limit() if limit is None else max(1, limit)
+        self.opened = 0
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[str, _Handle] = OrderedDict()
+
+    @contextlib.contextmanager
+    def borrow(self, path: str) -> Iterator[int]:
+        """A descriptor of ``path``, open for reading while the block runs.
+
+        Raises:
+            OSError: the file cannot be opened; see `reading_error`.
+        """
+        with self._lock:
+            handle = self._handles.setdefault(path, _Handle())
+            handle.users += 1
+            self._handles.move_to_end(path)
+            self._close_idle(self.limit)
+        try:
+            # Opening may take long on a network file system, so only this file's users wait for it.
+            with handle.opening:
+                if handle.fd is None:
+                    handle.fd = self._open(path)
+            yield handle.fd
+        finally:
+            with self._lock:
+                handle.users -= 1
+                if handle.fd is None and not handle.users:
+                    del self._handles[path]
+                self._close_idle(self.limit)
+
+    def close(self) -> None:
+        """Close every descriptor that is not in use."""
+        with self._lock:
+            self._close_idle(0)
+
+    def __enter__(self) -> FileHandles:
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        self.close()
+
+    def _open(self, path: str) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # Somebody else took the descriptors that we counted on: make room and try once more.
+            self.close()
+            fd = os.open(path, flags)
+        with self._lock:
+            self.opened += 1
+        return fd
+
+    def _close_idle(self, keep: int) -> None:
+        """Close the longest unused descriptors until ``keep`` are left, as far as they are idle."""
+        surplus = len(self._handles) - keep
+        if surplus <= 0:
+            return
+        idle = [path for path, handle in self._handles.items() if not handle.users]
+        for path in idle[:surplus]:
+            handle = self._handles.pop(path)
+            if handle.fd is not None:
+                os.close(handle.fd)
+
+
+def _default_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_HANDLES
+    return max(8, min(soft // _SHARE_OF_LIMIT, _MOST_HANDLES))

@@ -1,0 +1,103 @@
+"""Paths with ``{rank}`` in them: which files and directories they match, and for which rank.
+
+``{rank}`` stands for a whole number of digits; ``*``, ``?`` and ``[...]`` are wildcards within one
+component of the path, as in a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+RANK = "{rank}"
+
+_WILD = re.compile(r"[*?\[]")
+
+
+def match_paths(pattern: str, unfinished: str) -> Iterator[tuple[int, str, str]]:
+    """Rank, naming and path of everything that exists and matches.
+
+    The naming is the path with ``{rank}`` in place of the rank's number: what matches in two ways
+    for one rank has two namings. Directories whose names end in ``unfinished`` are passed over.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+    start = fixed_directory(pattern)
+    if os.path.isdir(start or os.curdir):
+        yield from _descend(start, pattern[len(start) :].split(os.sep), -1, start, unfinished)
+
+
+def fixed_directory(pattern: str) -> str:
+    """The part of the pattern before its first component with {rank} or a wildcard."""
+    parts = pattern.split(os.sep)
+    fixed = next(place for place, part in enumerate(parts) if RANK in part or _WILD.search(part))
+    return "".join(part + os.sep for part in parts[:fixed])
+
+
+def _descend(
+    directory: str, parts: list[str], rank: int, naming: str, unfinished: str
+) -> Iterator[tuple[int, str, str]]:
+    """Matches of the remaining parts below ``directory``; rank -1 is not known yet."""
+    part, rest = parts[0], parts[1:]
+    if not part:
+        # A doubled or trailing separator.
+        if rest:
+            yield from _descend(directory, rest, rank, naming, unfinished)
+        else:
+            yield rank, naming, directory
+        return
+    expression = _expression(part)
+    for name in sorted(os.listdir(directory or os.curdir)):
+        match = expression.fullmatch(name)
+        if match is None or (name.startswith(".") and not part.startswith(".")):
+            continue
+        numbers = {int(number) for number in match.groups()} | ({rank} if rank >= 0 else set())
+        if len(numbers) > 1:
+            continue
+        path = directory + name
+        is_directory = os.path.isdir(path)
+        if is_directory and name.endswith(unfinished):
+            continue
+        found = numbers.pop() if numbers else -1
+        # The file's own name belongs to its step and series, not to the naming of its directory.
+        inner = naming + _blanked(match) if is_directory else naming
+        if not rest:
+            yield found, inner, path
+        elif is_directory:
+            yield from _descend(path + os.sep, rest, found, inner + os.sep, unfinished)
+
+
+def _expression(part: str) -> re.Pattern[str]:
+    """The regular expression of one component; its groups are the numbers that {rank} stands for."""
+    out = []
+    position = 0
+    while position < len(part):
+        if part.startswith(RANK, position):
+            # Without the guards, `*{rank}` would take the 12 of x12 for rank 2.
+            out.append(r"(?<![0-9])([0-9]+)(?![0-9])")
+            position += len(RANK)
+            continue
+        character = part[position]
+        position += 1
+        closing = part.find("]", position + 1) if character == "[" else -1
+        if character == "*":
+            out.append(".*")
+        elif character == "?":
+            out.append(".")
+        elif closing > 0:
+            inside = part[position:closing].replace("\\", r"\\").replace("[", r"\[")
+            out.append("[" + ("^" + inside[1:] if inside[0] == "!" else inside) + "]")
+            position = closing + 1
+        else:
+            out.append(re.escape(character))
+    return re.compile("".join(out), re.DOTALL)
+
+
+def _blanked(match: re.Match[str]) -> str:
+    """The matched name with {rank} for each number that stands for the rank."""
+    text = match.string
+    for group in range(match.re.groups, 0, -1):
+        text = text[: match.start(group)] + RANK + text[match.end(group) :]
+    return text

@@ -1,0 +1,100 @@
+"""What the name of a checkpoint file says: its step, and which series of saves it belongs to.
+
+MindSpore names files ``{prefix}-{epoch}_{step}.ckpt``. A second run into the same directory appends
+``_1`` to the prefix, so steps can be ordered within one prefix only; and the prefix may hold the
+rank's own number (``llama_rank_3-1_10.ckpt``), so that the prefixes of two ranks of one save differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.errors import UsageError
+
+_STEP = re.compile(r"([0-9]+)_([0-9]+)")
+# Saves at a fault carry a mark behind the step.
+_STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
+_NUMBERS = re.compile(r"([0-9]+)")
+
+# A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried
+# both ways; what stands further back is taken as the rank's number.
+_MOST_PLACES = 6
+
+Pattern = tuple[Optional[str], ...]
+
+
+@functools.total_ordering
+@dataclass(frozen=True)
+class Step:
+    """Epoch and step of a save, ordered as numbers: 1_10 is newer than 1_9."""
+
+    epoch: int
+    step: int
+
+    def __lt__(self, other: Step) -> bool:
+        return (self.epoch, self.step) < (other.epoch, other.step)
+
+    def __str__(self) -> str:
+        return f"{self.epoch}_{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Step:
+        """The step that a user named.
+
+        Raises:
+            UsageError: the text is no step.
+        """
+        match = _STEP.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"--step {text}: is no step", hint="name epoch and step as in the files' names, such as 3_10"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+
+def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
+    """Prefix and step of a file name without its ending; no step: the whole stem is the prefix."""
+    match = _STEM.fullmatch(stem)
+    if match is None:
+        return stem, None
+    return match["prefix"], Step(int(match["epoch"]), int(match["step"]))
+
+
+def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Pattern]:
+    """Find out which prefixes are the same but for the number of the rank they belong to.
+
+    A pattern is a prefix in which some occurrences of the rank's number are blanks. A prefix belongs
+    to that of its patterns which fits most ranks; of equals, to the one with fewest blanks.
+
+    Args:
+        prefixes: rank and prefix of each file.
+
+    Returns:
+        For each the pattern of its family: the prefix in pieces, with None for a rank's number.
+    """
+    patterns = {item: _patterns(*item) for item in prefixes}
+    fits = Counter(pattern for found in patterns.values() for pattern in found)
+    return {
+        item: min(found, key=lambda pattern: (-fits[pattern], pattern.count(None), str(pattern)))
+        for item, found in patterns.items()
+    }
+
+
+def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
+    # Numbers stand at the odd places.
+    pieces = _NUMBERS.split(prefix)
+    places = [place for place in range(1, len(pieces), 2) if int(pieces[place]) == rank]
+    patterns: set[Pattern] = set()
+    for blanks in itertools.product((True, False), repeat=min(len(places), _MOST_PLACES)):
+        pattern: list[Optional[str]] = list(pieces)
+        for place, blank in itertools.zip_longest(places, blanks, fillvalue=True):
+            if blank:
+                pattern[place] = None
+        patterns.add(tuple(pattern))
+    return frozenset(patterns)

@@ -1,0 +1,86 @@
+"""What a checkpoint file holds: per name a type, a shape, and where in the file the bytes are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.dtypes import ITEM_SIZES, TEXT
+
+
+class Tensor(NamedTuple):
+    """One entry of a checkpoint file.
+
+    Attributes:
+        name: parameter name.
+        dtype: MindSpore's name of the element type; ``"str"`` is text, ``"MapTensor"`` a map tensor.
+        shape: logical shape in elements; () for scalars, text and map tensors.
+        dims: shape as the file records it: a `.ckpt` may record a scalar as [0], and text always is.
+        extents: (offset, size) pairs, in bytes of the file; joined they are the tensor in C order.
+        nbytes: sum of the extents' sizes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    extents: tuple[tuple[int, int], ...]
+    nbytes: int
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one element; for a type of unknown size, bytes divided by elements."""
+        elements = math.prod(self.shape)
+        return self.nbytes // elements if elements else ITEM_SIZES.get(self.dtype, 1)
+
+
+@dataclass
+class CheckpointIndex:
+    """The contents of one checkpoint file, from its headers alone.
+
+    Attributes:
+        path: the file.
+        format: ``"ckpt"`` or ``"safetensors"``.
+        size: bytes of the file when it was read.
+        tensors: every entry by name, in file order. May be empty: a de-duplicated save writes a file
+            without entries for a rank that has nothing to save.
+        crc: the CRC that the file records, or None.
+        metadata: the metadata of a safetensors file; empty for a `.ckpt`.
+    """
+
+    path: str
+    format: str
+    size: int
+    tensors: dict[str, Tensor]
+    crc: Optional[int] = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ...]:
+    """The shape that recorded dimensions mean.
+
+    Args:
+        dtype: element type; text is always a scalar.
+        dims: dimensions as recorded. [0] with content is a scalar, without content a tensor of
+            shape (0,).
+        nbytes: size of the content.
+    """
+    if dtype == TEXT or (tuple(dims) == (0,) and nbytes):
+        return ()
+    return tuple(dims)
+
+
+def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
+    """Bytes that a tensor must have by its type and dimensions, or None where nothing is known.
+
+    Args:
+        dtype: element type, known or not.
+        dims: dimensions as recorded.
+        nbytes: size of the content; decides what [0] means.
+    """
+    item_size = ITEM_SIZES.get(dtype)
+    if item_size is None:
+        return None
+    return item_size * math.prod(logical_shape(dtype, dims, nbytes))

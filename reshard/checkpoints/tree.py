@@ -1,0 +1,302 @@
+"""Finding the checkpoint files of a source: which rank has a file of which step.
+
+A source is a tree of rank directories (``rank_0/``, ``rank0/`` or ``0/``), one file, or a path with
+``{rank}`` in it. Only names count: file times play no part, and no file is opened. Whether a step is
+complete is not known here; `SourceTree.candidates` gives the steps to try, newest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.open import FORMATS, format_of
+from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
+from reshard.checkpoints.refused import refuse_other_forms
+from reshard.checkpoints.steps import Pattern, Step, name_families, parse_stem
+from reshard.errors import CheckpointError
+
+_RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
+_UNFINISHED = "_tmp"
+_MOST_LISTED = 8
+_CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
+
+
+class RankFile(NamedTuple):
+    """One checkpoint file of one rank.
+
+    Attributes:
+        rank: global rank.
+        path: the file.
+        step: the step in its name, or None.
+        naming: how its directory is named, with ``{rank}`` for the rank's number.
+        family: its name's prefix, without the rank's number; files of one series of saves agree.
+    """
+
+    rank: int
+    path: str
+    step: Optional[Step]
+    naming: str
+    family: Pattern
+
+    @property
+    def series(self) -> tuple[str, Pattern, bool]:
+        """What files have to agree in for their steps to be comparable."""
+        return self.naming, self.family, self.step is None
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """The files of one step.
+
+    Attributes:
+        step: the step, or None for files without one in their names.
+        files: path per rank that has a file of this step.
+        notes: what a user should know about them, in whole sentences.
+    """
+
+    step: Optional[Step]
+    files: dict[int, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """All checkpoint files of a source, by name.
+
+    Attributes:
+        root: the source as it was named.
+        single_file: True where the source is one file, an unsharded checkpoint.
+        ranks: every rank that has checkpoint files, ascending, whatever ``--file-suffix`` leaves.
+        files: the files that ``--file-suffix`` leaves, by rank and path.
+    """
+
+    root: str
+    single_file: bool
+    ranks: tuple[int, ...]
+    files: tuple[RankFile, ...]
+
+    @property
+    def steps(self) -> tuple[Optional[Step], ...]:
+        """All steps, newest first; None, for names without a step, last."""
+        return tuple(sorted({file.step for file in self.files}, key=_age))
+
+    def candidates(self, step: Optional[str] = None) -> list[StepFiles]:
+        """The steps to try, newest first, each with at most one file per rank.
+
+        Args:
+            step: the step that the user named, such as ``"3_10"``; None or ``"latest"`` for all.
+
+        Raises:
+            UsageError: ``step`` is no step.
+            CheckpointError: there is no such step, or the files of a step, or the order of the
+                steps, are ambiguous.
+        """
+        if step is not None and step != "latest":
+            return [self._of_step(self._named(Step.parse(step)))]
+        self._check_comparable()
+        return [self._of_step(number) for number in self.steps]
+
+    def _named(self, step: Step) -> Step:
+        if step not in self.steps:
+            there = ", ".join("none in the name" if found is None else str(found) for found in self.steps)
+            raise CheckpointError(
+                f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root
+            )
+        return step
+
+    def _of_step(self, step: Optional[Step]) -> StepFiles:
+        chosen: dict[int, RankFile] = {}
+        for file in self.files:
+            if file.step != step:
+                continue
+            other = chosen.setdefault(file.rank, file)
+            if other is not file:
+                raise self._ambiguous(other, file)
+        files = {rank: file.path for rank, file in sorted(chosen.items())}
+        return StepFiles(step, files, tuple(_differences(step, chosen.values())))
+
+    def _check_comparable(self) -> None:
+        newest: dict[tuple[str, Pattern, bool], RankFile] = {}
+        for file in sorted(self.files, key=lambda file: _age(file.step)):
+            newest.setdefault(file.series, file)
+        if len(newest) > 1 and len(self.steps) > 1:
+            shown = [file.path for file in newest.values()][:_MOST_LISTED]
+            raise CheckpointError(
+                f"{self.root}: holds several series of checkpoints, whose steps cannot be compared; "
+                "the newest of each:\n" + "\n".join(f"  {path}" for path in shown),
+                file=self.root,
+                hint=_CHOOSE,
+            )
+
+    def _ambiguous(self, one: RankFile, other: RankFile) -> CheckpointError:
+        if os.path.dirname(one.path) != os.path.dirname(other.path):
+            what = "directories of two names"
+        elif format_of(one.path) != format_of(other.path):
+            what = "files of two formats"
+        else:
+            what = "files of two names"
+        step = "without a step" if one.step is None else f"for step {one.step}"
+        hint = _CHOOSE
+        if one.naming and RANK not in self.root:
+            example = os.path.join(self.root, one.naming, "*" + os.path.splitext(one.path)[1])
+            hint += f", or name the files, as in '{example}'"
+        return CheckpointError(
+            f"rank {one.rank} has {what} {step}:\n  {one.path}\n  {other.path}",
+            file=one.path,
+            rank=one.rank,
+            hint=hint,
+        )
+
+
+def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
+    """Find the checkpoint files of a source.
+
+    Args:
+        src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
+        file_suffix: take only files whose stem, the name without its ending, ends so.
+
+    Raises:
+        CheckpointError: there is nothing, nothing readable, or a form that is not supported.
+        RetryableError: listing failed in a way that may pass.
+    """
+    try:
+        if RANK in src and not os.path.lexists(src):
+            _refuse_unfinished(fixed_directory(src))
+            found = [
+                (rank, naming, path)
+                for rank, naming, matched in match_paths(src, _UNFINISHED)
+                for path in _checkpoints(matched)
+            ]
+            if not found:
+                raise CheckpointError(
+                    f"{src}: no checkpoint file matches",
+                    file=src,
+                    hint="{rank} stands for a rank's number; * ? and [..] match anything else",
+                )
+            single = False
+        elif not os.path.lexists(src):
+            raise CheckpointError(f"{src}: does not exist", file=src)
+        elif os.path.isdir(src):
+            found, single = _rank_directories(src), False
+        else:
+            refuse_other_forms(src)
+            format_of(src)
+            found, single = [(0, "", src)], True
+    except OSError as error:
+        raise reading_error(error.filename or src, error) from error
+    chosen = [entry for entry in found if file_suffix is None or _stem(entry[2]).endswith(file_suffix)]
+    if not chosen:
+        raise CheckpointError(
+            f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; there is, "
+            f"for example, {found[0][2]}",
+            file=src,
+            hint="check --file-suffix",
+        )
+    return SourceTree(src, single, tuple(sorted({rank for rank, _, _ in found})), tuple(_rank_files(chosen)))
+
+
+def _rank_directories(src: str) -> list[tuple[int, str, str]]:
+    """Rank, naming and path of every checkpoint file in the rank directories of ``src``."""
+    refuse_other_forms(src)
+    _refuse_unfinished(src)
+    found = []
+    directories = _subdirectories(src)
+    for name in directories:
+        match = _RANK_DIRECTORY.fullmatch(name)
+        if match is not None:
+            files = _checkpoints(os.path.join(src, name))
+            found += [(int(match[2]), match[1] + RANK, file) for file in files]
+    if not found:
+        raise _nothing_found(src, directories)
+    return found
+
+
+def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
+    ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
+    if ranks:
+        shown = ", ".join(ranks[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file", file=src
+        )
+    hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
+    files = [os.path.basename(path) for path in _checkpoints(src)]
+    if files:
+        shown = ", ".join(files[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: holds checkpoint files ({shown}) but no rank directories", file=src, hint=hint
+        )
+    for name in directories:
+        # Whatever cannot be listed is not what was meant.
+        with contextlib.suppress(OSError):
+            if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
+                hint = f"did you mean {os.path.join(src, name)}?"
+                break
+    return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
+
+
+def _refuse_unfinished(directory: str) -> None:
+    if os.path.basename(os.path.abspath(directory)).endswith(_UNFINISHED):
+        raise CheckpointError(
+            f"{directory}: was never finished: its name ends in {_UNFINISHED}",
+            file=directory,
+            hint="take another checkpoint",
+        )
+
+
+def _subdirectories(directory: str) -> list[str]:
+    with os.scandir(directory) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def _checkpoints(path: str) -> Iterator[str]:
+    """The checkpoint files directly in a directory, by name; or the path itself, if it is one."""
+    if not os.path.isdir(path):
+        if os.path.splitext(path)[1] in FORMATS:
+            yield path
+        return
+    with os.scandir(path) as entries:
+        names = [
+            entry.name
+            for entry in entries
+            if not entry.name.startswith(".")
+            and os.path.splitext(entry.name)[1] in FORMATS
+            and entry.is_file()
+        ]
+    for name in sorted(names):
+        yield os.path.join(path, name)
+
+
+def _rank_files(found: Iterable[tuple[int, str, str]]) -> Iterator[RankFile]:
+    parsed = [(rank, naming, path, *parse_stem(_stem(path))) for rank, naming, path in found]
+    families = name_families({(rank, prefix) for rank, _, _, prefix, _ in parsed})
+    for rank, naming, path, prefix, step in sorted(parsed, key=lambda entry: (entry[0], entry[2])):
+        yield RankFile(rank, path, step, naming, families[rank, prefix])
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _age(step: Optional[Step]) -> tuple[bool, int, int]:
+    return (True, 0, 0) if step is None else (False, -step.epoch, -step.step)
+
+
+def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[str]:
+    """Where the ranks' files of one step do not look like one save."""
+    named = "the files" if step is None else f"the files of step {step}"
+    by_series: dict[object, list[RankFile]] = defaultdict(list)
+    by_format: dict[object, list[RankFile]] = defaultdict(list)
+    for file in files:
+        by_series[file.series].append(file)
+        by_format[format_of(file.path)].append(file)
+    for groups, what in ((by_series, "names"), (by_format, "formats")):
+        if len(groups) > 1:
+            examples = ", ".join(group[0].path for group in list(groups.values())[:_MOST_LISTED])
+            yield f"{named} have different {what} on different ranks, as if of different runs: {examples}"

@@ -1,0 +1,148 @@
+"""Open files: each opened once, no more than allowed, never closed under a reader."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+
+from reshard.checkpoints import FileHandles, reading_error
+from reshard.errors import CheckpointError, RetryableError
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    for number in range(6):
+        (tmp_path / f"{number}").write_bytes(b"%d" % number)
+    return [str(tmp_path / f"{number}") for number in range(6)]
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_file_is_opened_once(paths: list[str]) -> None:
+    with FileHandles(limit=6) as handles:
+        for _ in range(3):
+            for path in paths:
+                with handles.borrow(path) as fd:
+                    assert os.pread(fd, 1, 0) == os.path.basename(path).encode()
+        assert handles.opened == 6
+
+
+def test_the_longest_unused_is_closed_first(paths: list[str]) -> None:
+    with FileHandles(limit=2) as handles:
+        for path in (paths[0], paths[1], paths[0], paths[2], paths[0]):
+            with handles.borrow(path):
+                pass
+        assert handles.opened == 3
+        with handles.borrow(paths[1]):
+            pass
+        assert handles.opened == 4
+
+
+def test_no_more_than_the_limit_stay_open(paths: list[str]) -> None:
+    handles = FileHandles(limit=2)
+    fds = []
+    for path in paths:
+        with handles.borrow(path) as fd:
+            fds.append((path, fd))
+    still = [path for path, fd in fds if is_open(fd) and os.readlink(f"/proc/self/fd/{fd}") == path]
+    assert still == paths[-2:]
+    handles.close()
+    assert not any(is_open(fd) and os.readlink(f"/proc/self/fd/{fd}") in paths for _, fd in fds)
+
+
+def test_a_descriptor_in_use_is_never_closed(paths: list[str]) -> None:
+    with FileHandles(limit=1) as handles, handles.borrow(paths[0]) as first:
+        for path in paths[1:]:
+            with handles.borrow(path) as fd:
+                assert os.pread(first, 1, 0) == b"0" and fd != first
+        handles.close()
+        assert os.pread(first, 1, 0) == b"0"
+        with handles.borrow(paths[0]) as again:
+            assert again == first
+
+
+def test_descriptors_are_read_only_and_not_inherited(paths: list[str]) -> None:
+    with FileHandles() as handles, handles.borrow(paths[0]) as fd:
+        assert not os.get_inheritable(fd)
+        with pytest.raises(OSError):
+            os.write(fd, b"x")
+
+
+def test_a_failed_open_leaves_nothing_behind(paths: list[str], tmp_path: Path) -> None:
+    with FileHandles() as handles:
+        with pytest.raises(FileNotFoundError), handles.borrow(str(tmp_path / "none")):
+            pass
+        (tmp_path / "none").write_bytes(b"now")
+        with handles.borrow(str(tmp_path / "none")) as fd:
+            assert os.pread(fd, 3, 0) == b"now"
+        assert handles.opened == 1
+
+
+def test_room_is_made_when_the_process_has_no_descriptors_left(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = FileHandles(limit=10)
+    fds = {}
+    for path in paths[:3]:
+        with handles.borrow(path) as fds[path]:
+            pass
+    real = os.open
+
+    def scarce(path: str, flags: int) -> int:
+        if any(is_open(fd) for fd in fds.values()):
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", scarce)
+    with handles.borrow(paths[4]) as fd:
+        assert os.pread(fd, 1, 0) == b"4"
+    handles.close()
+
+
+def test_threads_share_it(paths: list[str]) -> None:
+    failures: list[object] = []
+    with FileHandles(limit=2) as handles:
+
+        def work(seed: int) -> None:
+            for turn in range(400):
+                path = paths[(seed * 7 + turn * 5) % len(paths)]
+                with handles.borrow(path) as fd:
+                    data = os.pread(fd, 1, 0)
+                    if data != os.path.basename(path).encode():
+                        failures.append((path, data))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_the_default_limit_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 512), (20, 10), (1 << 20, 1024), (-1, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
+        assert FileHandles().limit == most
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR])
+def test_errors_that_last_are_errors_of_the_input(number: int) -> None:
+    error = reading_error("x.ckpt", OSError(number, "why"))
+    assert isinstance(error, CheckpointError) and str(error).startswith("x.ckpt: ")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENFILE])
+def test_errors_that_may_pass_are_worth_a_retry(number: int) -> None:
+    error = reading_error("x.ckpt", OSError(number, "why"))
+    assert isinstance(error, RetryableError) and "why" in str(error)
