@@ -1,0 +1,456 @@
+"""The plan of a conversion: what each target file is made of.
+
+1. Find the step to convert and read what its files hold (`selection`, `parameters`).
+2. Sort the parameters: resharded, copied, left out, missing. Every problem is found here, before
+   anything is written.
+3. On demand, for one target rank at a time: cut every parameter into cells, take each cell from the
+   rank that `ReplicaChoice` names (or another that has it), and lay out the file.
+
+The plan of all ranks is never held as objects; `Conversion.target_file` makes one rank's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional, Union
+
+from reshard.checkpoints import (
+    FileHandles,
+    OutputTensor,
+    StepFiles,
+    can_hold,
+    find_checkpoints,
+    lay_out_ckpt,
+    lay_out_safetensors,
+)
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.plan.copies import CopiedValues
+from reshard.plan.cuts import Cut, Cuts
+from reshard.plan.parameters import Parameter, one_error
+from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.selection import Filters, Selection, StepSelector, check_ranks
+from reshard.plan.source import SourceStep
+from reshard.report import Report
+from reshard.strategies import Stage, Strategy
+from reshard.wording import plural, rank_ranges, some_names
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        src: source tree, file or `{rank}` path, or the file of each rank.
+        dst: target directory, or the exact file to write for the one rank asked for.
+        source: strategy the checkpoint was saved with.
+        target: strategy it is converted to.
+        ranks: target ranks asked for, ascending; None for all.
+        prefix: target file names begin so.
+        format: ``same``, ``ckpt`` or ``safetensors``.
+        step: ``latest`` or ``<epoch>_<step>``.
+        file_suffix: only source files whose stem ends so.
+        filters: which parameters are written.
+        strict: missing parameters and unlisted tied ones are errors.
+        exact_file: ``dst`` is the file itself.
+    """
+
+    src: Union[str, Mapping[int, str]]
+    dst: str
+    source: Strategy
+    target: Strategy
+    ranks: Optional[tuple[int, ...]] = None
+    prefix: str = "checkpoint_"
+    format: str = "same"
+    step: str = "latest"
+    file_suffix: Optional[str] = None
+    filters: Filters = field(default_factory=Filters)
+    strict: bool = False
+    exact_file: bool = False
+
+
+class _Take(NamedTuple):
+    """A cell of one kind of parameter, and the source rank and slice it is taken from."""
+
+    box: Box
+    rank: int
+    source_box: Box
+
+
+@dataclass
+class Sorted:
+    """The parameters by what becomes of them.
+
+    Attributes:
+        resharded: in both strategies.
+        left_out: only in the source's.
+        missing: in the target's, but nowhere in the source files.
+        unholdable: in the files, but the target format cannot hold them (text in safetensors).
+    """
+
+    resharded: list[str]
+    left_out: list[str]
+    missing: list[str]
+    unholdable: list[str]
+
+
+def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
+    """Plan a conversion from headers alone.
+
+    Raises:
+        ReshardError: the request cannot be met; nothing has been written.
+    """
+    choice = ReplicaChoice(request.source, request.target)
+    partial = request.ranks
+    if partial is not None and len(partial) == request.target.device_count:
+        partial = None
+    selector = StepSelector(
+        request.source, request.target, partial, request.filters, choice, handles, report
+    )
+    candidates, asked = _candidates(request)
+    selection = selector.select(candidates, asked)
+    return Conversion(request, choice, selection, handles, report)
+
+
+def _candidates(request: Request) -> tuple[list[StepFiles], bool]:
+    if not isinstance(request.src, str):
+        beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
+        if beyond:
+            raise CheckpointError(
+                f"{rank_ranges(beyond)} given, but the source strategy has {request.source.device_count} devices",
+                rank=beyond[0],
+            )
+        return [StepFiles(None, dict(request.src))], True
+    tree = find_checkpoints(request.src, request.file_suffix)
+    check_ranks(tree, request.source)
+    return tree.candidates(request.step), request.step != "latest"
+
+
+class Conversion:
+    """A planned conversion.
+
+    Attributes:
+        request: what was asked for.
+        step: the source files of the step that is converted.
+        ranks: target ranks to write, ascending.
+        format: format of the target files.
+        sorted: the parameters by what becomes of them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        choice: ReplicaChoice,
+        selection: Selection,
+        handles: FileHandles,
+        report: Report,
+    ) -> None:
+        self.request = request
+        self.step: SourceStep = selection.step
+        self.ranks = request.ranks if request.ranks is not None else tuple(range(request.target.device_count))
+        self._choice = choice
+        self._parameters = selection.parameters
+        self._report = report
+        self._cuts = Cuts(request.target)
+        self.format = self._format()
+        self._copies = CopiedValues(request.target, self.step, selection.listed, request.filters, handles, report)
+        self._stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
+        self.sorted = self._sort(selection.listed)
+        self._check()
+
+    @property
+    def copied(self) -> list[str]:
+        """Names copied as they are to target ranks, sorted."""
+        return [name for name in self._copies.names if name not in set(self.sorted.unholdable)]
+
+    def path(self, rank: int) -> str:
+        """The final name of a target rank's file."""
+        if self.request.exact_file:
+            return self.request.dst
+        return os.path.join(self.request.dst, f"rank_{rank}", f"{self.request.prefix}{rank}.{self.format}")
+
+    def target_files(self) -> Iterator[TargetFile]:
+        """The plan of every target rank, made one at a time."""
+        for rank in self.ranks:
+            yield self.target_file(rank)
+
+    def data_bytes(self) -> int:
+        """Bytes of tensor contents in all target files together."""
+        total = 0
+        for stage in self._stages.values():
+            local = [rank - stage.first_rank for rank in self._ranks_of(stage)]
+            volumes: dict[int, int] = {}
+            for name in self._resharded_of(stage):
+                parameter = self._parameters[name]
+                cut = self._cuts.of(parameter, stage)
+                if cut.number not in volumes:
+                    slices = [cut.slice_of(rank) for rank in local]
+                    boxes = {number: cut.target.slice_box(parameter.shape, number) for number in set(slices)}
+                    volumes[cut.number] = sum(_volume(boxes[number]) for number in slices)
+                total += volumes[cut.number] * parameter.item_size
+        return total + sum(self._copies.of(rank).nbytes for rank in self.ranks)
+
+    def target_file(self, rank: int) -> TargetFile:
+        """What one target rank's file is made of."""
+        stage = self.request.target.stage_of(rank)
+        base = self._base(rank)
+        takes: dict[tuple[object, ...], tuple[Box, list[_Take]]] = {}
+        made: list[tuple[OutputTensor, TargetTensor]] = []
+        for name in self._resharded_of(stage):
+            parameter = self._parameters[name]
+            cut = self._cuts.of(parameter, stage)
+            present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
+            key = (cut.number, present)
+            if key not in takes:
+                takes[key] = self._take(rank, stage, cut, parameter, present, base)
+            box, parts = takes[key]
+            pieces = tuple(
+                Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts
+            )
+            tensor = TargetTensor(name, parameter.item_size, box, pieces)
+            made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
+        unholdable = set(self.sorted.unholdable)
+        for name, source, stored in self._copies.of(rank).values:
+            if name in unholdable:
+                continue
+            box = ((0, stored.nbytes),)
+            piece = Piece(StoredSlice(self.step.files[source], source, stored.extents, box), box)
+            tensor = TargetTensor(name, 1, box, (piece,) if stored.nbytes else ())
+            dims = stored.dims if self.format == "ckpt" else stored.shape
+            made.append((OutputTensor(name, stored.dtype, dims, stored.nbytes), tensor))
+        # Names decide the order, so that it does not depend on which source files are read; within
+        # .safetensors wider elements come first, which keeps every tensor aligned.
+        if self.format == "safetensors":
+            made.sort(key=lambda pair: (-_alignment(pair[0]), pair[0].name))
+        else:
+            made.sort(key=lambda pair: pair[0].name)
+        outputs = tuple(output for output, _ in made)
+        lay_out_format = lay_out_safetensors if self.format == "safetensors" else lay_out_ckpt
+        return TargetFile(
+            rank, self.path(rank), outputs, lay_out_format(outputs), tuple(tensor for _, tensor in made)
+        )
+
+    def files_read(self) -> dict[str, bool]:
+        """Source files with a checksum that are read, and whether all of their contents are.
+
+        Only files that record a CRC matter here, so the plan of all targets is walked only where
+        there are any.
+        """
+        recorded = {
+            self.step.files[rank]: index for rank, index in self.step.indexes.items() if index.crc is not None
+        }
+        if not recorded:
+            return {}
+        used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, set[Box]]] = {}
+        for target in self.target_files():
+            for tensor in target.tensors:
+                for piece in tensor.pieces:
+                    if piece.source.path in recorded:
+                        entry = used.setdefault((piece.source.path, piece.source.extents), (tensor.item_size, set()))
+                        entry[1].add(piece.box)
+        result = {}
+        for path, index in recorded.items():
+            touched = [key for key in used if key[0] == path]
+            if touched:
+                result[path] = all(
+                    tensor.nbytes == 0
+                    or ((path, tensor.extents) in used
+                    and _bytes_used(*used[path, tensor.extents]) >= tensor.nbytes)
+                    for tensor in index.tensors.values()
+                )
+        return result
+
+    def _format(self) -> str:
+        if self.request.format != "same":
+            return self.request.format
+        formats = {index.format: index.path for index in self.step.indexes.values()}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"source files have different formats: {' and '.join(sorted(formats.values()))}",
+                hint="choose the target's with --format ckpt or --format safetensors",
+            )
+        return next(iter(formats))
+
+    def _ranks_of(self, stage: Stage) -> list[int]:
+        return [r for r in self.ranks if stage.first_rank <= r < stage.first_rank + stage.device_count]
+
+    def _resharded_of(self, stage: Stage) -> list[str]:
+        """Names that a target stage gets, sorted."""
+        if self.request.target.is_none:
+            return self.sorted.resharded
+        return [name for name in self.sorted.resharded if name in stage.layouts]
+
+    def _sort(self, listed: set[str]) -> Sorted:
+        target = self.request.target
+        admit = self.request.filters.admit
+        wanted = set().union(*(stage.layouts.keys() for stage in self._stages.values()))
+        resharded = sorted(
+            name for name in self._parameters if admit(name) and (target.is_none or name in wanted)
+        )
+        left_out: list[str] = []
+        if not target.is_none:
+            everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
+            left_out = sorted(name for name in listed & self.step.names() if name not in everywhere)
+        copied = set(self._copies.names)
+        missing = sorted(
+            name for name in wanted if admit(name) and name not in self._parameters and name not in copied
+        )
+        unholdable = sorted(
+            name
+            for name, tensor in self._copies.examples()
+            if tensor.dtype == "str" and not can_hold(self.format, tensor.dtype)
+        )
+        return Sorted(resharded, left_out, missing, unholdable)
+
+    def _check(self) -> None:
+        """Find every problem there is before anything is written."""
+        problems: list[InputError] = []
+        listed = set().union(*(stage.layouts.keys() for stage in self.request.source.stages))
+        if listed and not self._parameters:
+            raise CheckpointError(
+                f"none of the {plural(len(listed), 'parameter')} of {self.request.source.path} is in the checkpoint",
+                file=next(iter(self.step.files.values()), None),
+                hint="strategy and checkpoint are of different models",
+            )
+        for stage in self._stages.values():
+            for name in self._resharded_of(stage):
+                try:
+                    self._cuts.of(self._parameters[name], stage)
+                except InputError as error:
+                    problems.append(error)
+        for name in self.sorted.resharded:
+            dtype = self._parameters[name].dtype
+            if not can_hold(self.format, dtype):
+                problems.append(_cannot_hold(name, dtype, self.format))
+        for name, tensor in self._copies.examples():
+            if tensor.dtype == "MapTensor" or (tensor.dtype != "str" and not can_hold(self.format, tensor.dtype)):
+                problems.append(_cannot_hold(name, tensor.dtype, self.format))
+        problems += self._copies.problems
+        problems += self._unlisted_holders()
+        if self.request.strict and self.sorted.missing:
+            problems.append(
+                CheckpointError(
+                    f"the target strategy has {plural(len(self.sorted.missing), 'parameter')} that no source file "
+                    f"holds: {some_names(self.sorted.missing, 50)}",
+                    parameter=self.sorted.missing[0],
+                )
+            )
+        if problems:
+            raise one_error(problems)
+        if self.sorted.unholdable:
+            self._report.warn(
+                f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}"
+            )
+        if any(self._parameters[name].plain for name in self.sorted.resharded):
+            recorded = any(
+                stage.layouts[name].shards > 1
+                for strategy in (self.request.source, self.request.target)
+                for stage in strategy.stages
+                for name in self.sorted.resharded
+                if self._parameters[name].plain and name in stage.layouts
+            )
+            if recorded:
+                self._report.note(
+                    "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
+                    "written without it"
+                )
+
+    def _unlisted_holders(self) -> list[InputError]:
+        """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
+        stages = self.request.source.stages
+        if len(stages) < 2:
+            return []
+        problems: list[InputError] = []
+        by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        everywhere = set().union(*(stage.layouts.keys() for stage in stages))
+        for stage in stages:
+            held: set[str] = set()
+            for names in {frozenset(self.step.indexes[rank].tensors) for rank in self.step.loaded(stage)}:
+                held |= names
+            for name in sorted((held & everywhere) - stage.layouts.keys()):
+                listing = tuple(other.number for other in stages if name in other.layouts)
+                by_stages.setdefault((stage.number, listing), []).append(name)
+        for (number, listing), unlisted in by_stages.items():
+            text = (
+                f"ranks of pipeline stage {number} hold {some_names(unlisted, 20)}, which the source strategy lists "
+                f"only for stage {', '.join(map(str, listing))}; it was taken from there, and the target's last "
+                "stage may be expecting it too"
+            )
+            if self.request.strict:
+                problems.append(CheckpointError(text, parameter=unlisted[0]))
+            else:
+                self._report.warn(text)
+        return problems
+
+    def _base(self, rank: int) -> tuple[int, ...]:
+        try:
+            return self._choice.ranks(rank, self.step.indexes)
+        except IncompleteSourceError:
+            # Something that the strategies list is not there; what the files hold was found complete.
+            return ()
+
+    def _take(
+        self,
+        rank: int,
+        stage: Stage,
+        cut: Cut,
+        parameter: Parameter,
+        present: Sequence[frozenset[int]],
+        base: Sequence[int],
+    ) -> tuple[Box, list[_Take]]:
+        """The target slice of a kind of parameter, and where each of its cells is taken from."""
+        number = cut.slice_of(rank - stage.first_rank)
+        turn = self._choice.turn(rank)
+        takes = []
+        for box, slices in cut.overlap.cells(number):
+            holders: list[tuple[int, int]] = []
+            for index, (holding, slice_number, ranks) in enumerate(zip(cut.holdings, slices, present)):
+                holders += [(held, index) for held in holding.ranks(slice_number) if held in ranks]
+            if not holders:
+                raise IncompleteSourceError(
+                    f"a slice of {parameter.name} for target rank {rank} is on no readable rank",
+                    rank=rank,
+                    parameter=parameter.name,
+                )
+            preferred = [holder for holder in holders if holder[0] in base]
+            if preferred:
+                source, index = preferred[(cut.number + turn) % len(preferred)]
+            else:
+                source, index = holders[turn % len(holders)]
+            source_box = cut.holdings[index].layout.slice_box(parameter.shape, slices[index])
+            takes.append(_Take(box, source, source_box))
+        return cut.target.slice_box(parameter.shape, number), takes
+
+    def _stored(self, name: str, rank: int, box: Box) -> StoredSlice:
+        return StoredSlice(self.step.files[rank], rank, self.step.indexes[rank].tensors[name].extents, box)
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _bytes_used(item_size: int, boxes: set[Box]) -> int:
+    return item_size * sum(_volume(box) for box in boxes)
+
+
+def _alignment(output: OutputTensor) -> int:
+    elements = math.prod(output.dims)
+    return output.nbytes // elements if elements else 0
+
+
+def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
+    if dtype == "MapTensor":
+        return CheckpointError(
+            f"{name} is a map tensor, which has no layout and cannot be converted",
+            parameter=name,
+            hint=f"leave it out with --exclude '{name}'",
+        )
+    return CheckpointError(
+        f"{name} is {dtype}, which .{format} files cannot hold",
+        parameter=name,
+        hint=f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or leave it out with --exclude '{name}'",
+    )
+

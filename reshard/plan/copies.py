@@ -1,0 +1,147 @@
+"""Values outside the strategies: copied to every target rank as they are.
+
+`global_step`, `learning_rate`, text and the like are usually the same on every rank. They come from
+the lowest source rank that has them; where copies differ, a warning names them. A few belong to a
+rank by nature (`cur_rank`, the state of random generators): a target gets those of the source rank
+with its own number, where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reshard.checkpoints import FileHandles, Tensor
+from reshard.errors import CheckpointError, InputError
+from reshard.plan.selection import Filters
+from reshard.plan.source import SourceStep
+from reshard.report import Report
+from reshard.strategies import Strategy
+from reshard.wording import rank_ranges
+
+# Of MindSpore: end-of-life saves store cur_rank, generators are cells with _seed and _offset.
+BELONGS_TO_RANK = re.compile(r"(^|\.)(cur_rank|rng_state|_seed|_offset)$|generator", re.IGNORECASE)
+
+_BLOCK = 1 << 20
+
+
+class CopiedValue(NamedTuple):
+    """A value for one target rank, and the source rank it comes from."""
+
+    name: str
+    rank: int
+    tensor: Tensor
+
+
+class RankCopies(NamedTuple):
+    """All copied values of one target rank."""
+
+    values: list[CopiedValue]
+    nbytes: int
+
+
+class CopiedValues:
+    """Which values are copied, and from where.
+
+    Attributes:
+        names: all copied names, sorted.
+        problems: values that a strategy wants cut although nothing tells how they are cut now.
+    """
+
+    def __init__(
+        self,
+        target: Strategy,
+        step: SourceStep,
+        listed: set[str],
+        filters: Filters,
+        handles: FileHandles,
+        report: Report,
+    ) -> None:
+        self._target = target
+        self._step = step
+        self._handles = handles
+        self._report = report
+        self.names = sorted(name for name in step.names() - listed if filters.admit(name))
+        self.problems: list[InputError] = []
+        self._stages = {
+            name: frozenset(stage.number for stage in target.stages if name in stage.layouts) for name in self.names
+        }
+        for name in self.names:
+            self._check_layouts(name)
+            self._compare(name)
+
+    def examples(self) -> Iterator[tuple[str, Tensor]]:
+        """Every copied name with its tensor on the lowest rank that has it."""
+        for name in self.names:
+            rank = self._step.holders(name)[0]
+            yield name, self._step.indexes[rank].tensors[name]
+
+    def of(self, rank: int) -> RankCopies:
+        """What one target rank gets."""
+        stage = self._target.stage_of(rank).number
+        values = []
+        for name in self.names:
+            if self._stages[name] and stage not in self._stages[name]:
+                continue
+            holders = self._step.holders(name)
+            source = rank if BELONGS_TO_RANK.search(name) and rank in holders else holders[0]
+            values.append(CopiedValue(name, source, self._step.indexes[source].tensors[name]))
+        return RankCopies(values, sum(value.tensor.nbytes for value in values))
+
+    def _check_layouts(self, name: str) -> None:
+        """Only a layout that keeps it whole lets a value through that the source strategy does not list."""
+        for stage in self._target.stages:
+            layout = stage.layouts.get(name)
+            if layout is not None and layout.slice_count > 1:
+                rank = self._step.holders(name)[0]
+                self.problems.append(
+                    CheckpointError(
+                        f"{name}: the target strategy cuts it, but the source strategy does not say how it is cut in "
+                        f"{self._step.files[rank]}",
+                        file=self._step.files[rank],
+                        rank=rank,
+                        parameter=name,
+                        hint=f"pass a source strategy that lists it, or leave it out with --exclude '{name}'",
+                    )
+                )
+                return
+
+    def _compare(self, name: str) -> None:
+        if BELONGS_TO_RANK.search(name):
+            return
+        holders = self._step.holders(name)
+        differing = [rank for rank in holders[1:] if not self._same(name, holders[0], rank)]
+        if differing:
+            self._report.warn(
+                f"{name} on {rank_ranges(differing)} differs from rank {holders[0]}'s, which every target rank gets "
+                f"({self._step.files[holders[0]]})"
+            )
+
+    def _same(self, name: str, one: int, other: int) -> bool:
+        first = self._step.indexes[one].tensors[name]
+        second = self._step.indexes[other].tensors[name]
+        if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
+            return False
+        blocks = zip(self._blocks(one, first), self._blocks(other, second))
+        return all(mine == theirs for mine, theirs in blocks)
+
+    def _blocks(self, rank: int, tensor: Tensor) -> Iterator[bytes]:
+        """A tensor's bytes in blocks that do not depend on how it is spread over extents."""
+        pending = b""
+        path = self._step.files[rank]
+        for offset, length in tensor.extents:
+            done = 0
+            while done < length:
+                with self._handles.borrow(path) as fd:
+                    block = os.pread(fd, min(_BLOCK - len(pending), length - done), offset + done)
+                if not block:
+                    raise CheckpointError(f"{path}: the file was cut short while it was read", file=path, rank=rank)
+                done += len(block)
+                pending += block
+                if len(pending) == _BLOCK:
+                    yield pending
+                    pending = b""
+        if pending:
+            yield pending

@@ -1,0 +1,93 @@
+"""Whether the files of a step hold every slice, and which are lost where they do not.
+
+A step is complete when every stage has ranks with it and of every parameter found at that step
+every slice is found. A parameter that no file holds was not saved and does not count, except where
+the files of one stage hold different sets of parameters (a de-duplicated save) and a rank of that
+stage is absent, which may have been the one that held it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from reshard.layout import Overlap
+from reshard.plan.parameters import Parameter
+from reshard.plan.replicas import whole
+from reshard.plan.source import SourceStep
+from reshard.strategies import Stage, Strategy
+from reshard.wording import plural, rank_ranges, some_names
+
+
+class Lost(NamedTuple):
+    """A parameter of which a slice is on no readable rank.
+
+    Attributes:
+        parameter: its name.
+        ranks: the ranks that would have held a lost slice.
+    """
+
+    parameter: str
+    ranks: frozenset[int]
+
+
+def lost_slices(parameters: Iterable[Parameter], step: SourceStep) -> list[Lost]:
+    """Parameters of which some slice is on no rank whose file was read."""
+    result = []
+    known: dict[object, frozenset[int]] = {}
+    for parameter in parameters:
+        present = tuple(step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings)
+        key = (parameter.shape, parameter.holdings[0].layout, len(parameter.holdings), present)
+        if len(parameter.holdings) > 1 or key not in known:
+            known[key] = _holders_of_lost(parameter, present)
+        if known[key]:
+            result.append(Lost(parameter.name, known[key]))
+    return result
+
+
+def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) -> frozenset[int]:
+    layouts = [holding.layout for holding in parameter.holdings]
+    held = []
+    for holding, ranks in zip(parameter.holdings, present):
+        local = [rank - holding.stage.first_rank for rank in ranks]
+        held.append(set(holding.layout.slice_of_rank[local].tolist()))
+    if any(len(slices) == layout.slice_count for slices, layout in zip(held, layouts)):
+        return frozenset()
+    lost: set[int] = set()
+    for cell in Overlap(parameter.shape, layouts, whole(len(parameter.shape))).cells(0):
+        if not any(number in slices for number, slices in zip(cell.slices, held)):
+            for holding, number in zip(parameter.holdings, cell.slices):
+                lost.update(holding.ranks(number))
+    return frozenset(lost)
+
+
+def unread_parameters(
+    source: Strategy, step: SourceStep, stages: Iterable[Stage], found: set[str]
+) -> list[Lost]:
+    """Parameters that were found nowhere but may have been on an absent rank (de-duplicated saves)."""
+    result: dict[str, set[int]] = {}
+    if source.is_none:
+        return []
+    for stage in stages:
+        absent = step.absent(stage)
+        if not absent or not step.saved_differently(stage):
+            continue
+        for name in stage.layouts:
+            if name not in found:
+                result.setdefault(name, set()).update(absent)
+    return [Lost(name, frozenset(ranks)) for name, ranks in result.items()]
+
+
+def explain(lost: Sequence[Lost], step: SourceStep, most: int = 50) -> list[str]:
+    """One line per lost parameter, grouped by the ranks that would have held it."""
+    by_ranks: dict[frozenset[int], list[str]] = {}
+    for parameter, ranks in lost:
+        by_ranks.setdefault(ranks, []).append(parameter)
+    lines = []
+    for ranks, names in sorted(by_ranks.items(), key=lambda item: sorted(item[0])):
+        lines += [f"{name}: a slice is on no readable rank; {rank_ranges(ranks)} would have held it" for name in names]
+    if len(lines) > most:
+        rest = [name for names in by_ranks.values() for name in names]
+        lines = lines[:most]
+        lines.append(f"... and {plural(len(rest) - most, 'more parameter')}: {some_names(rest[most:], 1000)}")
+    return lines

@@ -1,0 +1,296 @@
+"""What every parameter of a checkpoint is: its full shape, and how it really is cut.
+
+A strategy file of the usual form tells no shapes, and some of what it tells is untrue. So the two
+are held against each other: a *reading* of a parameter's layouts (dimensions regrouped, with or
+without the recorded optimizer shard) is right where the shape of every slice in the files agrees
+with it. Exactly one reading has to be left; anything else is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.checkpoints import Tensor
+from reshard.errors import CheckpointError, InputError, LayoutError
+from reshard.layout import Layout
+from reshard.plan.replicas import ACCUMULATED_GRADIENTS, Holding, whole
+from reshard.plan.source import SourceStep
+from reshard.strategies import Stage, Strategy
+from reshard.wording import rank_ranges
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the source, as the files hold it.
+
+    Attributes:
+        name: its name, as in strategy and files.
+        dtype: MindSpore's name of its element type.
+        item_size: bytes of one element.
+        shape: shape of the full tensor.
+        holdings: the stages that hold it, and how it really is cut there.
+        plain: True where an optimizer shard may be recorded but is not made (accumulated gradients).
+    """
+
+    name: str
+    dtype: str
+    item_size: int
+    shape: tuple[int, ...]
+    holdings: tuple[Holding, ...]
+    plain: bool = False
+
+    def target_layout(self, recorded: Layout) -> Layout:
+        """The layout it gets in a target stage whose strategy records ``recorded``.
+
+        Raises:
+            LayoutError: the recorded layout does not fit the parameter.
+        """
+        if self.plain:
+            recorded = recorded.without_shards()
+        fitting = [
+            layout
+            for layout in recorded.regroupings()
+            if len(layout.cuts) == len(self.shape) and layout.recorded_shape in (None, self.shape)
+        ]
+        if not fitting:
+            told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
+            raise LayoutError(
+                f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
+                f"{list(self.shape)}"
+            )
+        for dimension, size in enumerate(self.shape):
+            fitting[0].boundaries(dimension, size)
+        return fitting[0]
+
+
+def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
+    """Names that the source strategy lists; `none` lists every tensor of more than one element."""
+    if not source.is_none:
+        return set().union(*(stage.layouts.keys() for stage in source.stages))
+    return {
+        name
+        for index in step.indexes.values()
+        for name, tensor in index.tensors.items()
+        if tensor.dtype not in ("str", "MapTensor") and tensor.nbytes > tensor.item_size
+    }
+
+
+def read_parameters(
+    source: Strategy, step: SourceStep, listed: set[str], written: set[str]
+) -> dict[str, Parameter]:
+    """Find out the shape and real layout of every listed parameter that the files read so far hold.
+
+    Args:
+        source: strategy the files were saved with.
+        step: the files.
+        listed: parameters that the strategy lists.
+        written: those of them that will be written; what cannot be decided of another is left out.
+
+    Raises:
+        InputError: files and strategy contradict each other; all such parameters are named.
+    """
+    found: dict[str, Parameter] = {}
+    problems: list[InputError] = []
+    # Accumulated gradients are compared with the parameter they belong to, so they come last.
+    for name in sorted(listed, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
+        try:
+            parameter = _read_parameter(name, source, step, found)
+        except InputError as error:
+            if name in written:
+                problems.append(error)
+            continue
+        if parameter is not None:
+            found[name] = parameter
+    if problems:
+        raise one_error(problems)
+    return found
+
+
+def one_error(problems: Sequence[InputError], most: int = 50) -> InputError:
+    """Several problems as one error, so that all are seen at once."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = [problem.message for problem in problems[:most]]
+    if len(problems) > most:
+        lines.append(f"... and {len(problems) - most} more")
+    first = problems[0]
+    hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
+    return type(first)(
+        "\n".join(lines),
+        file=first.file,
+        rank=first.rank,
+        parameter=first.parameter,
+        hint="\n".join(hints) or None,
+    )
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How the ranks of one stage store a parameter."""
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    layout: Layout
+
+
+def _read_parameter(
+    name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter]
+) -> Optional[Parameter]:
+    stored = []
+    for stage in source.stages:
+        if not source.is_none and name not in stage.layouts:
+            continue
+        ranks = sorted(step.ranks_with(name, stage))
+        if not ranks:
+            continue
+        tensors = tuple(step.indexes[rank].tensors[name] for rank in ranks)
+        layout = whole(len(tensors[0].shape)) if source.is_none else stage.layouts[name]
+        stored.append(_Stored(stage, tuple(ranks), tensors, layout))
+    if not stored:
+        return None
+    first = stored[0].tensors[0]
+    _check_dtypes(name, stored, step)
+    readings = []
+    for plain in (False, True):
+        readings += _fitting_readings(name, stored, plain)
+    if not readings:
+        raise _contradiction(name, stored, step)
+    reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
+    shape, layouts, plain = reading
+    holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, layouts))
+    return Parameter(name, first.dtype, first.item_size, shape, holdings, plain)
+
+
+_Reading = tuple[tuple[int, ...], list[Layout], bool]
+
+
+def _fitting_readings(name: str, stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
+    """Every full shape that the slices in the files allow, with the layouts that give it."""
+    accumulated = name.startswith(ACCUMULATED_GRADIENTS)
+    sharded = any(held.layout.shards > 1 for held in stored)
+    if plain and not (accumulated and sharded):
+        return []
+    by_shape: dict[tuple[int, ...], list[Layout]] = {}
+    for number, held in enumerate(stored):
+        recorded = held.layout.without_shards() if plain else held.layout
+        for layout in recorded.regroupings():
+            shape = _full_shape(layout, held)
+            if shape is None:
+                continue
+            layouts = by_shape.setdefault(shape, [])
+            if len(layouts) == number:
+                layouts.append(layout)
+    complete = [(shape, layouts) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
+    # Without a shard in use, an accumulated gradient is stored plain and is written plain.
+    return [(shape, layouts, accumulated and (plain or not sharded)) for shape, layouts in complete]
+
+
+def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
+    """The full shape if every rank's slice is what the layout makes of it, else None."""
+    if len(held.tensors[0].shape) != len(layout.cuts):
+        return None
+    shape = layout.full_shape(held.tensors[0].shape)
+    if layout.recorded_shape not in (None, shape):
+        return None
+    if layout.uneven is None:
+        same = held.tensors[0].shape
+        return shape if all(tensor.shape == same for tensor in held.tensors) else None
+    for rank, tensor in zip(held.ranks, held.tensors):
+        number = int(layout.slice_of_rank[rank - held.stage.first_rank])
+        if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
+            return None
+    return shape
+
+
+def _decide(
+    name: str,
+    readings: Sequence[_Reading],
+    known: dict[str, Parameter],
+    step: SourceStep,
+    stored: Sequence[_Stored],
+) -> _Reading:
+    """Choose between readings by the shape of the parameter that accumulated gradients belong to."""
+    owner = known.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
+    matching = [reading for reading in readings if owner is not None and reading[0] == owner.shape]
+    if len(matching) == 1:
+        return matching[0]
+    shapes = " or ".join(str(list(shape)) for shape, _, _ in readings)
+    path = step.files[stored[0].ranks[0]]
+    where = f"{path}: {name} on rank {stored[0].ranks[0]}"
+    if owner is not None:
+        raise CheckpointError(
+            f"{where} can be a slice of a tensor of shape {shapes}, but {owner.name} has shape {list(owner.shape)}",
+            file=path,
+            rank=stored[0].ranks[0],
+            parameter=name,
+            hint="leave it out with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
+        )
+    raise CheckpointError(
+        f"{where} can be a slice of a tensor of shape {shapes}, and nothing in the files tells which",
+        file=path,
+        rank=stored[0].ranks[0],
+        parameter=name,
+        hint=f"leave it out with --exclude '{name}' if it is not needed",
+    )
+
+
+def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> None:
+    first_rank, first = stored[0].ranks[0], stored[0].tensors[0]
+    for held in stored:
+        for rank, tensor in zip(held.ranks, held.tensors):
+            if tensor.dtype in ("str", "MapTensor"):
+                kind = "text" if tensor.dtype == "str" else "a map tensor"
+                raise CheckpointError(
+                    f"{step.files[rank]}: {name} is {kind}, but the strategy lays it out as a tensor",
+                    file=step.files[rank],
+                    rank=rank,
+                    parameter=name,
+                    hint=f"leave it out with --exclude '{name}'",
+                )
+            if tensor.dtype != first.dtype or tensor.item_size != first.item_size:
+                raise CheckpointError(
+                    f"{name} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but {tensor.dtype} "
+                    f"on rank {rank} ({step.files[rank]})",
+                    file=step.files[rank],
+                    rank=rank,
+                    parameter=name,
+                )
+
+
+def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
+    """Say which file disagrees with the strategy, or with its neighbours."""
+    told = []
+    for held in stored:
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for rank, tensor in zip(held.ranks, held.tensors):
+            shapes.setdefault(tensor.shape, []).append(rank)
+        text = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(shapes.items())[:4])
+        layout = held.layout
+        full = f", full shape {list(layout.recorded_shape)}" if layout.recorded_shape else ""
+        uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
+        told.append(
+            f"stage {held.stage.number} says device matrix {list(layout.device_matrix)}, tensor map "
+            f"{layout.map_text}, {layout.shards} optimizer shards{full}{uneven}; its files hold {text}"
+        )
+    rank = _odd_one_out(stored)
+    return CheckpointError(
+        f"{name}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
+        + "; ".join(told),
+        file=step.files[rank],
+        rank=rank,
+        parameter=name,
+        hint="pass the strategy that this checkpoint was saved with",
+    )
+
+
+def _odd_one_out(stored: Sequence[_Stored]) -> int:
+    """The first rank whose slice has the shape that fewest ranks of its stage have."""
+    for held in stored:
+        shapes = [tensor.shape for tensor in held.tensors]
+        if held.layout.uneven is None and len(set(shapes)) > 1:
+            rarest = min(shapes, key=shapes.count)
+            return held.ranks[shapes.index(rarest)]
+    return stored[0].ranks[0]

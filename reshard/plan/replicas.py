@@ -1,0 +1,300 @@
+"""Which replica of each slice a target rank reads.
+
+Any rank that holds a slice will do. The choice depends on strategies alone, so that `rank-list` can
+be asked before any checkpoint exists and is then right for `by-rank`:
+
+1. A target rank has *needs*: source slices, each with the source ranks that hold it.
+2. Ranks without alternative are taken first; then, until every need is met, the rank that meets
+   most open needs: few files per target rank. Among equals the targets that have the same needs
+   take turns: balanced shares. Otherwise the lowest rank.
+3. A rank whose needs are all met by others is dropped again, so no rank of the list could be left
+   out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
+from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.strategies import Stage, Strategy
+from reshard.wording import rank_ranges
+
+ACCUMULATED_GRADIENTS = "accu_grads."
+
+
+class Holding(NamedTuple):
+    """One stage that holds a parameter, and how it is cut there."""
+
+    stage: Stage
+    layout: Layout
+
+    def ranks(self, slice_number: int) -> list[int]:
+        """Global ranks that hold a slice, ascending."""
+        first = self.stage.first_rank
+        return [first + rank for rank in self.layout.holders(slice_number).tolist()]
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a global rank of this stage holds."""
+        return int(self.layout.slice_of_rank[rank - self.stage.first_rank])
+
+
+class Need(NamedTuple):
+    """A part of a tensor that a target rank needs, and where it can be read.
+
+    Attributes:
+        parameter: one parameter that has this need, for messages.
+        ranks: source ranks that hold it, ascending.
+    """
+
+    parameter: str
+    ranks: tuple[int, ...]
+
+
+def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tuple[list[Layout], Layout]:
+    """Regroup layouts in the JSON writer's expanded form so that all have equally many dimensions.
+
+    Without a file, only another strategy can tell a tensor's own number of dimensions. Every
+    grouping that fits all layouts names the same bytes, so the one with most dimensions will do.
+
+    Args:
+        sources: one layout per stage that holds the parameter.
+        target: the layout it is converted to; None is one device that takes it whole.
+
+    Raises:
+        LayoutError: no grouping fits.
+    """
+    layouts = [*sources] if target is None else [*sources, target]
+    choices = [layout.regroupings() for layout in layouts]
+    for dimensions in sorted({len(layout.cuts) for layout in choices[0]}, reverse=True):
+        fitting = [[layout for layout in choice if len(layout.cuts) == dimensions] for choice in choices]
+        shapes = {layout.recorded_shape for choice in fitting for layout in choice if layout.recorded_shape}
+        asked: list[Optional[tuple[int, ...]]] = [*sorted(shapes, reverse=True)]
+        for shape in asked or [None]:
+            picked = [
+                next((layout for layout in choice if shape is None or layout.recorded_shape in (None, shape)), None)
+                for choice in fitting
+            ]
+            found = [layout for layout in picked if layout is not None]
+            if len(found) == len(layouts):
+                return (found, whole(dimensions)) if target is None else (found[:-1], found[-1])
+    maps = ", ".join(layout.map_text for layout in layouts)
+    raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
+
+
+def whole(dimensions: int) -> Layout:
+    """The layout of a tensor that one device holds whole."""
+    return Layout((), ((),) * dimensions)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters of one target stage that are cut alike in the source and alike in the target."""
+
+    parameter: str
+    holdings: tuple[Holding, ...]
+    overlap: Overlap
+
+
+class ReplicaChoice:
+    """The source ranks that each target rank reads, from strategies alone.
+
+    Args:
+        source: strategy the checkpoints were saved with.
+        target: strategy they are converted to.
+    """
+
+    def __init__(self, source: Strategy, target: Strategy) -> None:
+        self.source = source
+        self.target = target
+        self._kinds: dict[int, list[_Kind]] = {}
+        self._kinds_of_name: dict[int, dict[str, list[_Kind]]] = {}
+        self._turns: dict[int, list[int]] = {}
+
+    def ranks(self, target_rank: int, available: Optional[Collection[int]] = None) -> tuple[int, ...]:
+        """Source ranks that ``target_rank`` needs, ascending; none of them could be left out.
+
+        Args:
+            target_rank: global rank in the target strategy.
+            available: ranks that can be read; all of them where None.
+
+        Raises:
+            IncompleteSourceError: a slice is on no available rank; names all such parameters.
+        """
+        needs = self.needs(target_rank)
+        if available is not None:
+            usable = set(available)
+            lost = [need for need in needs if usable.isdisjoint(need.ranks)]
+            if lost:
+                raise IncompleteSourceError(
+                    "\n".join(
+                        f"target rank {target_rank} needs a slice of {need.parameter} that only source "
+                        f"{rank_ranges(need.ranks)} held"
+                        for need in lost
+                    ),
+                    rank=target_rank,
+                    parameter=lost[0].parameter,
+                    hint="make one of these ranks available",
+                )
+            needs = [Need(need.parameter, tuple(r for r in need.ranks if r in usable)) for need in needs]
+        return choose([need.ranks for need in needs], self.turn(target_rank))
+
+    def needs(self, target_rank: int) -> list[Need]:
+        """What a target rank needs; equal needs of several parameters appear once."""
+        if self.source.is_none:
+            return [Need("every parameter", (0,))]
+        stage = self.target.stage_of(target_rank)
+        local = target_rank - stage.first_rank
+        found: dict[tuple[tuple[int, int, int], ...], Need] = {}
+        for kind in self._kinds_of(stage):
+            for cell in kind.overlap.cells(int(kind.overlap.target.slice_of_rank[local])):
+                key = tuple(
+                    (holding.stage.number, id(holding.layout), number)
+                    for holding, number in zip(kind.holdings, cell.slices)
+                )
+                if key not in found:
+                    ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n)]
+                    found[key] = Need(kind.parameter, tuple(sorted(ranks)))
+        distinct: dict[tuple[int, ...], Need] = {}
+        for need in found.values():
+            distinct.setdefault(need.ranks, need)
+        return list(distinct.values())
+
+    def needs_of(self, parameter: str, target_rank: int) -> list[frozenset[int]]:
+        """Per part of one parameter that a target rank needs, the source ranks that hold it."""
+        if self.source.is_none:
+            return [frozenset((0,))]
+        stage = self.target.stage_of(target_rank)
+        local = target_rank - stage.first_rank
+        self._kinds_of(stage)
+        return [
+            frozenset(rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n))
+            for kind in self._kinds_of_name[stage.number].get(parameter, ())
+            for cell in kind.overlap.cells(int(kind.overlap.target.slice_of_rank[local]))
+        ]
+
+    def turn(self, target_rank: int) -> int:
+        """This rank's place among the ranks of its stage that have the same needs."""
+        stage = self.target.stage_of(target_rank)
+        if stage.number not in self._turns:
+            self._turns[stage.number] = self._take_turns(stage)
+        return self._turns[stage.number][target_rank - stage.first_rank]
+
+    def _take_turns(self, stage: Stage) -> list[int]:
+        alike = np.zeros(stage.device_count, dtype=np.int64)
+        for kind in self._kinds_of(stage):
+            layout = kind.overlap.target
+            if layout.device_count != stage.device_count:
+                continue
+            index = np.unravel_index(layout.slice_of_rank, layout.cuts) if layout.cuts else ()
+            for dimension, positions in enumerate(index):
+                met: dict[tuple[int, int], int] = {}
+                codes = [
+                    met.setdefault(kind.overlap.intervals(dimension, position), len(met))
+                    for position in range(layout.cuts[dimension])
+                ]
+                alike = alike * len(met) + np.asarray(codes, dtype=np.int64)[positions]
+                # Renumber at once, so that the codes never outgrow 64 bits.
+                alike = np.unique(alike, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        order = np.argsort(alike, kind="stable")
+        starts = np.concatenate(([0], np.cumsum(np.bincount(alike))[:-1]))
+        places = np.empty_like(alike)
+        places[order] = np.arange(len(alike)) - starts[alike[order]]
+        turns: list[int] = places.tolist()
+        return turns
+
+    def _kinds_of(self, stage: Stage) -> list[_Kind]:
+        if stage.number not in self._kinds:
+            self._kinds[stage.number] = list(self._find_kinds(stage).values())
+        return self._kinds[stage.number]
+
+    def _find_kinds(self, stage: Stage) -> dict[tuple[object, ...], _Kind]:
+        kinds: dict[tuple[object, ...], _Kind] = {}
+        if self.source.is_none:
+            return kinds
+        holders: dict[str, list[Holding]] = {}
+        for held in self.source.stages:
+            for name, layout in held.layouts.items():
+                holders.setdefault(name, []).append(Holding(held, layout))
+        names = holders if self.target.is_none else stage.layouts
+        of_name = self._kinds_of_name.setdefault(stage.number, {})
+        for name in names:
+            if name not in holders:
+                continue
+            holdings = holders[name]
+            target = None if self.target.is_none else stage.layouts[name]
+            layouts = [holding.layout for holding in holdings]
+            problem: Optional[LayoutError] = None
+            for sources, cut in readings(name, layouts, target):
+                key = (tuple((h.stage.number, source) for h, source in zip(holdings, sources)), cut)
+                if key in kinds:
+                    of_name.setdefault(name, []).append(kinds[key])
+                    continue
+                try:
+                    kinds[key] = self._kind(name, holdings, sources, cut)
+                    of_name.setdefault(name, []).append(kinds[key])
+                except LayoutError as error:
+                    problem = error
+            # Of two readings the untrue one need not even fit.
+            if problem is not None and not of_name.get(name):
+                raise StrategyError(
+                    f"{name}: {problem.message}\n"
+                    f"(source strategy {self.source.path}, target strategy {self.target.path})",
+                    parameter=name,
+                ) from problem
+        return kinds
+
+    def _kind(
+        self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Optional[Layout]
+    ) -> _Kind:
+        grouped, cut = common_dimensions(sources, target)
+        overlap = Overlap(stand_in_shape(grouped, cut), grouped, cut)
+        held = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
+        return _Kind(name, held, overlap)
+
+
+def readings(
+    name: str, sources: Sequence[Layout], target: Optional[Layout]
+) -> list[tuple[list[Layout], Optional[Layout]]]:
+    """The ways in which a parameter's layouts can be meant.
+
+    Accumulated gradients are often stored without the optimizer shard that their layout records;
+    only the files can tell, so without files both readings count.
+    """
+    result = [(list(sources), target)]
+    if name.startswith(ACCUMULATED_GRADIENTS):
+        plain = [layout.without_shards() for layout in sources]
+        cut = target.without_shards() if target is not None else None
+        if plain != result[0][0] or cut != target:
+            result.append((plain, cut))
+    return result
+
+
+def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
+    """A small set of ranks that meets every need, and of which none could be left out.
+
+    Args:
+        needs: per need the ranks that meet it, ascending, at least one.
+        turn: which of the targets with these needs is asking; they take turns among equals.
+    """
+    chosen = {ranks[0] for ranks in needs if len(ranks) == 1}
+    unmet = [ranks for ranks in needs if chosen.isdisjoint(ranks)]
+    while unmet:
+        tally = Counter(rank for ranks in unmet for rank in ranks)
+        most = max(tally.values())
+        equals = sorted(rank for rank, met in tally.items() if met == most)
+        pick = equals[turn % len(equals)]
+        chosen.add(pick)
+        unmet = [ranks for ranks in unmet if pick not in ranks]
+    met_by = [chosen.intersection(ranks) for ranks in needs]
+    for rank in sorted(chosen, reverse=True):
+        if all(rank not in ranks or len(ranks) > 1 for ranks in met_by):
+            chosen.discard(rank)
+            for ranks in met_by:
+                ranks.discard(rank)
+    return tuple(sorted(chosen))

@@ -1,0 +1,262 @@
+"""Which checkpoint of a source tree is converted.
+
+`latest`, the default, is the newest complete step. Steps are tried from the newest on; one that is
+not complete is passed over with a line saying why. Where only some target ranks are asked for, only
+the files that they need are read and judged, so that only those need be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import FileHandles, SourceTree, StepFiles
+from reshard.errors import CheckpointError, IncompleteSourceError
+from reshard.plan.coverage import Lost, explain, lost_slices, unread_parameters
+from reshard.plan.cuts import Cuts
+from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
+from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.source import SourceStep
+from reshard.report import Report
+from reshard.strategies import Stage, Strategy
+from reshard.wording import rank_ranges
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which parameters are written; they never decide which step is taken."""
+
+    include: Sequence[str] = field(default=())
+    exclude: Sequence[str] = field(default=())
+
+    def admit(self, name: str) -> bool:
+        """Whether a parameter of this name is written: exclusion wins."""
+        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+            return False
+        return not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+
+
+class Selection(NamedTuple):
+    """The step to convert, and its parameters by name."""
+
+    step: SourceStep
+    parameters: dict[str, Parameter]
+    listed: set[str]
+
+
+def check_ranks(tree: SourceTree, source: Strategy) -> None:
+    """Refuse a tree whose ranks the source strategy does not know.
+
+    Raises:
+        CheckpointError: ranks beyond the strategy's devices, or one file where there must be several.
+    """
+    if tree.single_file and source.device_count > 1:
+        raise CheckpointError(
+            f"{tree.root} is one file, but {source.path} lays parameters out over {source.device_count} devices",
+            file=tree.root,
+            hint="pass the directory of all ranks' checkpoints, or --src-strategy none for an unsharded checkpoint",
+        )
+    beyond = [rank for rank in tree.ranks if rank >= source.device_count]
+    if beyond:
+        held = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
+        raise CheckpointError(
+            f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {held}",
+            file=tree.root,
+            rank=beyond[0],
+            hint="pass the strategy that this checkpoint was saved with"
+            if source.is_none
+            else "is the last pipeline stage's strategy file missing?",
+        )
+
+
+class StepSelector:
+    """Finds the step to convert.
+
+    Args:
+        source: strategy the checkpoint was saved with.
+        target: strategy it is converted to.
+        ranks: target ranks asked for; None for all of them.
+        written: names that will be written, given a name (filters and target strategy).
+        choice: replica choice between the two strategies.
+        handles: open source files.
+        report: told of steps passed over and files that count as absent.
+    """
+
+    def __init__(
+        self,
+        source: Strategy,
+        target: Strategy,
+        ranks: Optional[Sequence[int]],
+        filters: Filters,
+        choice: ReplicaChoice,
+        handles: FileHandles,
+        report: Report,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._ranks = ranks
+        self._filters = filters
+        self._choice = choice
+        self._handles = handles
+        self._report = report
+
+    def select(self, candidates: Sequence[StepFiles], asked: bool) -> Selection:
+        """Take the newest complete candidate.
+
+        Args:
+            candidates: newest first.
+            asked: the user named this step, so no other will do.
+
+        Raises:
+            IncompleteSourceError: no candidate is complete.
+        """
+        reasons = []
+        for candidate in candidates:
+            step = SourceStep(candidate, self._handles, self._report)
+            selection, lines = self._judge(step)
+            if not lines:
+                for note in candidate.notes:
+                    self._report.note(note)
+                self._tell(step)
+                return selection
+            lines += list(step.damaged.values())
+            lines += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
+            reasons.append((step, lines))
+            if not asked and len(candidates) > 1:
+                more = "".join(f"; {line}" for line in lines[-1:] if len(lines) > 1)
+                self._report.note(f"{step.label} is not complete and is passed over: {lines[0]}{more}")
+        if len(reasons) == 1:
+            step, lines = reasons[0]
+            raise IncompleteSourceError(
+                "\n".join([f"{step.label} is not complete:", *(f"  {line}" for line in lines)]),
+                hint="bring back one of these ranks' files, or choose another step with --step",
+            )
+        told = [f"no step is complete; the newest is {reasons[0][0].label}:"]
+        told += [f"  {line}" for line in reasons[0][1]]
+        told += [f"{step.label}: {lines[0]}" for step, lines in reasons[1:]]
+        damaged = [text for step, _ in reasons[1:] for text in step.damaged.values()]
+        raise IncompleteSourceError("\n".join([*told, *dict.fromkeys(damaged)]))
+
+    def _judge(self, step: SourceStep) -> tuple[Selection, list[str]]:
+        """Read a step and say what it lacks; no lines where it is complete."""
+        self._cuts = Cuts(self._target)
+        if self._ranks is None:
+            step.load(step.files)
+        else:
+            while step.load(self._needed_files(step, self._ranks)):
+                pass
+        selection = self._read(step)
+        lost = self._lost(selection)
+        if self._ranks is not None and self._widen(selection, lost):
+            selection = self._read(step)
+            lost = self._lost(selection)
+        lines = explain(lost, step)
+        for stage in self._needed_stages():
+            if not step.loaded(stage) and len(step.absent(stage)) == stage.device_count:
+                ranks = range(stage.first_rank, stage.first_rank + stage.device_count)
+                lines.insert(0, f"no rank of pipeline stage {stage.number} ({rank_ranges(ranks)}) has a readable file")
+        return selection, lines
+
+    def _read(self, step: SourceStep) -> Selection:
+        listed = listed_by_source(self._source, step)
+        written = {name for name in listed if self._filters.admit(name) and self._in_target(name)}
+        return Selection(step, read_parameters(self._source, step, listed, written), listed)
+
+    def _in_target(self, name: str) -> bool:
+        return self._target.is_none or any(name in stage.layouts for stage in self._target_stages())
+
+    def _target_stages(self) -> list[Stage]:
+        if self._ranks is None:
+            return list(self._target.stages)
+        stages = {self._target.stage_of(rank).number: self._target.stage_of(rank) for rank in self._ranks}
+        return list(stages.values())
+
+    def _needed_files(self, step: SourceStep, ranks: Iterable[int]) -> set[int]:
+        """Source ranks whose files some target ranks need, as far as strategies tell."""
+        readable = step.readable
+        needed: set[int] = set()
+        for rank in ranks:
+            try:
+                needed.update(self._choice.ranks(rank, readable))
+            except IncompleteSourceError:
+                # What is lost may be parameters that were never saved: only the files can tell.
+                needed.update(readable)
+        if readable:
+            # Values outside the strategies come from the lowest rank, a few from the target's own.
+            needed.add(min(readable))
+            needed.update(rank for rank in ranks if rank in readable)
+        return needed
+
+    def _needed_stages(self) -> list[Stage]:
+        if self._ranks is None or self._source.is_none:
+            return [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
+        wanted: set[str] = set()
+        for stage in self._target_stages():
+            wanted.update(stage.layouts)
+        needed = []
+        for stage in self._source.stages:
+            others = [other for other in self._source.stages if other is not stage]
+            for name in stage.layouts:
+                asked = self._target.is_none or name in wanted
+                if asked and not any(name in other.layouts for other in others):
+                    needed.append(stage)
+                    break
+        return needed
+
+    def _lost(self, selection: Selection) -> list[Lost]:
+        step, parameters, _ = selection
+        if self._ranks is None:
+            lost = lost_slices(parameters.values(), step)
+            return lost + unread_parameters(self._source, step, self._source.stages, set(parameters))
+        lost = []
+        for parameter in parameters.values():
+            if self._in_target(parameter.name):
+                missing = self._missing_ranks(parameter, step)
+                if missing:
+                    lost.append(Lost(parameter.name, frozenset(missing)))
+        unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
+        return lost + [item for item in unread if self._in_target(item.parameter)]
+
+    def _missing_ranks(self, parameter: Parameter, step: SourceStep) -> set[int]:
+        """Ranks that would have held what the targets asked for need of a parameter and no file has."""
+        present = [step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings]
+        missing: set[int] = set()
+        for rank in self._ranks or ():
+            stage = self._target.stage_of(rank)
+            if not self._target.is_none and parameter.name not in stage.layouts:
+                continue
+            cut = self._cuts.of(parameter, stage)
+            for cell in cut.overlap.cells(cut.slice_of(rank - stage.first_rank)):
+                ranks = {r for holding, n in zip(cut.holdings, cell.slices) for r in holding.ranks(n)}
+                if not any(ranks & held for held in present):
+                    missing |= ranks
+        return missing
+
+    def _widen(self, selection: Selection, lost: Sequence[Lost]) -> bool:
+        """Read further replicas where the files read so far lack something; whether anything was read."""
+        step, parameters, _ = selection
+        more: set[int] = set()
+        for item in lost:
+            more |= item.ranks
+        for stage in self._source.stages:
+            for name in stage.layouts:
+                if name not in parameters and self._in_target(name):
+                    for rank in self._ranks or ():
+                        for ranks in self._choice.needs_of(name, rank):
+                            more |= ranks
+        if any(step.saved_differently(stage) for stage in self._source.stages):
+            # A de-duplicated save: anything, global_step included, may be on any rank.
+            more |= step.readable
+        return step.load(more)
+
+    def _tell(self, step: SourceStep) -> None:
+        absent = sorted(set(range(self._source.device_count)) - step.readable)
+        if self._ranks is None and absent:
+            self._report.note(
+                f"{step.label} has no file of {rank_ranges(absent)}; replicas on {rank_ranges(step.readable)} are used"
+            )
+        elif step.step is not None:
+            self._report.note(f"{step.label} is used")
+

@@ -1,0 +1,109 @@
+"""The checkpoint files of one step: which ranks have one, and what is in it.
+
+Headers are read when they are asked for, each once. A damaged file counts as absent, with a
+warning; an encrypted or unreadable one is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Optional
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, StepFiles, read_index
+from reshard.errors import DamagedCheckpointError
+from reshard.report import Report
+from reshard.strategies import Stage
+
+
+class SourceStep:
+    """One step of a source tree.
+
+    Attributes:
+        files: path per rank that has a file of this step.
+        indexes: what is in the files read so far, by rank.
+        damaged: why a rank's file counts as absent, by rank.
+    """
+
+    def __init__(self, found: StepFiles, handles: FileHandles, report: Report) -> None:
+        self.step = found.step
+        self.files: dict[int, str] = dict(found.files)
+        self.indexes: dict[int, CheckpointIndex] = {}
+        self.damaged: dict[int, str] = {}
+        self._handles = handles
+        self._report = report
+        self._sets: dict[frozenset[str], int] = {}
+        self._set_of_rank: dict[int, int] = {}
+        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+
+    @property
+    def label(self) -> str:
+        """How the step is called in messages."""
+        return f"step {self.step}" if self.step is not None else "the checkpoint"
+
+    @property
+    def readable(self) -> frozenset[int]:
+        """Ranks whose file exists and is not known to be damaged."""
+        return frozenset(self.files) - frozenset(self.damaged)
+
+    def load(self, ranks: Iterable[int]) -> bool:
+        """Read the headers of these ranks' files, where they exist.
+
+        Returns:
+            Whether anything was read that was not known before.
+        """
+        news = False
+        for rank in sorted(ranks):
+            path = self.files.get(rank)
+            if path is None or rank in self.indexes or rank in self.damaged:
+                continue
+            news = True
+            try:
+                index = read_index(self._handles, path)
+            except DamagedCheckpointError as error:
+                self.damaged[rank] = error.message
+                self._report.warn(f"{error.message}; rank {rank} counts as absent at {self.label}")
+                continue
+            self.indexes[rank] = index
+            self._set_of_rank[rank] = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
+            self._presence.clear()
+        return news
+
+    def loaded(self, stage: Stage) -> list[int]:
+        """Ranks of a stage whose files were read, ascending."""
+        last = stage.first_rank + stage.device_count
+        return [rank for rank in sorted(self.indexes) if stage.first_rank <= rank < last]
+
+    def absent(self, stage: Stage) -> list[int]:
+        """Ranks of a stage that have no readable file of this step, ascending."""
+        readable = self.readable
+        return [r for r in range(stage.first_rank, stage.first_rank + stage.device_count) if r not in readable]
+
+    def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
+        """Ranks of a stage whose file, as far as read, holds a tensor of this name."""
+        sets = tuple(number for names, number in self._sets.items() if name in names)
+        key = (stage.number, sets)
+        found = self._presence.get(key)
+        if found is None:
+            found = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
+            self._presence[key] = found
+        return found
+
+    def saved_differently(self, stage: Stage) -> bool:
+        """Whether files of one stage hold different sets of its parameters: a de-duplicated save."""
+        numbers = {self._set_of_rank[rank] for rank in self.loaded(stage)}
+        sets = [names for names, number in self._sets.items() if number in numbers]
+        return len({frozenset(names & stage.layouts.keys()) for names in sets}) > 1
+
+    def names(self) -> set[str]:
+        """Every tensor name in the files read so far."""
+        return set().union(*self._sets) if self._sets else set()
+
+    def first_holder(self, name: str) -> Optional[int]:
+        """The lowest rank, of those read, whose file holds a tensor of this name."""
+        sets = {number for names, number in self._sets.items() if name in names}
+        return min((rank for rank, number in self._set_of_rank.items() if number in sets), default=None)
+
+    def holders(self, name: str) -> list[int]:
+        """All ranks, of those read, whose file holds a tensor of this name, ascending."""
+        sets = {number for names, number in self._sets.items() if name in names}
+        return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)

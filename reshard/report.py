@@ -1,0 +1,35 @@
+"""What the rooms have to tell people while they work, without knowing how it is shown."""
+
+from __future__ import annotations
+
+from typing import Callable, Optional
+
+
+class Report:
+    """Collects warnings and notes, each said once, and passes them on as they come.
+
+    Attributes:
+        warnings: what may be wrong with the result.
+        notes: what was decided.
+    """
+
+    def __init__(self, listener: Optional[Callable[[str, str], None]] = None) -> None:
+        """Args: listener: called with ``"warning"`` or ``"note"`` and the text, as it is said."""
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self._listener = listener
+
+    def warn(self, text: str) -> None:
+        """Say what may be wrong with the result."""
+        self._say("warning", self.warnings, text)
+
+    def note(self, text: str) -> None:
+        """Say what was decided."""
+        self._say("note", self.notes, text)
+
+    def _say(self, kind: str, said: list[str], text: str) -> None:
+        if text in said:
+            return
+        said.append(text)
+        if self._listener is not None:
+            self._listener(kind, text)
