@@ -1,0 +1,138 @@
+"""Filling a block of a target tensor from stored slices.
+
+The strided side is always memory, never the file. Rows that lie close together in the source are
+read in one request with what lies between them and gathered by NumPy; rows far apart are read one by
+one; and what is contiguous on both sides goes straight into the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.execute.boxes import Box, boxes_of_range, intersection
+from reshard.execute.reading import Reader
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+
+Bytes = npt.NDArray[np.uint8]
+
+# A request costs about as much as copying this many bytes that are not needed.
+_WORTH_SKIPPING = 16 << 10
+# Runs shorter than this are copied as numbers of their own width, longer ones as rows of bytes.
+_WORDS = (8, 4, 2)
+
+
+class BlockFiller:
+    """Fills blocks of target tensors through one reader; one per thread.
+
+    Args:
+        reader: where bytes come from.
+        scratch: room for rows that have to be read before they are gathered, at least one byte.
+    """
+
+    def __init__(self, reader: Reader, scratch: Bytes) -> None:
+        self._reader = reader
+        self._scratch = scratch
+
+    def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
+        """Fill ``out`` with the elements of ``block``, in C order.
+
+        Args:
+            tensor: the target tensor.
+            block: a box of it, counted from the target slice's own origin.
+            out: exactly the block's bytes.
+        """
+        # Blocks and pieces meet in coordinates of the full tensor.
+        box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
+        shape = [high - low for low, high in block]
+        view = np.frombuffer(out, dtype=np.uint8).reshape(*shape, tensor.item_size)
+        for piece in tensor.pieces:
+            region = intersection(piece.box, box)
+            if region is not None:
+                inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(region, box))
+                self._fill_region(piece, region, view[inside], tensor.item_size)
+
+    def _fill_region(self, piece: Piece, region: Box, out: Bytes, item_size: int) -> None:
+        source = piece.source
+        local = tuple((low - start, high - start) for (low, high), (start, _) in zip(region, source.box))
+        shape = [stop - start for start, stop in source.box]
+        strides = byte_strides(shape, item_size)
+        self._copy(source, local, strides, out, item_size)
+
+    def _copy(self, source: StoredSlice, region: Box, strides: Sequence[int], out: Bytes, item_size: int) -> None:
+        """Copy a region of a stored slice, however it has to be cut to fit the scratch room."""
+        start = sum(low * stride for (low, _), stride in zip(region, strides))
+        counts = [high - low for low, high in region]
+        span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
+        needed = math.prod(counts) * item_size
+        if span == needed and out.flags.c_contiguous:
+            self._reader.read_into(source, start, out.reshape(-1).data)
+            return
+        mapped = self._reader.view(source, start, span)
+        if mapped is not None:
+            gather(mapped, counts, strides, out, item_size)
+            return
+        if span <= len(self._scratch) and span - needed <= _WORTH_SKIPPING * max(1, runs(counts, strides, item_size)):
+            self._reader.read_into(source, start, self._scratch[:span].data)
+            gather(self._scratch[:span], counts, strides, out, item_size)
+            return
+        for part in self._parts(counts, strides, item_size):
+            inside = tuple(slice(low, high) for low, high in part)
+            moved = tuple((low + a, low + b) for (low, _), (a, b) in zip(region, part))
+            self._copy(source, moved, strides, out[inside], item_size)
+
+    def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int) -> list[Box]:
+        """Cut a region that cannot be read at once along its outermost axis longer than 1."""
+        axis = next(axis for axis, count in enumerate(counts) if count > 1)
+        row_span = sum((count - 1) * stride for count, stride in zip(counts[axis + 1 :], strides[axis + 1 :]))
+        row_span += item_size
+        gap = strides[axis] - row_span
+        rows = 1 if gap > _WORTH_SKIPPING else max(1, (len(self._scratch) - row_span) // strides[axis] + 1)
+        if rows >= counts[axis]:
+            rows = max(1, counts[axis] // 2)
+        head = tuple((0, 1) for _ in counts[:axis])
+        tail = tuple((0, count) for count in counts[axis + 1 :])
+        return [
+            (*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)
+        ]
+
+
+def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
+    """Strides of a C-order array in bytes."""
+    strides = []
+    stride = item_size
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return strides[::-1]
+
+
+def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
+    """How many contiguous runs a region consists of."""
+    run = item_size
+    for axis in range(len(counts) - 1, -1, -1):
+        if strides[axis] != run:
+            return math.prod(counts[: axis + 1])
+        run *= counts[axis]
+    return 1
+
+
+def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Bytes, item_size: int) -> None:
+    """Copy strided elements out of ``data``, whose first byte is the region's first.
+
+    NumPy moves rows of bytes with one call each, so short rows go as numbers: one instruction each.
+    """
+    word = next((size for size in _WORDS if item_size % size == 0), 1) if counts and counts[-1] < 32 else 1
+    source = np.ndarray(
+        shape=(*counts, item_size // word),
+        dtype=np.dtype(f"u{word}"),
+        buffer=data,
+        strides=(*strides, word),
+    )
+    out.view(source.dtype)[...] = source
+
+
+__all__ = ["BlockFiller", "boxes_of_range"]

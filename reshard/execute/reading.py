@@ -1,0 +1,197 @@
+"""Byte ranges of source files, through explicit reads or memory maps.
+
+Both readers offer the same two methods. Explicit reads suit network file systems, where a page
+fault costs a round trip and a file that shrinks kills a process that has it mapped; memory maps suit
+local ones, where they let NumPy gather strided rows without reading what lies between.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Optional, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import RetryableError
+from reshard.plan.pieces import StoredSlice
+
+Bytes = npt.NDArray[np.uint8]
+
+# Local file systems, where a page fault is a memory access or a disk read and never a round trip.
+LOCAL_FILE_SYSTEMS = frozenset(
+    ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "zfs", "f2fs", "overlay", "bcachefs", "jfs", "reiserfs"]
+)
+
+# After this many bytes through a map its pages are given back, so that resident memory stays flat.
+_GIVE_BACK = 64 << 20
+_MAPS = 64
+
+
+class Reader(Protocol):
+    """Reads bytes of stored slices; offsets count from the slice's first byte."""
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``start`` on.
+
+        Raises:
+            RetryableError: the file vanished, shrank or cannot be read.
+        """
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+        """The bytes as they lie in memory, or None where they have to be read."""
+
+
+class ExplicitReader:
+    """Reads with `pread`, in the requests it is given."""
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``start`` on."""
+        done = 0
+        for offset, length in file_ranges(source, start, len(out)):
+            self._read(source, offset, out[done : done + length])
+            done += length
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+        """Always None: there is nothing to look at before it is read."""
+        return None
+
+    def _read(self, source: StoredSlice, offset: int, out: memoryview) -> None:
+        try:
+            with self._handles.borrow(source.path) as fd:
+                done = 0
+                while done < len(out):
+                    count = os.preadv(fd, [out[done:]], offset + done)
+                    if count == 0:
+                        raise shrunk(source)
+                    done += count
+        except OSError as error:
+            raise unreadable(source, error) from error
+
+
+class MappedReader:
+    """Looks at files through memory maps, and gives their pages back."""
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
+        self._explicit = ExplicitReader(handles)
+        self._local = threading.local()
+
+    def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``start`` on."""
+        # A contiguous run is copied once either way, and a read spares the page faults.
+        self._explicit.read_into(source, start, out)
+
+    def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
+        """The bytes in the map, or None where they are not in one piece."""
+        ranges = list(file_ranges(source, start, length))
+        if len(ranges) != 1:
+            return None
+        offset = ranges[0][0]
+        mapped = self._map(source)
+        if offset + length > len(mapped.data):
+            raise shrunk(source)
+        mapped.used += length
+        if mapped.used >= _GIVE_BACK:
+            mapped.give_back()
+        return np.frombuffer(mapped.data, dtype=np.uint8, count=length, offset=offset)
+
+    def _map(self, source: StoredSlice) -> _Map:
+        """This thread's map of a file; the least recently used is let go beyond a number of files."""
+        maps: OrderedDict[str, _Map] = self._local.__dict__.setdefault("maps", OrderedDict())
+        found = maps.get(source.path)
+        if found is None:
+            try:
+                with self._handles.borrow(source.path) as fd:
+                    found = _Map(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+            except (OSError, ValueError) as error:
+                raise unreadable(source, error) from error
+            maps[source.path] = found
+            if len(maps) > _MAPS:
+                # Unmapped when its last array is gone.
+                maps.popitem(last=False)
+        else:
+            maps.move_to_end(source.path)
+        return found
+
+
+class _Map:
+    """A file's memory map, and how much was looked at since its pages were given back."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.used = 0
+
+    def give_back(self) -> None:
+        self.data.madvise(mmap.MADV_DONTNEED)
+        self.used = 0
+
+
+def file_ranges(source: StoredSlice, start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where a range of a stored slice's bytes lies in the file: (offset, length) runs in order."""
+    if len(source.extents) == 1:
+        yield source.extents[0][0] + start, length
+        return
+    starts = [0]
+    for _, size in source.extents:
+        starts.append(starts[-1] + size)
+    number = bisect_right(starts, start) - 1
+    while length > 0:
+        offset, size = source.extents[number]
+        skip = start - starts[number]
+        count = min(length, size - skip)
+        if count > 0:
+            yield offset + skip, count
+        start += count
+        length -= count
+        number += 1
+
+
+def file_system_of(path: str) -> str:
+    """The type of the file system that a path lies on, as the kernel names it; empty if unknown."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            lines = mounts.read().splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split(" ")[4].replace("\\040", " ")
+        inside = point == "/" or real == point or real.startswith(point + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, after.split(" ")[0]
+    return kind
+
+
+def make_reader(kind: str, handles: FileHandles, example: str) -> Reader:
+    """The reader for ``mmap``, ``pread`` or, by the file system of an example file, ``auto``."""
+    if kind == "auto":
+        kind = "mmap" if file_system_of(example) in LOCAL_FILE_SYSTEMS else "pread"
+    return MappedReader(handles) if kind == "mmap" else ExplicitReader(handles)
+
+
+def shrunk(source: StoredSlice) -> RetryableError:
+    """The error for a file that ends before its recorded contents."""
+    return RetryableError(
+        f"{source.path}: the file became shorter while it was read (rank {source.rank})",
+        file=source.path,
+        rank=source.rank,
+    )
+
+
+def unreadable(source: StoredSlice, error: Exception) -> RetryableError:
+    """The error for a file that cannot be read any more."""
+    return RetryableError(
+        f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
+    )
