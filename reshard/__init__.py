@@ -1,0 +1,41 @@
+"""Convert distributed MindSpore checkpoints from one parallel layout to another.
+
+The functions here have MindSpore's own names and signatures, so that a script changes one import;
+`reshard.transform` is the typed interface beneath them. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard._version import __version__
+
+if TYPE_CHECKING:
+    from reshard.mindspore_api import (
+        merge_pipeline_strategys,
+        rank_list_for_transform,
+        restore_group_info_list,
+        transform_checkpoint_by_rank,
+        transform_checkpoints,
+    )
+
+__all__ = [
+    "__version__",
+    "merge_pipeline_strategys",
+    "rank_list_for_transform",
+    "restore_group_info_list",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from reshard import mindspore_api
+
+        return getattr(mindspore_api, name)
+    raise AttributeError(f"module 'reshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,114 @@
+"""transform-dir and by-rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import options
+from reshard.cli.output import echo_json, listener, progress_bar
+from reshard.plan.conversion import Request
+from reshard.plan.selection import Filters
+from reshard.report import Report
+from reshard.strategies import read_strategy
+from reshard.transform import Options, Summary, transform, usable_cpus
+from reshard.wording import byte_size, number_ranges, plural, some_names
+
+
+@click.command("transform-dir")
+@click.argument("src")
+@click.argument("dst")
+@options.strategies
+@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these target ranks.")
+@options.conversion
+def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
+    r"""Convert the checkpoint in SRC for every rank of the target strategy.
+
+    SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
+    with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
+
+    \b
+    Example, 8 ranks to 4:
+      reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+    """
+    _convert(src, dst, ranks, typed)
+
+
+@click.command("by-rank")
+@click.argument("rank", type=int)
+@click.argument("src")
+@click.argument("dst")
+@options.strategies
+@options.conversion
+def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
+    r"""Convert the checkpoint in SRC for one RANK of the target strategy.
+
+    Only the source ranks that `reshard rank-list RANK` prints need be present.
+
+    \b
+    Example, one job per rank:
+      for r in 0 1 2 3; do
+        reshard by-rank $r ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+      done
+    """
+    _convert(src, dst, (rank,), typed)
+
+
+def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[str, Any]) -> None:
+    source_path = options.required_strategy(typed["src_strategy"], "--src-strategy")
+    target_path = options.required_strategy(typed["dst_strategy"], "--dst-strategy")
+    report = Report(listener(typed["quiet"]))
+    source, target = read_strategy(source_path), read_strategy(target_path)
+    for note in dict.fromkeys((*source.notes, *target.notes)):
+        report.note(note)
+    request = Request(
+        src=src,
+        dst=dst,
+        source=source,
+        target=target,
+        ranks=ranks,
+        prefix=typed["prefix"],
+        format=typed["format"],
+        step=typed["step"],
+        file_suffix=typed["file_suffix"],
+        filters=Filters(typed["include"], typed["exclude"]),
+        strict=typed["strict"],
+    )
+    how = Options(
+        jobs=typed["jobs"] or usable_cpus(),
+        max_memory=typed["max_memory"],
+        io=typed["io"],
+        crc=typed["crc"],
+        overwrite=typed["overwrite"],
+        dry_run=typed["dry_run"],
+    )
+    summary = transform(request, how, report, progress_bar(typed["quiet"]))
+    if typed["as_json"]:
+        echo_json(dataclasses.asdict(summary))
+    if not typed["quiet"]:
+        _tell(summary, request, typed["verbose"])
+
+
+def _tell(summary: Summary, request: Request, verbose: bool) -> None:
+    most = 1 << 30 if verbose else 3
+    rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
+    done = "would write" if summary.dry_run else "wrote"
+    lines = [
+        f"{done} {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
+        f"{byte_size(summary.bytes_written)}"
+        + ("" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"),
+        f"read step {summary.step or '(no step in the names)'} of source ranks {number_ranges(summary.source_ranks)}",
+        f"{plural(summary.parameters, 'parameter')} resharded",
+    ]
+    for names, what in (
+        (summary.copied, "copied as it is"),
+        (summary.left_out, "left out, not in the target strategy"),
+        (summary.missing, "missing, in the target strategy but in no source file"),
+        (summary.unholdable, "left out, the target format cannot hold it"),
+    ):
+        if names:
+            lines.append(f"{len(names)} {what}: {some_names(names, most)}")
+    for line in lines:
+        click.echo(line, err=True)

@@ -1,0 +1,71 @@
+"""The command group. Commands are imported when they are run, so that --help stays quick."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Optional
+
+import click
+
+from reshard._version import __version__
+from reshard.cli.errors import ReshardGroup
+
+# Name on the command line: module, attribute, one line of help (spares importing the module).
+_COMMANDS = {
+    "transform-dir": ("convert", "transform_dir", "Convert a checkpoint for every rank of a target strategy."),
+    "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
+    "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
+    "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
+    "group-info": ("strategy", "group_info", "Read group_info files."),
+    "inspect": ("inspect", "inspect", "Show what is in a checkpoint file or rank tree."),
+    "strategy": ("strategy", "strategy", "Show what strategy files say."),
+}
+_ALIASES = {"transform-all": "transform-dir", "transform-by-rank": "by-rank"}
+
+
+class LazyGroup(ReshardGroup):
+    """A group that imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Command names in the order of the work, aliases left out."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        """The command of a name or alias."""
+        entry = _COMMANDS.get(_ALIASES.get(cmd_name, cmd_name))
+        if entry is None:
+            return None
+        module = importlib.import_module(f"reshard.cli.{entry[0]}")
+        command: click.Command = getattr(module, entry[1])
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry[2]) for name, entry in _COMMANDS.items()])
+
+
+def with_hyphens(name: str) -> str:
+    """Options and commands may be typed with underscores, as MindSpore's scripts do."""
+    return name.replace("_", "-")
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": with_hyphens},
+)
+@click.version_option(__version__, prog_name="reshard")
+def cli() -> None:
+    """Convert distributed MindSpore checkpoints from one parallel layout to another.
+
+    Needs neither MindSpore nor an accelerator. `reshard COMMAND --help` tells more.
+    """
+
+
+def main() -> None:
+    """Entry point of the `reshard` command."""
+    cli(prog_name="reshard")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Options that several commands share, and the kinds of values they take."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Callable, Optional, TypeVar
+
+import click
+
+from reshard.cli.errors import set_debug
+from reshard.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Ranks as people write them: ``0-7,12``."""
+
+    name = "ranks"
+
+    def convert(
+        self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
+    ) -> tuple[int, ...]:
+        """The ranks, ascending."""
+        if isinstance(value, tuple):
+            return value
+        ranks: set[int] = set()
+        for part in str(value).split(","):
+            match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", part)
+            if not match:
+                self.fail(f"{value!r} is not a list of ranks such as 0-7,12", param, ctx)
+            first = int(match[1])
+            last = int(match[2]) if match[2] is not None else first
+            if last < first or last - first >= 1 << 24:
+                self.fail(f"{part.strip()!r} is not a range of ranks", param, ctx)
+            ranks.update(range(first, last + 1))
+        return tuple(sorted(ranks))
+
+
+class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A number of bytes in binary units: ``512M``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        """The number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", str(value), re.IGNORECASE)
+        if not match or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a size such as 512M or 2G", param, ctx)
+        return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+def strategies(command: F) -> F:
+    """--src-strategy and --dst-strategy."""
+    command = click.option(
+        "--dst-strategy",
+        "--dst-strategy-file",
+        "dst_strategy",
+        metavar="FILE|DIR|none",
+        help="Strategy of the target; none for one unsharded rank.",
+    )(command)
+    return click.option(
+        "--src-strategy",
+        "--src-strategy-file",
+        "src_strategy",
+        metavar="FILE|DIR|none",
+        help="Strategy the checkpoint was saved with; none for an unsharded one.",
+    )(command)
+
+
+def required_strategy(value: Optional[str], option: str) -> str:
+    """The value of a strategy option.
+
+    Raises:
+        UsageError: it was left out; guessing 'none' would silently copy slices as whole tensors.
+    """
+    if value is None:
+        raise UsageError(
+            f"{option} is missing", hint="name a strategy file or directory, or pass none for an unsharded checkpoint"
+        )
+    return value
+
+
+def debug(command: F) -> F:
+    """--debug."""
+    return click.option(
+        "--debug", is_flag=True, expose_value=False, is_eager=True, callback=set_debug, help="Show tracebacks."
+    )(command)
+
+
+def json_output(command: F) -> F:
+    """--json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
+
+
+def conversion(command: F) -> F:
+    """Options of transform-dir and by-rank alike."""
+    options = [
+        click.option("--prefix", default="checkpoint_", show_default=True, help="Target file names begin so."),
+        click.option(
+            "--format",
+            "format",
+            type=click.Choice(["same", "ckpt", "safetensors"]),
+            default="same",
+            show_default=True,
+            help="Format of the target files.",
+        ),
+        click.option(
+            "--step",
+            default="latest",
+            show_default=True,
+            metavar="EPOCH_STEP|latest",
+            help="Which checkpoint to convert; latest is the newest complete one.",
+        ),
+        click.option("--file-suffix", metavar="TEXT", help="Take only source files whose stem ends so."),
+        click.option("--include", multiple=True, metavar="GLOB", help="Write only such parameters (repeatable)."),
+        click.option(
+            "--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins)."
+        ),
+        click.option(
+            "--jobs", type=click.IntRange(min=1, max=1024), help="Threads.  [default: the CPUs it may use]"
+        ),
+        click.option(
+            "--max-memory", type=Size(), default="256M", show_default=True, help="Memory for all buffers together."
+        ),
+        click.option(
+            "--io",
+            type=click.Choice(["auto", "mmap", "pread"]),
+            default="auto",
+            show_default=True,
+            help="How sources are read; auto decides by file system.",
+        ),
+        click.option(
+            "--crc",
+            type=click.Choice(["auto", "never"]),
+            default="auto",
+            show_default=True,
+            help="Check recorded CRCs of source files that are read whole.",
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace existing targets."),
+        click.option("--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
+        click.option(
+            "--strict",
+            is_flag=True,
+            help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
+        ),
+        json_output,
+        click.option("--quiet", is_flag=True, help="Only warnings and errors."),
+        click.option("-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
+        debug,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

@@ -1,0 +1,178 @@
+"""Commands that need strategy or group files alone."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import click
+
+from reshard.cli import options
+from reshard.cli.output import echo_json, table
+from reshard.errors import UsageError
+from reshard.strategies import Stage, read_strategy
+from reshard.wording import number_ranges, plural
+
+
+@click.command("rank-list")
+@click.argument("rank", type=int)
+@options.strategies
+@click.option("--available", type=options.Ranks(), metavar="0,2-5", help="Only these source ranks can be read.")
+@options.json_output
+@options.debug
+def rank_list(
+    rank: int,
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    available: Optional[tuple[int, ...]],
+    as_json: bool,
+) -> None:
+    r"""Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
+
+    \b
+    Example:
+      reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt
+    """
+    from reshard.plan.replicas import ReplicaChoice
+
+    source = read_strategy(options.required_strategy(src_strategy, "--src-strategy"))
+    target = read_strategy(options.required_strategy(dst_strategy, "--dst-strategy"))
+    if not 0 <= rank < target.device_count:
+        raise UsageError(
+            f"rank {rank} is out of range: the target strategy ({target.path}) has "
+            f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
+            rank=rank,
+        )
+    beyond = [number for number in available or () if number >= source.device_count]
+    if beyond:
+        raise UsageError(
+            f"--available: rank {number_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
+            f"{plural(source.device_count, 'rank')}"
+        )
+    ranks = ReplicaChoice(source, target).ranks(rank, available)
+    if as_json:
+        echo_json({"rank": rank, "ranks": list(ranks)})
+    else:
+        click.echo(" ".join(map(str, ranks)))
+
+
+@click.command("merge-pipeline")
+@click.argument("strategy_dir")
+@click.argument("dst_file")
+@options.debug
+def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
+    r"""Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json).
+
+    \b
+    Example:
+      reshard merge-pipeline output/strategy merged/src_strategy.ckpt
+    """
+    from reshard.strategies import merge_pipeline as merge
+
+    for note in merge(strategy_dir, dst_file):
+        click.echo(f"note: {note}", err=True)
+    click.echo(f"merged {strategy_dir} into {dst_file}", err=True)
+
+
+@click.group("group-info")
+def group_info() -> None:
+    """Read group_info files."""
+
+
+@group_info.command("inspect")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@options.json_output
+@options.debug
+def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
+    r"""Print, per group_info FILE, the ranks with identical checkpoints, then the groups.
+
+    \b
+    Example:
+      reshard group-info inspect ckpt_dir0/group_info.pb
+    """
+    from reshard.strategies import read_group_info
+
+    infos = [read_group_info(path) for path in files]
+    if as_json:
+        echo_json(
+            [
+                {
+                    "file": info.file,
+                    "restore_ranks": list(info.restore_ranks),
+                    "groups": [{"name": name, "ranks": list(ranks)} for name, ranks in info.groups],
+                }
+                for info in infos
+            ]
+        )
+        return
+    for info in infos:
+        if len(infos) > 1:
+            click.echo(f"{info.file}:")
+        click.echo(str(list(info.restore_ranks)))
+        for name, ranks in info.groups:
+            click.echo(f"  {name}: {list(ranks)}")
+
+
+@click.group("strategy")
+def strategy() -> None:
+    """Show what strategy files say."""
+
+
+@strategy.command("show")
+@click.argument("path", metavar="FILE|DIR")
+@options.json_output
+@options.debug
+def strategy_show(path: str, as_json: bool) -> None:
+    r"""Show the layout of every parameter in a strategy FILE or DIRectory.
+
+    \b
+    Example:
+      reshard strategy show output/strategy
+    """
+    found = read_strategy(path)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        echo_json([row for stage in found.stages for row in _layout_rows(stage)])
+        return
+    stages = plural(len(found.stages), "stage")
+    click.echo(f"{path}: {plural(found.device_count, 'device')} in {stages}")
+    for stage in found.stages:
+        last = stage.first_rank + stage.device_count - 1
+        rows = [
+            [
+                str(row["parameter"]),
+                str(row["device_matrix"]),
+                str(row["tensor_map"]),
+                str(row["cuts"]),
+                _shards(row),
+                str(row["replicas"]),
+            ]
+            for row in _layout_rows(stage)
+        ]
+        columns = ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"]
+        table(f"stage {stage.number}: ranks {stage.first_rank} to {last}", columns, rows)
+
+
+def _layout_rows(stage: Stage) -> list[dict[str, object]]:
+    rows = []
+    for name, layout in stage.layouts.items():
+        rows.append(
+            {
+                "stage": stage.number,
+                "parameter": name,
+                "device_matrix": list(layout.device_matrix),
+                "tensor_map": [list(axes) for axes in layout.tensor_map],
+                "cuts": list(layout.tensor_cuts),
+                "optimizer_shards": layout.shards,
+                "uneven": list(layout.uneven) if layout.uneven is not None else None,
+                "shape": list(layout.recorded_shape) if layout.recorded_shape is not None else None,
+                "replicas": layout.device_count // layout.slice_count,
+            }
+        )
+    return rows
+
+
+def _shards(row: dict[str, object]) -> str:
+    if row["uneven"] is not None:
+        return f"by hand {row['uneven']}"
+    return str(row["optimizer_shards"]) if row["optimizer_shards"] != 1 else "-"

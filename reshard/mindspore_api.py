@@ -1,0 +1,120 @@
+"""The conversion functions under MindSpore's own names and signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Optional
+
+from reshard.errors import UsageError
+from reshard.plan.conversion import Request
+from reshard.plan.replicas import ReplicaChoice
+from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.transform import Options, transform, usable_cpus
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: str,
+    dst_checkpoints_dir: str,
+    ckpt_prefix: str,
+    src_strategy_file: Optional[str] = None,
+    dst_strategy_file: Optional[str] = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+) -> None:
+    """Convert a checkpoint for every rank of a target strategy.
+
+    Args:
+        src_checkpoints_dir: tree of rank directories, one file, or a path with ``{rank}``.
+        dst_checkpoints_dir: gets ``rank_{r}/{ckpt_prefix}{r}.{output_format}``; existing targets are
+            refused.
+        ckpt_prefix: target file names begin so.
+        src_strategy_file: strategy file or directory; None for an unsharded checkpoint.
+        dst_strategy_file: likewise for the target.
+        process_num: threads; 1, the default, takes all CPUs this process may use.
+        output_format: ``ckpt`` or ``safetensors``.
+
+    Raises:
+        ReshardError: see `reshard.transform.transform`.
+    """
+    request = Request(
+        src=str(src_checkpoints_dir),
+        dst=str(dst_checkpoints_dir),
+        source=read_strategy(_path(src_strategy_file)),
+        target=read_strategy(_path(dst_strategy_file)),
+        prefix=ckpt_prefix,
+        format=_format(output_format),
+    )
+    transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()))
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, str],
+    save_checkpoint_file_name: str,
+    src_strategy_file: Optional[str] = None,
+    dst_strategy_file: Optional[str] = None,
+) -> None:
+    """Convert a checkpoint for one rank of a target strategy.
+
+    Args:
+        rank_id: target rank.
+        checkpoint_files_map: path per source rank; those of `rank_list_for_transform` suffice.
+        save_checkpoint_file_name: exactly the file to write; replaced if it exists. Its ending
+            decides the format.
+        src_strategy_file: strategy file or directory; None for an unsharded checkpoint.
+        dst_strategy_file: likewise for the target.
+
+    Raises:
+        ReshardError: see `reshard.transform.transform`.
+    """
+    name = str(save_checkpoint_file_name)
+    request = Request(
+        src={int(rank): str(path) for rank, path in checkpoint_files_map.items()},
+        dst=name,
+        source=read_strategy(_path(src_strategy_file)),
+        target=read_strategy(_path(dst_strategy_file)),
+        ranks=(rank_id,),
+        format="safetensors" if name.endswith(".safetensors") else "ckpt",
+        exact_file=True,
+    )
+    transform(request, Options())
+
+
+def rank_list_for_transform(
+    rank_id: int, src_strategy_file: Optional[str] = None, dst_strategy_file: Optional[str] = None
+) -> list[int]:
+    """The source ranks that a target rank needs, ascending; none of them could be left out.
+
+    Raises:
+        ReshardError: a strategy cannot be read, or ``rank_id`` is out of range.
+    """
+    source, target = read_strategy(_path(src_strategy_file)), read_strategy(_path(dst_strategy_file))
+    return list(ReplicaChoice(source, target).ranks(rank_id))
+
+
+def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> None:
+    """Merge the pipeline stages' strategy files of a directory into one file.
+
+    Raises:
+        StrategyError: stages are missing or copies of one disagree.
+    """
+    merge_pipeline(str(src_strategy_dirs), str(dst_strategy_file))
+
+
+def restore_group_info_list(group_info_file_name: str) -> list[int]:
+    """The ranks whose checkpoint is identical to that of the rank that wrote a group_info file.
+
+    Raises:
+        StrategyError: it is no group_info file.
+    """
+    return list(read_group_info(str(group_info_file_name)).restore_ranks)
+
+
+def _path(strategy: Optional[str]) -> Optional[str]:
+    return None if strategy is None else str(strategy)
+
+
+def _format(name: str) -> str:
+    if name not in ("ckpt", "safetensors"):
+        raise UsageError(f"output_format {name!r} is neither 'ckpt' nor 'safetensors'")
+    return name
