@@ -97,43 +97,50 @@ class MappedReader:
         if len(ranges) != 1:
             return None
         offset = ranges[0][0]
-        mapped = self._map(source)
-        if offset + length > len(mapped.data):
+        maps = self._maps()
+        mapped = maps.of(source, self._handles)
+        if offset + length > len(mapped):
             raise shrunk(source)
-        mapped.used += length
-        if mapped.used >= _GIVE_BACK:
-            mapped.give_back()
-        return np.frombuffer(mapped.data, dtype=np.uint8, count=length, offset=offset)
+        maps.look(length)
+        return np.frombuffer(mapped, dtype=np.uint8, count=length, offset=offset)
 
-    def _map(self, source: StoredSlice) -> _Map:
-        """This thread's map of a file; the least recently used is let go beyond a number of files."""
-        maps: OrderedDict[str, _Map] = self._local.__dict__.setdefault("maps", OrderedDict())
-        found = maps.get(source.path)
-        if found is None:
-            try:
-                with self._handles.borrow(source.path) as fd:
-                    found = _Map(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-            except (OSError, ValueError) as error:
-                raise unreadable(source, error) from error
-            maps[source.path] = found
-            if len(maps) > _MAPS:
-                # Unmapped when its last array is gone.
-                maps.popitem(last=False)
-        else:
-            maps.move_to_end(source.path)
+    def _maps(self) -> _Maps:
+        """This thread's maps: pages that one thread gives back may be in another's hands."""
+        maps: _Maps = self._local.__dict__.setdefault("maps", _Maps())
+        return maps
+
+
+class _Maps:
+    """A few memory maps, least recently used first, and how much was looked at through them."""
+
+    def __init__(self) -> None:
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._looked_at = 0
+
+    def of(self, source: StoredSlice, handles: FileHandles) -> mmap.mmap:
+        """The map of a file."""
+        found = self._maps.get(source.path)
+        if found is not None:
+            self._maps.move_to_end(source.path)
+            return found
+        try:
+            with handles.borrow(source.path) as fd:
+                found = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise unreadable(source, error) from error
+        self._maps[source.path] = found
+        if len(self._maps) > _MAPS:
+            # Unmapped when its last array is gone.
+            self._maps.popitem(last=False)
         return found
 
-
-class _Map:
-    """A file's memory map, and how much was looked at since its pages were given back."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data = data
-        self.used = 0
-
-    def give_back(self) -> None:
-        self.data.madvise(mmap.MADV_DONTNEED)
-        self.used = 0
+    def look(self, length: int) -> None:
+        """Count what is about to be looked at; give all pages back when it has become much."""
+        self._looked_at += length
+        if self._looked_at >= _GIVE_BACK:
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+            self._looked_at = 0
 
 
 def file_ranges(source: StoredSlice, start: int, length: int) -> Iterator[tuple[int, int]]:
