@@ -1,0 +1,109 @@
+"""The executor's blocks: any range of any tensor, from any pieces, through any buffer size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import RetryableError
+from reshard.execute.boxes import boxes_of_range, intersection
+from reshard.execute.filling import BlockFiller
+from reshard.execute.reading import ExplicitReader, MappedReader, Reader, file_system_of
+from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor
+
+SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+def test_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    most = data.draw(st.integers(1, count + 1))
+    numbers = np.arange(count).reshape(shape)
+    found: list[int] = []
+    for box in boxes_of_range(shape, start, stop, most):
+        part = numbers[tuple(slice(*interval) for interval in box)]
+        assert 1 <= part.size <= most
+        found += part.reshape(-1).tolist()
+    assert found == list(range(start, stop))
+
+
+@given(SHAPES.filter(lambda shape: len(shape) > 0 and math.prod(shape) > 8))
+def test_a_range_takes_few_boxes(shape: tuple[int, ...]) -> None:
+    count = math.prod(shape)
+    # Whole rows wherever they fit: never more than two partial levels per dimension.
+    assert len(list(boxes_of_range(shape, 0, count, count))) == 1
+
+
+@st.composite
+def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, np.ndarray]:  # type: ignore[type-arg]
+    """A target tensor over stored slices in a file, and what it must hold."""
+    item_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    full = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, (*shape, item_size), dtype=np.uint8)
+    box: Box = tuple(sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape)  # type: ignore[misc]
+    box = tuple((low, max(high, low + 1)) if low < size else (size - 1, size) for (low, high), size in zip(box, shape))
+    edges = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    cells: list[Box] = [()]
+    for cuts in edges:
+        cells = [(*cell, (low, high)) for cell in cells for low, high in zip(cuts, cuts[1:])]
+    pieces = []
+    path = directory / f"{draw(st.integers(0, 10**9))}.bin"
+    content = b""
+    for cell in cells:
+        stored = full[tuple(slice(*interval) for interval in cell)].tobytes()
+        # The slice lies in the file in one or more runs, with other bytes between them.
+        cut = draw(st.integers(0, len(stored)))
+        extents = []
+        for part in (stored[:cut], stored[cut:]) if draw(st.booleans()) else (stored,):
+            content += b"\xee" * draw(st.integers(0, 9))
+            extents.append((len(content), len(part)))
+            content += part
+        region = intersection(cell, box)
+        if region is not None:
+            pieces.append(Piece(StoredSlice(str(path), 0, tuple(extents), cell), region))
+    path.write_bytes(content + b"\xee")
+    return TargetTensor("w", item_size, box, tuple(pieces)), full[tuple(slice(*interval) for interval in box)]
+
+
+@pytest.mark.parametrize("kind", [ExplicitReader, MappedReader])
+def test_a_tensor_is_the_same_through_any_reader_and_buffer(kind: type[Reader], tmp_path: Path) -> None:
+    @settings(max_examples=150)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        tensor, wanted = data.draw(tensors(tmp_path))
+        scratch = np.empty(data.draw(st.sampled_from([16, 40, 4096])), dtype=np.uint8)
+        most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
+        out = b""
+        with FileHandles() as handles:
+            filler = BlockFiller(kind(handles), scratch)  # type: ignore[call-arg]
+            for block in boxes_of_range(tensor.shape, 0, math.prod(tensor.shape), most):
+                room = bytearray(math.prod(high - low for low, high in block) * tensor.item_size)
+                filler.fill(tensor, block, memoryview(room))
+                out += room
+        assert out == wanted.tobytes()
+
+    check()
+
+
+@pytest.mark.parametrize("kind", [ExplicitReader, MappedReader])
+def test_a_file_that_shrinks_is_an_error_that_names_it(kind: type[Reader], tmp_path: Path) -> None:
+    path = tmp_path / "net-1_10.ckpt"
+    path.write_bytes(bytes(64))
+    source = StoredSlice(str(path), 3, ((0, 128),), ((0, 16), (0, 8)))
+    tensor = TargetTensor("w", 1, ((0, 16), (0, 4)), (Piece(source, ((0, 16), (0, 4))),))
+    with FileHandles() as handles, pytest.raises(RetryableError, match=r"net-1_10\.ckpt.*rank 3"):
+        BlockFiller(kind(handles), np.empty(4096, dtype=np.uint8)).fill(  # type: ignore[call-arg]
+            tensor, ((0, 16), (0, 4)), memoryview(bytearray(64))
+        )
+
+
+def test_the_file_system_of_a_path_is_known() -> None:
+    assert file_system_of("/proc/self/status") == "proc"

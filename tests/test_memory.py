@@ -1,0 +1,113 @@
+"""Memory stays where it was promised, whatever the size of checkpoint and tensor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.synthetic import Model, Scheme, strategy_bytes, write_checkpoint, write_strategy, wrong_slices
+from reshard.checkpoints import Data, FileHandles, OutputTensor, lay_out_ckpt, read_index
+
+MIB = 1 << 20
+
+
+@pytest.fixture()
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is emptied at once: pytest keeps its own, and gigabytes add up."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def peak_anonymous(arguments: list[object]) -> int:
+    """Run the command and return the most anonymous memory it was seen with, in bytes."""
+    command = [sys.executable, "-m", "reshard", *map(str, arguments)]
+    peak = 0
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            found = [line for line in status.splitlines() if line.startswith("RssAnon")]
+            peak = max(peak, *(int(line.split()[1]) * 1024 for line in found), 0)
+            time.sleep(0.005)
+        said = process.communicate()[1]
+    assert process.returncode == 0, said
+    return peak
+
+
+SCHEMES = {
+    "shards to rows": (Scheme(data=2, model=4, sharded=True), Scheme(model=4)),
+    "columns to columns": (Scheme(model=8, cut=1), Scheme(model=2, cut=1)),
+    "rows to columns": (Scheme(model=4), Scheme(model=6, cut=1)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:
+    convert(place, Model(layers=4, matrices=4, rows=2304, columns=2304), kind, io, "16M", 16 * MIB + 100 * MIB)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_memory_of_several_gigabytes_stays_under_half_a_gigabyte(kind: str, io: str, place: Path) -> None:
+    convert(place, Model(layers=16, matrices=8, rows=2304, columns=2304), kind, io, "256M", 356 * MIB)
+
+
+def convert(place: Path, model: Model, kind: str, io: str, limit: str, most: int) -> None:
+    old, new = SCHEMES[kind]
+    write_checkpoint(place / "src", model, old)
+    write_strategy(place / "old", model, old)
+    write_strategy(place / "new", model, new)
+    options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--io", io, "--max-memory", limit]
+    assert peak_anonymous(["transform-dir", place / "src", place / "dst", *options]) < most
+    assert wrong_slices(place / "dst", model, new) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut", [0, 1])
+def test_one_tensor_beyond_four_gibibytes(cut: int, place: Path) -> None:
+    rows, columns = 80 * 1024, 16 * 1024
+    tensor = OutputTensor("w", "Float32", (rows, columns), rows * columns * 4)
+    layout = lay_out_ckpt([tensor])
+    # A sparse file with a few marks: at both ends, around 4 GiB and at records' ends.
+    places = [0, rows * columns - 1, 2**30 - 1, 2**30, 2**27 - 1, 2**27, 12345678]
+    with open(place / "full.ckpt", "wb") as file:
+        file.truncate(layout.size)
+        for segment in layout.segments():
+            if not isinstance(segment, Data):
+                os.pwrite(file.fileno(), segment.data, segment.offset)
+                continue
+            for number in places:
+                if segment.start <= number * 4 < segment.stop:
+                    mark = np.uint32(number + 1).tobytes()
+                    os.pwrite(file.fileno(), mark, segment.offset + number * 4 - segment.start)
+    scheme = Scheme(model=2, cut=cut)
+    (place / "new.ckpt").write_bytes(strategy_bytes(["w"], scheme, 0))
+    options = ["--src-strategy", "none", "--dst-strategy", place / "new.ckpt", "--max-memory", "32M"]
+    assert peak_anonymous(["transform-dir", place / "full.ckpt", place / "dst", *options]) < 132 * MIB
+    found = set()
+    with FileHandles() as handles:
+        for rank in range(2):
+            path = str(place / "dst" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt")
+            stored = read_index(handles, path).tensors["w"]
+            box = scheme.layout().slice_box((rows, columns), rank)
+            assert stored.shape == tuple(stop - start for start, stop in box)
+            data = np.memmap(path, dtype=np.uint8, mode="r")
+            position = 0
+            for offset, size in stored.extents:
+                words = data[offset : offset + size].view(np.uint32)
+                for at in np.flatnonzero(words).tolist():
+                    row, column = divmod(position + at, stored.shape[1])
+                    number = (row + box[0][0]) * columns + column + box[1][0]
+                    assert words[at] == number + 1
+                    found.add(number)
+                position += size // 4
+    assert found == set(places)
