@@ -1,0 +1,44 @@
+"""`reshard` and MindSpore in one process: protobuf names do not clash, whichever is imported first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import cases
+from tests.conformance.mindspore_files import mindspore
+from tests.corpus import ROOT
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+USE = {
+    "reshard": "import reshard; print(reshard.{call})",
+    "mindspore": "import mindspore; print(mindspore.{call})",
+}
+
+
+@pytest.mark.parametrize("order", [["reshard", "mindspore"], ["mindspore", "reshard"]])
+def test_either_may_come_first(order: list[str]) -> None:
+    assert mindspore is not None
+    strategy = cases.case_directory("08b_pp2dp2mp2_opt") / "merged" / "merged_strategy.ckpt"
+    group = cases.case_directory("01_dp2mp4_adam") / "group_info" / "group_info_rank_0.pb"
+    calls = [
+        f"rank_list_for_transform(0, {str(strategy)!r}, None)",
+        f"restore_group_info_list({str(group)!r})",
+    ]
+    script = "\n".join(USE[library].format(call=call) for library in order for call in calls)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines().count("[0, 4]") == 2
+
+
+def test_importing_reshard_does_not_import_mindspore() -> None:
+    script = "import sys, reshard, reshard.cli.main; print('mindspore' in sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert process.stdout == "False\n", process.stderr

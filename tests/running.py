@@ -1,0 +1,102 @@
+"""Running `reshard` in this process, as its command line would run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Union
+
+from tests.corpus import ROOT
+
+LAUNCHER = "import sys; from reshard.cli.main import main; sys.exit(main())"
+Argument = Union[str, Path, int]
+
+
+class Result(NamedTuple):
+    """Exit status, standard output and standard error of one command."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def reshard(*arguments: Argument, subprocess_: bool = False) -> Result:
+    """Run one command, whatever its status; a traceback fails the test."""
+    words = [str(argument) for argument in arguments]
+    result = in_subprocess(words) if subprocess_ else in_process(words)
+    if "--debug" not in words:
+        assert "Traceback" not in result.err + result.out, result.err
+    return result
+
+
+def done(*arguments: Argument, subprocess_: bool = False) -> Result:
+    """Run one command, which must succeed."""
+    result = reshard(*arguments, subprocess_=subprocess_)
+    assert result.status == 0, f"{arguments} gave {result.status}:\n{result.err}"
+    return result
+
+
+def fails(status: int, *arguments: Argument, says: Sequence[Argument] = ()) -> Result:
+    """Run one command, which must end with `status` and an error holding every text of `says`."""
+    result = reshard(*arguments)
+    assert result.status == status, f"{arguments} gave {result.status}, not {status}:\n{result.err}{result.out}"
+    assert result.err.strip(), "an error without a word"
+    warns(result, *says)
+    return result
+
+
+def warns(result: Result, *says: Argument) -> None:
+    """The command's standard error holds every text of `says`."""
+    for part in says:
+        assert flat(str(part)) in flat(result.err), f"{part!r} is not said:\n{result.err}"
+
+
+def flat(text: str) -> str:
+    """Text without its line breaks, which may stand anywhere, and its capitals."""
+    return " ".join(text.split()).lower()
+
+
+def in_process(words: list[str]) -> Result:
+    from reshard.cli.main import main
+
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    before = sys.argv
+    sys.argv = ["reshard", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    finally:
+        sys.argv = before
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def in_subprocess(words: list[str]) -> Result:
+    process = subprocess.run([sys.executable, "-c", LAUNCHER, *words], capture_output=True, text=True, timeout=300)
+    return Result(process.returncode, process.stdout, process.stderr)
+
+
+def install(directory: Path) -> dict[str, str]:
+    """Put a `reshard` command into `directory`; the environment in which a shell finds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = directory / "reshard"
+    command.write_text(f"#!{sys.executable}\n{LAUNCHER}\n")
+    command.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }

@@ -1,0 +1,315 @@
+"""The command line: spellings, help, JSON and what goes to which stream."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import cases
+from tests.running import Argument, done, fails, in_subprocess, reshard
+from tests.small import COPIED, SOURCE, World, tensors
+from tests.trees import read_tree, same_ranks, tree_bytes, write_checkpoint, write_strategy
+
+FULL = tensors()
+COMMANDS = [
+    ["transform-dir"], ["by-rank"], ["rank-list"], ["merge-pipeline"], ["group-info"],
+    ["group-info", "inspect"], ["inspect"], ["strategy"], ["strategy", "show"], ["transform-all"],
+    ["transform-by-rank"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help(words: list[str]) -> None:
+    assert "Usage" in done(*words, "--help").out
+
+
+def test_the_help_of_all_names_every_command() -> None:
+    shown = done("--help").out
+    for command in (
+        "transform-dir",
+        "by-rank",
+        "rank-list",
+        "merge-pipeline",
+        "group-info",
+        "inspect",
+        "strategy",
+    ):
+        assert command in shown
+
+
+def test_no_command_shows_what_there_is() -> None:
+    result = reshard()
+    assert result.status in (0, 2)
+    assert "transform-dir" in result.out + result.err
+
+
+def test_the_version_is_told() -> None:
+    from reshard._version import __version__
+
+    assert __version__ in done("--version").out
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("--src-strategy", "--dst-strategy"),
+        ("--src_strategy", "--dst_strategy"),
+        ("--src-strategy-file", "--dst-strategy-file"),
+        ("--src_strategy_file", "--dst_strategy_file"),
+        ("--src_strategy-file", "--dst-strategy_file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["transform-dir", "transform-all", "by-rank", "transform-by-rank", "rank-list"])
+def test_strategy_options_may_be_typed_as_users_do_today(world: World, command: str, source: str, target: str) -> None:
+    world.save(FULL)
+    places: dict[str, list[Argument]] = {
+        "rank-list": ["0"],
+        "by-rank": ["0", world.src, world.dst],
+        "transform-by-rank": ["0", world.src, world.dst],
+    }
+    done(command, *places.get(command, [world.src, world.dst]), source, world.old, target, world.new)
+
+
+def test_options_may_have_an_equals_sign_and_underscores(world: World) -> None:
+    world.save(FULL)
+    done(
+        "transform-dir",
+        world.src, world.dst, f"--src_strategy={world.old}", f"--dst_strategy_file={world.new}",
+        "--max_memory=64M", "--file_suffix", "1_10",
+    )  # fmt: skip
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_underscores_in_values_are_left_alone(world: World) -> None:
+    world.save(FULL)
+    world.convert("--prefix", "my_prefix_")
+    same_ranks(world.found("my_prefix_"), world.expected(FULL))
+
+
+@pytest.mark.parametrize("none", ["none", "None"])
+def test_none_may_have_a_capital(world: World, none: str) -> None:
+    path = write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
+    done("transform-dir", path, world.dst, "--src-strategy", none, "--dst-strategy", none)
+    same_ranks(world.found(), {0: {**FULL, **COPIED}})
+
+
+@pytest.mark.parametrize(("ranks", "made"), [("0", [0]), ("1", [1]), ("0-1", [0, 1]), ("1,0", [0, 1])])
+def test_ranks_are_listed_with_dashes_and_commas(world: World, ranks: str, made: list[int]) -> None:
+    world.save(FULL)
+    world.convert("--ranks", ranks)
+    assert sorted(world.found()) == made
+
+
+def test_a_dry_run_writes_nothing(world: World) -> None:
+    world.save(FULL)
+    world.convert("--dry-run")
+    assert not world.dst.exists()
+
+
+def test_a_dry_run_finds_the_errors_of_a_real_one(world: World) -> None:
+    world.save(FULL, ranks=[0, 2])
+    world.refuses(3, "w", options=("--dry-run",))
+
+
+def test_quiet_says_nothing_when_all_is_well(world: World) -> None:
+    world.save(FULL)
+    result = world.convert("--quiet")
+    assert result.out == "" and result.err == ""
+
+
+def test_information_goes_to_standard_error(world: World) -> None:
+    world.save(FULL)
+    result = world.convert("-v")
+    assert result.err
+
+
+def test_jobs_and_memory_are_taken(world: World) -> None:
+    world.save(FULL)
+    world.convert("--jobs", "3", "--max-memory", "1G", "--io", "auto", "--crc", "auto")
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_the_same_conversion_gives_the_same_bytes(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    first = tree_bytes(world.dst)
+    world.convert("--overwrite", "--jobs", "1")
+    assert tree_bytes(world.dst) == first
+
+
+# rank-list.
+
+
+def test_a_rank_list_is_one_line_of_standard_output(world: World) -> None:
+    result = done("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new)
+    assert result.out in ("0 1 2\n", "0 2 3\n")
+
+
+def test_a_rank_list_as_json_has_its_fixed_shape(world: World) -> None:
+    result = done("rank-list", 1, "--src-strategy", world.old, "--dst-strategy", world.new, "--json")
+    assert result.json in ({"rank": 1, "ranks": [0, 1, 3]}, {"rank": 1, "ranks": [1, 2, 3]})
+
+
+def test_a_rank_list_needs_no_replica_twice(plain: World) -> None:
+    result = done("rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--json")
+    assert set(result.json) == {"rank", "ranks"} and result.json["rank"] == 0
+    assert sorted(rank % 2 for rank in result.json["ranks"]) == [0, 1]
+
+
+def test_a_rank_list_can_do_without_lost_ranks(plain: World) -> None:
+    words: list[Argument] = ["rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new]
+    assert done(*words, "--available", "1-2").out == "1 2\n"
+    assert done(*words, "--available", "2,3").out == "2 3\n"
+    fails(3, *words, "--available", "0,2", says=["w"])
+
+
+def test_a_rank_list_of_available_ranks_out_of_range_is_wrong_usage(plain: World) -> None:
+    fails(
+        2, "rank-list", 0, "--src-strategy", plain.old, "--dst-strategy", plain.new, "--available", "0,9",
+        says=["9"],
+    )  # fmt: skip
+
+
+def test_a_rank_list_between_none_and_none_is_rank_0() -> None:
+    assert done("rank-list", 0, "--src-strategy", "none", "--dst-strategy", "none").out == "0\n"
+
+
+def test_a_rank_list_from_none_is_rank_0(world: World) -> None:
+    assert done("rank-list", 1, "--src-strategy", "none", "--dst-strategy", world.new).out == "0\n"
+
+
+# group-info.
+
+
+def group_files() -> list[Path]:
+    return sorted((cases.case_directory("01_dp2mp4_adam") / "group_info").glob("*.pb"))
+
+
+def test_group_info_prints_the_restore_list_on_a_line_of_its_own() -> None:
+    lines = done("group-info", "inspect", group_files()[0]).out.splitlines()
+    assert "[0, 4]" in [line.strip() for line in lines]
+
+
+def test_group_info_as_json_has_its_fixed_shape() -> None:
+    files = group_files()
+    entries = done("group-info", "inspect", *files, "--json").json
+    assert [entry["file"] for entry in entries] == [str(path) for path in files]
+    for entry in entries:
+        assert set(entry) == {"file", "restore_ranks", "groups"}
+        rank = int(Path(entry["file"]).stem.rsplit("_", 1)[1])
+        assert entry["restore_ranks"] == [rank % 4, rank % 4 + 4]
+        for group in entry["groups"]:
+            assert set(group) == {"name", "ranks"}
+            assert rank in group["ranks"]
+
+
+# inspect and strategy show.
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_inspecting_a_file_shows_its_tensors(world: World, ending: str) -> None:
+    path = write_checkpoint(world.root / f"full.{ending}", {**FULL, **COPIED})
+    shown = done("inspect", path).out
+    for name in FULL:
+        assert name in shown
+    assert "Float32" in shown
+    described = json.dumps(done("inspect", path, "--json").json)
+    for name in (*FULL, *COPIED):
+        assert f'"{name}"' in described
+    assert '"Float32"' in described and "[8, 6]" in described
+
+
+def test_inspecting_a_rank_tree_shows_its_steps(world: World) -> None:
+    world.save(FULL, "rank_{rank}/net-1_9.ckpt")
+    world.save(FULL, "rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
+    shown = done("inspect", world.src)
+    assert "1_9" in shown.out and "1_10" in shown.out
+    described = json.dumps(done("inspect", world.src, "--json").json)
+    assert "1_9" in described and "1_10" in described
+
+
+def test_inspecting_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    fails(3, "inspect", tmp_path / "absent", says=[str(tmp_path / "absent")])
+
+
+def test_strategy_show_lists_every_layout(world: World) -> None:
+    shown = done("strategy", "show", world.old).out
+    for name in FULL:
+        assert name in shown
+    assert isinstance(done("strategy", "show", world.old, "--json").json, (dict, list))
+
+
+def test_strategy_show_reads_directories_of_stages() -> None:
+    shown = done("strategy", "show", cases.case_directory("08_pp2dp2mp2") / "strategy").out
+    assert "backbone.embedding.embedding_table" in shown.replace("\n", "")
+
+
+# merge-pipeline.
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "json"])
+def test_merge_pipeline_makes_parents_and_replaces(tmp_path: Path, ending: str) -> None:
+    directory = cases.case_directory("08_pp2dp2mp2") / "strategy"
+    merged = tmp_path / "not" / "there" / f"merged.{ending}"
+    done("merge-pipeline", directory, merged)
+    first = merged.read_bytes()
+    done("merge-pipeline", directory, merged)
+    assert merged.read_bytes() == first
+    assert os.listdir(merged.parent) == [merged.name]
+
+
+def test_a_merged_file_in_its_own_directory_is_no_input_of_itself(tmp_path: Path) -> None:
+    case = cases.load("08_pp2dp2mp2")
+    directory = write_strategy(tmp_path / "strategy", case.strategy, form="directory")
+    done("merge-pipeline", directory, directory / "merged_ckpt_strategy.ckpt")
+    first = (directory / "merged_ckpt_strategy.ckpt").read_bytes()
+    done("merge-pipeline", directory, directory / "merged_ckpt_strategy.ckpt")
+    assert (directory / "merged_ckpt_strategy.ckpt").read_bytes() == first
+
+
+# As a program of its own.
+
+
+def test_errors_of_the_program_have_a_status_and_no_traceback(world: World) -> None:
+    result = in_subprocess([str(word) for word in world.words()])
+    assert result.status == 3
+    assert str(world.src) in result.err and "Traceback" not in result.err
+
+
+def test_the_program_converts(world: World) -> None:
+    world.save(FULL)
+    result = in_subprocess([str(word) for word in world.words("--jobs", "2")])
+    assert result.status == 0, result.err
+    same_ranks(read_tree(world.dst), world.expected(FULL))
+
+
+def test_no_progress_bar_and_no_colour_off_a_terminal(world: World) -> None:
+    world.save(FULL)
+    result = in_subprocess([str(word) for word in world.words()])
+    assert "\x1b" not in result.err + result.out and "\r" not in result.err
+
+
+def test_a_rank_list_starts_without_what_it_does_not_use(world: World) -> None:
+    """It runs in shell loops."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys; from reshard.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'rich', 'tqdm', 'dask', 'safetensors'}\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & heavy))"
+    )
+    words = ["rank-list", "0", "--src-strategy", world.old, "--dst-strategy", world.new]
+    out = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, check=True
+    ).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_the_strategies_of_the_small_world_are_what_its_table_says() -> None:
+    assert set(SOURCE[0]["layouts"]) == set(FULL)

@@ -1,0 +1,654 @@
+"""Every error that is promised: its exit status, and that it names what it is about."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.reference import Strategy
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import COPIED, PLAIN, SOURCE, TARGET, World, tensors
+from tests.trees import (
+    cut_ranks,
+    layout,
+    safetensors_bytes,
+    same_ranks,
+    single,
+    strategy_bytes,
+    strategy_json,
+    tree_bytes,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+from tests.wire import field
+
+FULL = tensors()
+
+# Wrong usage.
+
+
+@pytest.mark.parametrize("missing", ["src", "dst"])
+@pytest.mark.parametrize("command", ["transform-dir", "by-rank", "rank-list"])
+def test_a_strategy_left_out_is_wrong_usage_that_says_pass_none(world: World, command: str, missing: str) -> None:
+    world.save(FULL)
+    given: list[Argument] = ["--dst-strategy", world.new] if missing == "src" else ["--src-strategy", world.old]
+    places: dict[str, list[Argument]] = {
+        "transform-dir": [world.src, world.dst],
+        "by-rank": [0, world.src, world.dst],
+        "rank-list": [0],
+    }
+    fails(2, command, *places[command], *given, says=[f"--{missing}-strategy", "none"])
+
+
+@pytest.mark.parametrize("rank", ["2", "99", "x"])
+@pytest.mark.parametrize("command", ["by-rank", "rank-list"])
+def test_a_rank_out_of_range_is_wrong_usage(world: World, command: str, rank: str) -> None:
+    world.save(FULL)
+    places = [world.src, world.dst] if command == "by-rank" else []
+    fails(
+        2, command, rank, *places, "--src-strategy", world.old, "--dst-strategy", world.new, says=[rank],
+    )  # fmt: skip
+    assert not world.dst.exists()
+
+
+@pytest.mark.parametrize("ranks", ["2", "0-2", "x", "1-0", "0,,1", ""])
+def test_target_ranks_out_of_range_are_wrong_usage(world: World, ranks: str) -> None:
+    world.save(FULL)
+    world.refuses(2, ranks.split("-")[-1], options=("--ranks", ranks))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--format", "onnx"), ("--jobs", "0"), ("--jobs", "many"), ("--max-memory", "much"), ("--io", "fast"),
+        ("--step", "ten"), ("--crc", "maybe"), ("--no-such-option",),
+    ],
+)  # fmt: skip
+def test_options_of_no_meaning_are_wrong_usage(world: World, options: tuple[str, ...]) -> None:
+    world.save(FULL)
+    world.refuses(2, options[0], options=options)
+
+
+@pytest.mark.parametrize("option", ["--shard", "--scheduler", "--ranks"])
+def test_by_rank_has_no_options_about_other_ranks(world: World, option: str) -> None:
+    world.save(FULL)
+    fails(2, *world.words(0, option, "0", command="by-rank"), says=[option])
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "fingerprint", "replicas", "recover", "status", "convert"])
+def test_commands_of_later_versions_are_wrong_usage(command: str) -> None:
+    fails(2, command, says=[command])
+
+
+@pytest.mark.parametrize("option", ["--shard", "--scheduler", "--checksum", "--verify"])
+def test_options_of_later_versions_are_wrong_usage(world: World, option: str) -> None:
+    world.save(FULL)
+    world.refuses(2, option, options=(option,))
+
+
+@pytest.mark.parametrize("place", [".", "out", "rank_0", "../src", "../src/deep/er"])
+def test_a_target_inside_its_source_is_wrong_usage(world: World, place: str) -> None:
+    world.save(FULL)
+    before = sorted(path for path in world.src.rglob("*"))
+    world.dst = world.src / place
+    fails(2, *world.words(), says=[str(world.src)])
+    assert sorted(path for path in world.src.rglob("*")) == before
+
+
+def test_a_source_inside_its_target_is_wrong_usage(world: World) -> None:
+    world.src = world.dst / "src"
+    world.save(FULL)
+    fails(2, *world.words(), says=[str(world.src)])
+
+
+def test_links_do_not_hide_that_source_and_target_overlap(world: World) -> None:
+    world.save(FULL)
+    link = world.root / "link"
+    link.symlink_to(world.src)
+    world.dst = link / "out"
+    fails(2, *world.words(), says=["out"])
+
+
+def test_a_single_source_file_may_not_be_replaced(world: World) -> None:
+    path = write_checkpoint(world.dst / "rank_0" / "checkpoint_0.ckpt", FULL)
+    before = path.read_bytes()
+    result = reshard(
+        "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", "none", "--overwrite"
+    )
+    assert result.status == 2, result.err
+    assert path.read_bytes() == before
+
+
+# Sources that are not there or not checkpoints.
+
+
+def test_a_source_that_does_not_exist_is_named(world: World) -> None:
+    world.refuses(3, str(world.src))
+
+
+def test_a_source_file_that_does_not_exist_is_named(world: World) -> None:
+    path = world.root / "absent.ckpt"
+    fails(
+        3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
+        says=[str(path)],
+    )  # fmt: skip
+
+
+def test_a_source_without_checkpoints_is_named(world: World) -> None:
+    world.src.mkdir()
+    (world.src / "README").write_text("nothing here")
+    world.refuses(3, str(world.src))
+
+
+@pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.safetensors", "empty.safetensors"])
+def test_a_file_that_is_no_checkpoint_is_named(world: World, name: str) -> None:
+    path = world.root / name
+    path.write_bytes(b"" if "empty" in name else b"\xff\xfe rubbish, longer than a header \x00\x01" * 9)
+    fails(
+        3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
+        says=[str(path)],
+    )  # fmt: skip
+
+
+def test_a_strategy_given_as_a_checkpoint_is_recognised(world: World) -> None:
+    fails(
+        3, "transform-dir", world.old, world.dst, "--src-strategy", "none", "--dst-strategy", world.new,
+        says=[str(world.old), "strategy"],
+    )  # fmt: skip
+
+
+def test_a_checkpoint_given_as_a_strategy_is_recognised(world: World) -> None:
+    world.save(FULL)
+    path = write_checkpoint(world.root / "full.ckpt", FULL)
+    fails(
+        3, "transform-dir", world.src, world.dst, "--src-strategy", path, "--dst-strategy", world.new,
+        says=[str(path)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("magic", "cipher"),
+    [(b"\xd8\x5e\x3a\x7f", "AES-GCM"), (b"\xd9\x5e\x3a\x7f", "AES-CBC"), (b"\xda\x5e\x3a\x7f", "SM4-CBC")],
+)
+def test_encrypted_files_are_refused_with_their_cipher(world: World, magic: bytes, cipher: str) -> None:
+    world.save(FULL)
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    path.write_bytes(magic + os.urandom(200))
+    world.refuses(3, str(path), cipher)
+
+
+def test_checkpoint_2_directories_are_refused_by_name(world: World) -> None:
+    world.src.mkdir()
+    (world.src / "latest_checkpointed_iteration.txt").write_text("1")
+    (world.src / "iteration_00000001").mkdir()
+    (world.src / "iteration_00000001" / "metadata.json").write_text("{}")
+    write_checkpoint(world.src / "iteration_00000001" / "net-model-0000000-0000001.safetensors", FULL)
+    world.refuses(3, "2.0")
+
+
+@pytest.mark.parametrize(
+    ("index", "part"),
+    [
+        ("param_name_map.json", "part0.safetensors"),
+        ("model.safetensors.index.json", "model-00001-of-00001.safetensors"),
+    ],
+)
+def test_unified_weights_are_refused_by_name(world: World, index: str, part: str) -> None:
+    world.src.mkdir()
+    write_checkpoint(world.src / part, FULL)
+    weight_map = {"metadata": {"total_size": 1}, "weight_map": {name: part for name in FULL}}
+    (world.src / index).write_text(json.dumps(weight_map))
+    world.refuses(3, str(world.src), "unified")
+
+
+# Checksums.
+
+
+def spoil(path: Path, at: bytes) -> None:
+    """Change one byte of the content that begins with `at`."""
+    data = path.read_bytes()
+    position = data.index(at)
+    path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_a_checksum_that_does_not_match_is_an_error(tmp_path: Path, ending: str) -> None:
+    world = World(tmp_path, TARGET, single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL}))
+    ranks = cut_ranks(TARGET, FULL)
+    for rank, held in ranks.items():
+        path = world.src / f"rank_{rank}" / f"net-1_10.{ending}"
+        if ending == "ckpt":
+            write_checkpoint(path, held, crc=True)
+        else:
+            write_checkpoint(path, held, metadata={"crc_num": str(crc_num(held))})
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL, {}))
+    shutil.rmtree(world.dst)
+    spoiled = world.src / "rank_1" / f"net-1_10.{ending}"
+    spoil(spoiled, ranks[1]["w"].array.tobytes())
+    world.refuses(3, str(spoiled), "crc")
+    world.convert("--crc", "never")
+    assert sorted(world.found()) == [0]
+
+
+def crc_num(held: object) -> int:
+    total = 0
+    for name, tensor in sorted(held.items()):  # type: ignore[attr-defined]
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensor.array.tobytes(), total)
+    return total
+
+
+def test_a_partial_read_says_that_the_checksum_was_not_checked(world: World) -> None:
+    world.save(FULL, crc=True)
+    result = done(*world.words(0, "-v", command="by-rank"))
+    warns(result, "crc", "not")
+
+
+def test_a_damaged_trailer_is_not_taken_for_none(world: World) -> None:
+    world.save(FULL, crc=True)
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-3])
+    world.refuses(3, str(path))
+
+
+# Strategies that are wrong.
+
+
+def strategy_error(world: World, path: Path, *says: Argument) -> None:
+    words: list[Argument] = ["--src-strategy", path, "--dst-strategy", world.new]
+    fails(3, "rank-list", 0, *words, says=says)
+    world.save(FULL)
+    fails(3, "transform-dir", world.src, world.dst, *words, says=says)
+    assert not world.dst.exists() or not list(world.dst.iterdir())
+
+
+def test_a_strategy_that_does_not_exist_is_named(world: World) -> None:
+    strategy_error(world, world.root / "absent.ckpt", world.root / "absent.ckpt")
+
+
+def test_a_directory_without_strategies_is_named(world: World) -> None:
+    (world.root / "empty").mkdir()
+    (world.root / "empty" / "README").write_text("no strategy")
+    strategy_error(world, world.root / "empty", world.root / "empty")
+
+
+@pytest.mark.parametrize("name", ["rubbish.ckpt", "rubbish.json", "list.json"])
+def test_a_file_that_is_no_strategy_is_named(world: World, name: str) -> None:
+    path = world.root / name
+    path.write_bytes(b"[1, 2]" if name == "list.json" else b"\xff\xff rubbish \x00")
+    strategy_error(world, path, path)
+
+
+def test_a_truncated_strategy_is_named(world: World) -> None:
+    path = world.root / "short.ckpt"
+    path.write_bytes(world.old.read_bytes()[:-3])
+    strategy_error(world, path, path)
+
+
+STAGES: Strategy = [
+    {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
+    {"devices": 2, "layouts": {"v": layout([2], [0])}},
+    {"devices": 2, "layouts": {"m.w": layout([2], [0, -1])}},
+]
+ONE = single({name: layout([1], [-1] * len(FULL[name].array.shape)) for name in FULL})
+
+
+def directory(root: Path, files: dict[str, bytes]) -> Path:
+    path = root / "strategy"
+    path.mkdir()
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def test_copies_of_a_stage_that_disagree_are_named(world: World) -> None:
+    other = [{**SOURCE[0], "layouts": {**SOURCE[0]["layouts"], "w": layout([2, 2], [1, -1])}}]
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
+            "ckpt_strategy_rank_1.ckpt": strategy_bytes(other, [0]),
+        },
+    )
+    strategy_error(world, path, "ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_1.ckpt", "w")
+
+
+def test_copies_in_protobuf_and_json_that_disagree_are_named(world: World) -> None:
+    shapes = {name: FULL[name].array.shape for name in FULL}
+    other = [{**SOURCE[0], "layouts": {**SOURCE[0]["layouts"], "w": layout([2, 2], [1, -1])}}]
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
+            "ckpt_strategy_rank_0.json": strategy_json(other, [0], shapes).encode(),
+        },
+    )
+    strategy_error(world, path, "ckpt_strategy_rank_0.ckpt", "ckpt_strategy_rank_0.json")
+
+
+def test_copies_in_protobuf_and_json_that_agree_are_fine(world: World) -> None:
+    shapes = {name: FULL[name].array.shape for name in FULL}
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
+            "ckpt_strategy_rank_0.json": strategy_json(SOURCE, [0], shapes).encode(),
+        },
+    )
+    world.save(FULL)
+    world.old = path
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_gap_between_stages_is_named(world: World) -> None:
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
+            "ckpt_strategy_rank_4.ckpt": strategy_bytes(STAGES, [2]),
+        },
+    )
+    strategy_error(world, path, "stage", "1")
+
+
+def test_a_first_stage_that_is_missing_is_named(world: World) -> None:
+    path = directory(world.root, {"ckpt_strategy_rank_2.ckpt": strategy_bytes(STAGES, [1])})
+    strategy_error(world, path, "stage", "0")
+
+
+def test_ranks_of_a_last_stage_whose_file_is_missing_are_an_error(tmp_path: Path) -> None:
+    world = World(tmp_path, STAGES, ONE)
+    world.save(FULL)
+    path = directory(
+        tmp_path,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
+            "ckpt_strategy_rank_2.ckpt": strategy_bytes(STAGES, [1]),
+        },
+    )
+    world.old = path
+    world.refuses(3, "4", "5")
+
+
+def test_files_that_are_no_strategies_are_named_and_passed_over(world: World) -> None:
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(SOURCE, [0]),
+            "notes.txt": b"hello",
+            "meta.json": b"{}",
+            "bad.ckpt": b"\xff\xff",
+        },
+    )
+    world.save(FULL)
+    world.old = path
+    warns(world.convert(), "bad.ckpt")
+    same_ranks(world.found(), world.expected(FULL))
+    assert sorted(os.listdir(path)) == sorted(["ckpt_strategy_rank_0.ckpt", "notes.txt", "meta.json", "bad.ckpt"])
+
+
+def test_a_merged_file_beside_its_complete_stages_is_passed_over(tmp_path: Path) -> None:
+    """Even one that says something else: it may be of an earlier run."""
+    world = World(tmp_path, STAGES, ONE)
+    world.save(FULL)
+    path = directory(tmp_path, {f"ckpt_strategy_rank_{2 * n}.ckpt": strategy_bytes(STAGES, [n]) for n in range(3)})
+    (path / "merged_ckpt_strategy.ckpt").write_bytes(strategy_bytes(STAGES, range(3), merged=True))
+    world.old = path
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_merged_file_in_a_directory_of_its_own_is_read(tmp_path: Path) -> None:
+    world = World(tmp_path, STAGES, ONE)
+    world.save(FULL)
+    world.old = directory(tmp_path, {"merged_ckpt_strategy.ckpt": strategy_bytes(STAGES, range(3), merged=True)})
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 1, 0)])
+def test_the_order_of_stages_in_a_merged_file_means_nothing(tmp_path: Path, order: tuple[int, ...]) -> None:
+    world = World(tmp_path, STAGES, ONE)
+    world.save(FULL)
+    world.old.write_bytes(strategy_bytes(STAGES, order, merged=True))
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_names_of_stages_that_no_item_has_contradict_their_file(tmp_path: Path) -> None:
+    world = World(tmp_path, STAGES, ONE)
+    merged = strategy_bytes(STAGES, range(3), merged=True)
+    path = world.root / "odd.ckpt"
+    path.write_bytes(merged.replace(b"\x03" + b"2-m", b"\x03" + b"7-m").replace(b"2-m.w", b"7-m.w"))
+    strategy_error(world, path, path, "7")
+
+
+def test_device_counts_that_differ_within_a_stage_are_an_error(world: World) -> None:
+    odd = [{"devices": 4, "layouts": {"w": layout([2, 2], [0, -1]), "v": layout([8], [-1])}}]
+    path = world.root / "odd.ckpt"
+    path.write_bytes(strategy_bytes(odd, [0]))
+    strategy_error(world, path, path, "8", "4")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        layout([2, 2], [5, -1]),
+        layout([2, 2], [0, 0]),
+        layout([2, 2], [-3, -1]),
+        layout([2, 2], [0, -1], 3, 2),
+        layout([2, 2], [0, -1], -7, 2),
+        layout([0, 4], [0, -1]),
+        layout([2, 2], [0, -1], uneven=[1, 2, 5]),
+    ],
+)
+def test_layouts_that_contradict_themselves_are_named(world: World, made: dict[str, object]) -> None:
+    odd = [{"devices": 4, "layouts": {"v": layout([2, 2], [-1]), "w": made}}]
+    path = world.root / "odd.ckpt"
+    path.write_bytes(strategy_bytes(odd, [0]))
+    strategy_error(world, path, "w")
+
+
+def without_items(strategy: Strategy, number: int) -> bytes:
+    """A strategy file that holds layouts and nothing that tells its stage."""
+    from tests.wire import fields
+
+    data = strategy_bytes(strategy, [number])
+    return b"".join(field(key, part) for key, part in fields(data) if key != 2)
+
+
+def test_a_file_without_items_is_stage_0_when_alone(world: World) -> None:
+    world.save(FULL)
+    world.old.write_bytes(without_items(SOURCE, 0))
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_file_without_items_among_others_is_an_error(world: World) -> None:
+    path = directory(
+        world.root,
+        {
+            "ckpt_strategy_rank_0.ckpt": strategy_bytes(STAGES, [0]),
+            "ckpt_strategy_rank_2.ckpt": without_items(STAGES, 1),
+        },
+    )
+    strategy_error(world, path, "ckpt_strategy_rank_2.ckpt")
+
+
+# Targets.
+
+
+def test_targets_of_another_format_do_not_come_to_lie_beside(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    fails(3, *world.words("--overwrite", "--format", "safetensors"), says=[str(world.dst)])
+    fails(3, *world.words("--overwrite", "--prefix", "other"), says=[str(world.dst)])
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_rank_converted_already_is_refused_without_overwrite(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(1)
+    fails(3, *world.words(1, command="by-rank"), says=["checkpoint_1.ckpt", "--overwrite"])
+    world.by_rank(1, "--overwrite")
+
+
+def test_the_source_named_by_a_pattern_may_not_be_the_target(world: World) -> None:
+    world.save(FULL)
+    pattern = f"{world.src}/rank_{{rank}}/net-1_10.ckpt"
+    fails(
+        2, "transform-dir", pattern, world.src, "--src-strategy", world.old, "--dst-strategy", world.new,
+        says=[str(world.src)],
+    )  # fmt: skip
+
+
+def test_existing_targets_are_refused_without_overwrite(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = tree_bytes(world.dst)
+    world.save(tensors("other "))
+    fails(3, *world.words(), says=[str(world.dst), "--overwrite"])
+    assert tree_bytes(world.dst) == before
+    world.convert("--overwrite")
+    same_ranks(world.found(), world.expected(tensors("other ")))
+
+
+def test_overwrite_is_refused_where_other_ranks_would_remain(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    for path in (world.dst / "rank_5").parent.glob("rank_1/*"):
+        shutil.copytree(path.parent, world.dst / "rank_5")
+    fails(3, *world.words("--overwrite"), says=["rank_5"])
+
+
+def test_by_rank_adds_to_what_is_there(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(1)
+    world.by_rank(0)
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_foreign_checkpoints_in_the_target_are_refused(world: World) -> None:
+    world.save(FULL)
+    foreign = write_checkpoint(world.dst / "rank_0" / "net-1_10.ckpt", FULL)
+    fails(3, *world.words(), says=[str(world.dst)])
+    assert [str(path) for path in world.dst.rglob("*.ckpt")] == [str(foreign)]
+
+
+def test_a_target_that_is_a_file_is_refused(world: World) -> None:
+    world.save(FULL)
+    world.dst.write_text("mine")
+    result = reshard(*world.words("--overwrite"))
+    assert result.status in (2, 3) and str(world.dst) in result.err.replace("\n", "")
+    assert world.dst.read_text() == "mine"
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    real = os.statvfs
+
+    def full(path: str) -> os.statvfs_result:
+        found = list(real(path))
+        found[3] = found[4] = 0
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (10, 10, 0))
+    world.refuses(1, "space")
+
+
+def test_nothing_is_written_next_to_an_error(world: World) -> None:
+    world.save(FULL, ranks=[0, 2])
+    world.refuses(3)
+    assert not world.dst.exists() or not list(world.dst.iterdir())
+
+
+def test_no_temporary_files_remain_after_success(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert sorted(str(path.relative_to(world.dst)) for path in world.dst.rglob("*") if path.is_file()) == [
+        "rank_0/checkpoint_0.ckpt",
+        "rank_1/checkpoint_1.ckpt",
+    ]
+
+
+def test_the_mode_of_targets_is_the_umasks(world: World) -> None:
+    world.save(FULL)
+    for path in world.src.rglob("*.ckpt"):
+        path.chmod(0o400)
+    before = os.umask(0o027)
+    try:
+        world.convert()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in world.dst.rglob("*.ckpt")} == {0o640}
+
+
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
+    names = [f"p{number}" for number in range(5)]
+    world = World(tmp_path, single({name: layout([2], [0]) for name in names}), ONE)
+    new = write_strategy(tmp_path / "strategies" / "all", single({name: layout([1], [-1]) for name in names}))
+    world.new = new
+    world.save({name: value(name, (4,)) for name in names}, ranks=[1])
+    world.refuses(3, *names, "0")
+
+
+def test_a_traceback_shows_only_with_debug(world: World) -> None:
+    result = reshard(*world.words("--debug"))
+    assert result.status == 3
+    assert "Traceback" in result.err
+    assert "Traceback" not in reshard(*world.words()).err
+
+
+def test_group_info_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "group_info.pb"
+    fails(3, "group-info", "inspect", path, says=[str(path)])
+    path.write_bytes(b"\xff\xff\xff")
+    fails(3, "group-info", "inspect", path, says=[str(path)])
+
+
+def test_merging_a_directory_without_strategies_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    fails(3, "merge-pipeline", tmp_path / "empty", tmp_path / "merged.ckpt", says=[str(tmp_path / "empty")])
+    assert not (tmp_path / "merged.ckpt").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".safetensors", ".txt"])
+def test_a_merged_file_of_another_ending_is_refused(world: World, name: str) -> None:
+    path = world.root / f"merged{name}"
+    result = reshard("merge-pipeline", world.old.parent, path)
+    assert result.status in (2, 3), result.err
+    assert not path.exists()
+
+
+def test_duplicate_entries_in_a_safetensors_header_are_damage(world: World) -> None:
+    data = safetensors_bytes({"a": value("a", (2,)), "b": value("b", (2,))})
+    path = world.root / "twice.safetensors"
+    path.write_bytes(data.replace(b'"b"', b'"a"'))
+    fails(
+        3, "transform-dir", path, world.dst, "--src-strategy", "none", "--dst-strategy", "none",
+        says=[str(path)],
+    )  # fmt: skip
+
+
+def test_lost_ranks_are_named_with_what_they_held(tmp_path: Path) -> None:
+    world = World(tmp_path, PLAIN, single({"w": layout([1], [-1, -1]), "v": layout([1], [-1])}))
+    write_tree(
+        world.src,
+        {
+            rank: held
+            for rank, held in cut_ranks(PLAIN, {"w": FULL["w"], "v": FULL["v"]}, COPIED).items()
+            if rank in (0, 2)
+        },
+    )
+    said = world.refuses(3, "w").err
+    assert "1" in said and "3" in said

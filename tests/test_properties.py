@@ -1,0 +1,420 @@
+"""Random conversions against the naive reference: what is written is what the layouts say, always."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from hypothesis import assume, given, note, settings
+from hypothesis import strategies as st
+
+from tests.conftest import LONG
+from tests.layouts import holders, json_is_ambiguous, layouts, strategies, tensors
+from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered
+from tests.running import Argument, done, fails, reshard
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_tree,
+    same_ranks,
+    scalar,
+    single,
+    tree_bytes,
+    value,
+    write_strategy,
+    write_tree,
+)
+
+FORMS = ["pb", "json", "nested", "merged", "merged-json", "directory", "directory-json"]
+FORMATS = ["ckpt", "safetensors"]
+TREES = [
+    "rank_{rank}/net-3_7",
+    "rank{rank}/net_rank_{rank}-3_7",
+    "{rank}/net",
+    "rank_{rank}/checkpoint_{rank}",
+]
+COPIED = {"global_step": scalar(1234, shape=(1,)), "loss_scale": scalar(77, "Float32")}
+SCALE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
+
+
+def examples(count: int) -> settings:
+    """So many examples, and many times more in a long run."""
+    return settings(max_examples=count * SCALE if LONG else count)
+
+
+def write_any_form(draw: st.DrawFn, path: Path, strategy: Strategy, full: dict[str, Value]) -> Path:
+    """A strategy file or directory in a drawn form; JSON only where it has one meaning."""
+    forms = [form for form in FORMS if "json" not in form or not json_is_ambiguous(strategy, full)]
+    form = draw(st.sampled_from(forms))
+    note(f"{path.name} is written as {form}")
+    return write_strategy(path, strategy, {name: full[name].array.shape for name in full}, form)
+
+
+def shapes_of(full: dict[str, Value]) -> dict[str, Sequence[int]]:
+    return {name: tensor.array.shape for name, tensor in full.items()}
+
+
+def subset(full: dict[str, Value], names: Sequence[str]) -> dict[str, Value]:
+    return {name: tensor for name, tensor in full.items() if name in names}
+
+
+def transform(source: Path, target: Path, old: object, new: object, *options: object) -> None:
+    done(
+        "transform-dir", source, target, "--src-strategy", str(old), "--dst-strategy", str(new),
+        *[str(option) for option in options],
+    )  # fmt: skip
+
+
+@examples(80)
+@given(st.data())
+def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    wanted = data.draw(st.sets(st.sampled_from(sorted(full)), min_size=1), label="wanted")
+    target = data.draw(strategies(subset(full, sorted(wanted))), label="target")
+    tree = data.draw(st.sampled_from(TREES))
+    ending, output = data.draw(st.sampled_from(FORMATS)), data.draw(st.sampled_from(["same", *FORMATS]))
+    options: dict[str, Any] = {}
+    if ending == "ckpt":
+        options = {"crc": data.draw(st.booleans()), "record_bytes": data.draw(st.sampled_from([None, 7, 64]))}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED), f"{tree}.{ending}", **options)
+        old = data.draw(st.composite(write_any_form)(root / "old", source, full))
+        new = data.draw(st.composite(write_any_form)(root / "new", target, full))
+        transform(root / "src", root / "dst", old, new, "--format", output)
+        kept = ending if output == "same" else output
+        assert {path.suffix for path in (root / "dst").glob("rank_*/*")} == {f".{kept}"}
+        same_ranks(read_tree(root / "dst"), cut_ranks(target, subset(full, sorted(wanted)), COPIED))
+
+
+@examples(15)
+@given(st.data())
+def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        ranks = cut_ranks(source, full, COPIED)
+        write_tree(root / "src", ranks)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        transform(root / "src", root / "there", old, new)
+        transform(root / "there", root / "back", new, old, "--prefix", "again")
+        same_ranks(read_tree(root / "back", "again"), ranks)
+
+
+@examples(15)
+@given(st.data())
+def test_whole_tensors_are_cut_and_joined(data: st.DataObject) -> None:
+    full = data.draw(tensors(fewest=2))
+    strategy = data.draw(strategies(full), label="strategy")
+    ending = data.draw(st.sampled_from(FORMATS))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root, {0: {**full, **COPIED}}, f"full.{ending}")
+        path = data.draw(st.composite(write_any_form)(root / "strategy", strategy, full))
+        transform(root / f"full.{ending}", root / "ranks", "none", path)
+        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, full, COPIED))
+        transform(root / "ranks", root / "full", path, "none")
+        same_ranks(read_tree(root / "full"), {0: {**full, **COPIED}})
+
+
+def removable(strategy: Strategy, ranks: dict[int, dict[str, Value]], full: dict[str, Value], rank: int) -> bool:
+    """Whether everything that this rank saves is saved by another rank of its stage too."""
+    for (_, name, _box), group in holders(strategy, full).items():
+        saved = [holder for holder in group if name in ranks.get(holder, {})]
+        if saved == [rank]:
+            return False
+    return True
+
+
+@examples(40)
+@given(st.data())
+def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full, 8), label="source")
+    target = data.draw(strategies(full), label="target")
+    ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
+    if data.draw(st.booleans(), label="deduplicated"):
+        for (_, name, _box), group in holders(source, full).items():
+            keeper = data.draw(st.sampled_from(group))
+            for other in set(group) - {keeper}:
+                del ranks[other][name]
+        ranks = {rank: held for rank, held in ranks.items() if held}
+    for rank in data.draw(st.permutations(sorted(ranks)), label="perhaps lost"):
+        if removable(source, ranks, full, rank) and data.draw(st.booleans()):
+            del ranks[rank]
+    note(f"left: { {rank: sorted(held) for rank, held in ranks.items()} }")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        transform(root / "src", root / "dst", old, new)
+        same_ranks(read_tree(root / "dst"), cut_ranks(target, full, COPIED))
+
+
+@examples(15)
+@given(st.data())
+def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
+    lost = data.draw(st.sampled_from(sorted(ranks)), label="lost")
+    del ranks[lost]
+    missing = uncovered(source, target, shapes_of(full), None, ranks)
+    assume(missing and ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", ranks)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        fails(3, "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new)
+        assert not list((root / "dst").glob("rank_*/*"))
+
+
+@examples(40)
+@given(st.data())
+def test_whatever_is_left_of_a_checkpoint_is_converted_right_or_refused(data: st.DataObject) -> None:
+    """Any tensors may be lacking in any files: what comes out is right, and no slice is made up."""
+    full = data.draw(tensors())
+    source = data.draw(strategies(full, 8), label="source")
+    target = data.draw(strategies(full), label="target")
+    ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
+    entries = [(rank, name) for rank, held in ranks.items() for name in held]
+    for rank, name in data.draw(st.lists(st.sampled_from(entries), max_size=6, unique=True), label="lacking"):
+        del ranks[rank][name]
+    for rank in data.draw(st.sets(st.sampled_from(sorted(ranks)), max_size=2), label="lost"):
+        del ranks[rank]
+    saved = {name for held in ranks.values() for name in held}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        words: list[Argument] = [
+            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
+        ]  # fmt: skip
+        result = reshard(*words)
+        if result.status:
+            assert result.status == 3
+            assert not list((root / "dst").glob("rank_*/*"))
+            assert missing_slices(source, full, ranks), result.err
+        else:
+            same_ranks(read_tree(root / "dst"), cut_ranks(target, subset(full, sorted(saved)), COPIED))
+
+
+def missing_slices(strategy: Strategy, full: dict[str, Value], ranks: dict[int, dict[str, Value]]) -> bool:
+    """Whether some slice of some stage is in no file, or a stage has no file at all."""
+    if any(
+        not any(name in ranks.get(rank, {}) for rank in group)
+        for (_, name, _box), group in holders(strategy, full).items()
+    ):
+        return True
+    return any(not any(stage_of(strategy, rank)[0] == number for rank in ranks) for number in range(len(strategy)))
+
+
+@examples(15)
+@given(st.data())
+def test_expanded_json_is_read_right_or_refused(data: st.DataObject) -> None:
+    """Where the entries of a map go together in two ways that fit the slices, it is never a guess."""
+    shape = data.draw(st.lists(st.sampled_from([2, 4, 8, 3, 6]), min_size=2, max_size=3))
+    full = {"w": value("w", shape)}
+    made = data.draw(layouts(data.draw(st.sampled_from([4, 8, 6, 12])), shape))
+    assume(any(len(axes) > 1 for axes in axes_of(made["tensor_map"], len(shape))))
+    source, target = single({"w": made}), data.draw(strategies(full))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full))
+        old = write_strategy(root / "old", source, shapes_of(full), "json")
+        new = write_strategy(root / "new", target)
+        result = reshard("transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new)
+        if result.status == 0:
+            same_ranks(read_tree(root / "dst"), cut_ranks(target, full))
+        else:
+            assert result.status == 3 and json_is_ambiguous(source, full), result.err
+
+
+@examples(15)
+@given(st.data())
+def test_accumulated_gradients_keep_their_reading(data: st.DataObject) -> None:
+    """Laid out as their parameters in the strategy, and stored so or without optimizer shards."""
+    full = data.draw(tensors())
+    gradients = {f"accu_grads.{name}": value(f"accu_grads.{name}", full[name].array.shape) for name in full}
+    source, target = (
+        [
+            {
+                **stage,
+                "layouts": {**stage["layouts"], **{f"accu_grads.{n}": m for n, m in stage["layouts"].items()}},
+            }
+            for stage in data.draw(strategies(full, fewest_stages=2), label=label)
+        ]
+        for label in ("source", "target")
+    )
+    everything = {**full, **gradients}
+    untrue = sorted(gradients) if data.draw(st.booleans(), label="untrue") else []
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, everything, COPIED, untrue))
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        transform(root / "src", root / "dst", old, new)
+        # Where the source has no shards to tell it by, they are written as the compiler makes them.
+        plain = [
+            name for name in gradients
+            if name in untrue
+            or not any(stage["layouts"][name]["shard_size"] for stage in source if name in stage["layouts"])
+        ]  # fmt: skip
+        same_ranks(read_tree(root / "dst"), cut_ranks(target, everything, COPIED, plain))
+
+
+@examples(20)
+@given(st.data())
+def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
+    """Bytes of a checkpoint or strategy file are changed, inserted or cut off."""
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    ending = data.draw(st.sampled_from(FORMATS))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net-1_1.{ending}")
+        old = data.draw(st.composite(write_any_form)(root / "old", source, full))
+        new = write_strategy(root / "new", target)
+        files = sorted(path for place in (old, root / "src") for path in [place, *place.rglob("*")])
+        path = data.draw(st.sampled_from([path for path in files if path.is_file()]))
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            at = data.draw(st.integers(0, len(content)))
+            more = data.draw(st.binary(max_size=3))
+            content[at : at + data.draw(st.integers(0, 3))] = more
+        if data.draw(st.booleans()):
+            del content[data.draw(st.integers(0, len(content))) :]
+        path.write_bytes(content)
+        words: list[Argument] = [
+            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
+        ]  # fmt: skip
+        assert reshard(*words).status in (0, 3)
+
+
+@examples(30)
+@given(st.data())
+def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    shapes = shapes_of(full)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        ranks = cut_ranks(source, full, COPIED)
+        write_tree(root / "src", ranks)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        transform(root / "src", root / "all", old, new)
+        whole = tree_bytes(root / "all")
+        chosen = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1, max_size=3))
+        for rank in sorted(chosen):
+            words = done("rank-list", rank, "--src-strategy", old, "--dst-strategy", new).out.split()
+            listed = [int(word) for word in words]
+            assert listed == sorted(set(listed))
+            assert not uncovered(source, target, shapes, rank, listed), "insufficient"
+            for other in listed:
+                rest = [entry for entry in listed if entry != other]
+                assert uncovered(source, target, shapes, rank, rest), f"{other} of {listed} is not needed"
+            write_tree(root / f"src{rank}", {entry: ranks[entry] for entry in listed})
+            done(
+                "by-rank", rank, root / f"src{rank}", root / "one", "--src-strategy", old,
+                "--dst-strategy", new,
+            )  # fmt: skip
+        found = tree_bytes(root / "one")
+        assert found == {path: data_ for path, data_ in whole.items() if int(path[5 : path.index("/")]) in chosen}
+
+
+@examples(10)
+@given(st.data())
+def test_rank_lists_keep_to_the_ranks_that_are_available(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full, 8), label="source")
+    target = data.draw(strategies(full), label="target")
+    available = data.draw(st.sets(st.integers(0, rank_count(source) - 1), min_size=1), label="available")
+    rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        words: list[object] = [
+            "rank-list", rank, "--src-strategy", old, "--dst-strategy", new,
+            "--available", ",".join(map(str, sorted(available))),
+        ]  # fmt: skip
+        if uncovered(source, target, shapes_of(full), rank, available):
+            fails(3, *[str(word) for word in words])
+            return
+        if not covered_by_one_stage(source, target, full, rank, available):
+            return
+        listed = {int(word) for word in done(*[str(word) for word in words]).out.split()}
+        assert listed <= available
+        assert not uncovered(source, target, shapes_of(full), rank, listed)
+
+
+def covered_by_one_stage(
+    source: Strategy, target: Strategy, full: dict[str, Value], rank: int, available: set[int]
+) -> bool:
+    """Whether each tensor can be had from the ranks of one stage, without piecing stages together."""
+    first = 0
+    covered: set[str] = set()
+    for number, stage in enumerate(source):
+        alone = [
+            {"devices": other["devices"], "layouts": other["layouts"] if index == number else {}}
+            for index, other in enumerate(source)
+        ]
+        names = set(stage["layouts"])
+        covered |= names - uncovered(alone, target, shapes_of(full), rank, available)
+        first += stage["devices"]
+    return covered >= names_of(source)
+
+
+@examples(10)
+@given(st.data())
+def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    ending = data.draw(st.sampled_from(FORMATS))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net.{ending}")
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        ways = {
+            "plain": [],
+            "mmap": ["--io", "mmap", "--jobs", "1"],
+            "pread": ["--io", "pread", "--jobs", "4"],
+            "small": ["--max-memory", data.draw(st.sampled_from(["1M", "4M", "64K"])), "--jobs", "3"],
+        }
+        made: dict[str, dict[str, bytes]] = {}
+        for name, options in ways.items():
+            transform(root / "src", root / name, old, new, *options)
+            made[name] = tree_bytes(root / name)
+        same_ranks(read_tree(root / "plain"), cut_ranks(target, full, COPIED))
+        assert made["mmap"] == made["plain"]
+        assert made["pread"] == made["plain"]
+        assert made["small"] == made["plain"]
+
+
+@examples(10)
+@given(st.data())
+def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source: Strategy = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    chosen: Optional[set[int]] = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
+    assert chosen is not None
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED))
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        transform(root / "src", root / "some", old, new, "--ranks", ",".join(map(str, sorted(chosen))))
+        expected = cut_ranks(target, full, COPIED)
+        same_ranks(read_tree(root / "some"), {rank: expected[rank] for rank in chosen})
+
+
+def test_the_reference_of_one_device_lists_nothing() -> None:
+    assert names_of(ONE_DEVICE) == set() and rank_count(ONE_DEVICE) == 1

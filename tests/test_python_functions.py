@@ -1,0 +1,91 @@
+"""MindSpore's own functions under their own names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reshard
+from tests import cases
+from tests.small import COPIED, World, tensors
+from tests.trees import Value, cut_ranks, read_checkpoint, same_checkpoints, same_ranks, write_checkpoint
+
+FULL = tensors()
+
+
+def test_a_tree_is_converted(world: World) -> None:
+    world.save(FULL)
+    reshard.transform_checkpoints(str(world.src), str(world.dst), "checkpoint_", str(world.old), str(world.new))
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_prefix_workers_and_format_are_mindspores(world: World) -> None:
+    world.save(FULL, "rank_{rank}/net-1_10.safetensors")
+    reshard.transform_checkpoints(
+        src_checkpoints_dir=str(world.src), dst_checkpoints_dir=str(world.dst), ckpt_prefix="new",
+        src_strategy_file=str(world.old), dst_strategy_file=str(world.new), process_num=2,
+        output_format="safetensors",
+    )  # fmt: skip
+    same_ranks(world.found("new"), world.expected(FULL))
+    assert not list(world.dst.rglob("*.ckpt"))
+
+
+def test_no_strategy_is_one_device(world: World) -> None:
+    world.save(FULL)
+    reshard.transform_checkpoints(str(world.src), str(world.dst), "full", str(world.old))
+    same_ranks(world.found("full"), {0: {**FULL, **COPIED}})
+
+
+def test_one_rank_is_written_to_exactly_the_file_that_is_given(world: World) -> None:
+    ranks = cut_ranks(world.source, FULL, COPIED)
+    needed = reshard.rank_list_for_transform(1, str(world.old), str(world.new))
+    files = {rank: str(write_checkpoint(world.root / f"f{rank}.ckpt", ranks[rank])) for rank in needed}
+    target = world.root / "made" / "here.ckpt"
+    target.parent.mkdir()
+    reshard.transform_checkpoint_by_rank(1, files, str(target), str(world.old), str(world.new))
+    same_checkpoints(read_checkpoint(target), world.expected(FULL)[1])
+    assert [path.name for path in target.parent.iterdir()] == ["here.ckpt"]
+
+
+def test_rank_lists_are_lists_of_numbers(plain: World) -> None:
+    ranks = reshard.rank_list_for_transform(0, str(plain.old), str(plain.new))
+    assert sorted(rank % 2 for rank in ranks) == [0, 1]
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "json"])
+def test_pipeline_strategies_are_merged(tmp_path: Path, ending: str) -> None:
+    case = cases.load("10_dp2mp2pp2")
+    merged = tmp_path / f"merged.{ending}"
+    reshard.merge_pipeline_strategys(str(case.directory), str(merged))
+    full: dict[str, Value] = case.full()
+    write_checkpoint(tmp_path / "full.ckpt", full)
+    reshard.transform_checkpoints(str(tmp_path / "full.ckpt"), str(tmp_path / "dst"), "checkpoint_", None, str(merged))
+    from tests.trees import read_tree
+
+    same_ranks(read_tree(tmp_path / "dst"), cut_ranks(case.strategy, full))
+
+
+def test_restore_lists_are_those_of_group_info_files() -> None:
+    for rank in (0, 5):
+        path = cases.case_directory("01_dp2mp4_adam") / "group_info" / f"group_info_rank_{rank}.pb"
+        assert list(reshard.restore_group_info_list(str(path))) == [rank % 4, rank % 4 + 4]
+
+
+def test_errors_are_the_projects_own(world: World) -> None:
+    from reshard.errors import ReshardError
+
+    with pytest.raises(ReshardError):
+        reshard.transform_checkpoints(str(world.root / "absent"), str(world.dst), "x", str(world.old), str(world.new))
+
+
+def test_importing_is_cheap() -> None:
+    script = (
+        "import sys, reshard\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & "
+        "{'click', 'rich', 'tqdm', 'dask', 'safetensors', 'google', 'numpy'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

@@ -1,0 +1,357 @@
+"""Which checkpoint of a rank tree is converted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.running import done, fails, warns
+from tests.small import COPIED, TARGET, World, tensors
+from tests.trees import (
+    Checkpoint,
+    cut_ranks,
+    layout,
+    same_ranks,
+    scalar,
+    single,
+    value,
+    write_checkpoint,
+    write_strategy,
+)
+
+OLD, NEW = tensors("old "), tensors("new ")
+
+
+def test_steps_compare_as_numbers(world: World) -> None:
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.convert()
+    assert_same(world, NEW)
+
+
+def test_epochs_come_before_steps(world: World) -> None:
+    world.save(OLD, "rank_{rank}/net-9_300.ckpt")
+    world.save(NEW, "rank_{rank}/net-10_8.ckpt")
+    world.convert()
+    assert_same(world, NEW)
+
+
+def test_file_times_play_no_part(world: World) -> None:
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    for path in world.src.glob("rank_*/net-1_10.ckpt"):
+        os.utime(path, (1, 1))
+    world.convert()
+    assert_same(world, NEW)
+
+
+def test_a_step_can_be_asked_for(world: World) -> None:
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.convert("--step", "1_9")
+    assert_same(world, OLD)
+
+
+def test_latest_can_be_asked_for(world: World) -> None:
+    world.save(NEW)
+    world.convert("--step", "latest")
+    assert_same(world, NEW)
+
+
+def test_a_step_that_is_not_there_is_an_error(world: World) -> None:
+    world.save(NEW)
+    world.refuses(3, "7_7", options=("--step", "7_7"))
+
+
+def test_the_step_that_is_used_is_said(world: World) -> None:
+    world.save(NEW, "rank_{rank}/net-3_25.ckpt")
+    warns(world.convert(), "3_25")
+
+
+def test_an_end_of_life_save_by_one_rank_of_each_group_is_found(plain: World) -> None:
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 3])
+    warns(plain.convert(), "1_12")
+    assert_same(plain, NEW)
+
+
+def test_a_torn_step_is_passed_over_with_a_line(plain: World) -> None:
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 2])
+    warns(plain.convert(), "1_12", "1_10")
+    assert_same(plain, OLD)
+
+
+def test_a_torn_step_that_was_asked_for_is_an_error(plain: World) -> None:
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 2])
+    plain.refuses(3, "1_12", "w", "1", "3", options=("--step", "1_12"))
+
+
+def test_no_complete_step_is_an_error_that_names_what_is_missing(plain: World) -> None:
+    plain.save(NEW, ranks=[1, 3])
+    plain.refuses(3, "w", "0", "2")
+
+
+def test_a_stage_without_any_rank_makes_a_step_incomplete(tmp_path: Path) -> None:
+    stages = [
+        {"devices": 2, "layouts": {"a": layout([2], [0])}},
+        {"devices": 2, "layouts": {"b": layout([2], [0])}},
+    ]
+    world = World(tmp_path, stages, single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
+    old = {"a": value("old a", (4,)), "b": value("old b", (4,))}
+    new = {"a": value("new a", (4,)), "b": value("new b", (4,))}
+    world.save(old)
+    world.save(new, "rank_{rank}/net-1_12.ckpt", ranks=[0, 1])
+    warns(world.convert(), "1_12")
+    assert_same(world, old)
+
+
+def test_a_damaged_file_counts_as_absent_and_its_replica_is_used(plain: World) -> None:
+    plain.save(NEW)
+    damaged = plain.src / "rank_0" / "net-1_10.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    warns(plain.convert(), str(damaged))
+    assert_same(plain, NEW)
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("kept", [0, 3, 40])
+def test_a_step_with_a_truncated_file_falls_back_to_the_step_before(world: World, ending: str, kept: int) -> None:
+    world.save(OLD, f"rank_{{rank}}/net-1_9.{ending}")
+    world.save(NEW, f"rank_{{rank}}/net-1_10.{ending}")
+    damaged = world.src / "rank_1" / f"net-1_10.{ending}"
+    damaged.write_bytes(damaged.read_bytes()[:kept])
+    result = world.convert()
+    warns(result, "1_9", "1_10")
+    if kept or ending != "ckpt":  # A .ckpt of no bytes is a well-formed one of no tensors.
+        warns(result, str(damaged))
+    assert_same(world, OLD)
+
+
+def test_a_step_that_is_damaged_and_asked_for_is_an_error(world: World) -> None:
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    damaged = world.src / "rank_1" / "net-1_10.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    world.refuses(3, str(damaged), "1_10", options=("--step", "1_10"))
+
+
+def test_a_file_cut_between_two_records_is_not_taken_for_whole(world: World) -> None:
+    """Such a file is well formed, it only lacks parameters that the others have."""
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    held = cut_ranks(world.source, NEW)[2]
+    write_checkpoint(world.src / "rank_2" / "net-1_10.ckpt", {"w": held["w"], "v": held["v"]})
+    warns(world.convert(), "1_10")
+    assert_same(world, OLD)
+
+
+def test_files_of_different_steps_are_never_mixed(plain: World) -> None:
+    plain.save(OLD, "rank_{rank}/net-1_9.ckpt", ranks=[0, 2])
+    plain.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1, 3])
+    plain.refuses(3)
+
+
+def test_names_without_a_step_are_fine(world: World) -> None:
+    world.save(NEW, "rank_{rank}/checkpoint_{rank}.ckpt")
+    world.convert()
+    assert_same(world, NEW)
+
+
+def test_two_names_without_a_step_are_an_error_that_lists_both(world: World) -> None:
+    world.save(NEW, "rank_{rank}/alpha.ckpt")
+    world.save(OLD, "rank_{rank}/beta.ckpt")
+    world.refuses(3, "alpha", "beta", "--file-suffix")
+
+
+def test_parameters_that_nobody_saved_do_not_count(plain: World) -> None:
+    """All files hold the same, one rank is absent: v was not saved."""
+    plain.save({"w": NEW["w"]}, ranks=[0, 1, 2])
+    plain.convert()
+    assert_same(plain, {"w": NEW["w"]})
+
+
+def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: World) -> None:
+    """Rank 3 may have been the only one to save v: the step cannot be told from a whole one."""
+    plain.save(OLD)
+    held = cut_ranks(plain.source, NEW)
+    for rank, names in {0: ["w"], 1: ["w"], 2: []}.items():
+        kept = {**{name: held[rank][name] for name in names}, "global_step": COPIED["global_step"]}
+        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.ckpt", kept)
+    warns(plain.convert(), "1_12")
+    assert_same(plain, OLD)
+
+
+def test_by_rank_judges_only_what_its_target_needs(tmp_path: Path) -> None:
+    world = World(tmp_path, TARGET, TARGET)
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
+    world.by_rank(1)
+    same_ranks(world.found(), {1: world.expected(NEW)[1]})
+
+
+def test_chosen_ranks_judge_only_what_they_need(tmp_path: Path) -> None:
+    world = World(tmp_path, TARGET, TARGET)
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
+    world.convert("--ranks", "1")
+    same_ranks(world.found(), {1: world.expected(NEW)[1]})
+
+
+def test_filters_never_choose_the_step(plain: World) -> None:
+    """w is torn at the newest step: that v is whole there does not make the step complete."""
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    plain.convert("--include", "v")
+    for held in plain.found().values():
+        assert held["v"].same(OLD["v"])
+
+
+# Names and namings.
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "rank_{rank}/net-1_10.ckpt",
+        "rank{rank}/net-1_10.ckpt",
+        "{rank}/train-1_10.ckpt",
+        "rank_{rank}/llama_7b_rank_{rank}-1_10.safetensors",
+        "rank_{rank}/llama_7b_rank_{rank}_2-1_10.safetensors",
+        "rank_{rank}/ttp_rank_{rank}-1_10.ckpt",
+        "rank_{rank}/checkpoint_{rank}.ckpt",
+        "rank_{rank}/net-1_10_breakpoint.ckpt",
+        "rank_{rank}/{rank}.ckpt",
+    ],
+)
+def test_all_names_of_the_field_are_found(world: World, pattern: str) -> None:
+    world.save(NEW, pattern)
+    if pattern.startswith("rank_"):
+        (world.src / "rank_0" / "meta.json").write_text("{}")
+        (world.src / "rank_0" / "group_info.pb").write_bytes(b"")
+        (world.src / "rank_0" / "net-9_9.ckpt.tmp").write_bytes(b"unfinished")
+    world.convert()
+    assert_same(world, NEW)
+
+
+@pytest.mark.parametrize("pattern", ["nodes/{rank}/deep/net-1_10.ckpt", "net_rank_{rank}.safetensors"])
+def test_a_path_with_a_rank_in_it_names_the_files(world: World, pattern: str) -> None:
+    world.save(NEW, pattern)
+    done(
+        "transform-dir", str(world.src / pattern), world.dst, "--src-strategy", world.old,
+        "--dst-strategy", world.new,
+    )  # fmt: skip
+    assert_same(world, NEW)
+
+
+def test_a_path_with_a_rank_in_it_may_have_wildcards(world: World) -> None:
+    world.save(NEW, "node0/rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
+    world.save(NEW, "node1/rank_{rank}/net-1_10.ckpt", ranks=[2, 3])
+    done(
+        "transform-dir", f"{world.src}/node*/rank_{{rank}}/*.ckpt", world.dst,
+        "--src-strategy", world.old, "--dst-strategy", world.new,
+    )  # fmt: skip
+    assert_same(world, NEW)
+
+
+def test_two_formats_of_one_step_are_an_error_that_lists_both(world: World) -> None:
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10.safetensors")
+    world.refuses(3, "net-1_10.ckpt", "net-1_10.safetensors", "--")
+
+
+def test_two_namings_of_one_rank_are_an_error_that_lists_both(world: World) -> None:
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save(NEW, "{rank}/net-1_10.ckpt", ranks=[1])
+    world.refuses(3, "rank_1", "/1")
+
+
+def test_two_prefixes_of_one_step_are_an_error_that_lists_both(world: World) -> None:
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save(OLD, "rank_{rank}/net_1-1_10.ckpt")
+    world.refuses(3, "net-1_10", "net_1-1_10", "--file-suffix")
+
+
+def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> None:
+    """A second run starts to count again, under the prefix net_1."""
+    world.save(OLD, "rank_{rank}/net-9_10.ckpt")
+    world.save(NEW, "rank_{rank}/net_1-1_10.ckpt")
+    world.refuses(3, "net-9_10", "net_1-1_10", "--step")
+    world.convert("--step", "1_10")
+    assert_same(world, NEW)
+
+
+def test_a_suffix_tells_names_apart(world: World) -> None:
+    world.save(OLD, "rank_{rank}/net-1_10.ckpt")
+    world.save(NEW, "rank_{rank}/net-1_10_breakpoint.ckpt")
+    world.refuses(3, "net-1_10_breakpoint", "--file-suffix")
+    world.convert("--file-suffix", "_breakpoint")
+    assert_same(world, NEW)
+
+
+def test_a_suffix_that_no_file_has_is_an_error(world: World) -> None:
+    world.save(NEW)
+    world.refuses(3, "_breakpoint", options=("--file-suffix", "_breakpoint"))
+
+
+def test_unfinished_directories_are_never_read(world: World) -> None:
+    world.save(NEW)
+    world.save(OLD, "rank_{rank}_tmp/net-1_12.ckpt")
+    world.save(OLD, "tft_saved_checkpoints-step_12_tmp/rank_{rank}/ttp_rank_{rank}-1_12.ckpt")
+    world.convert()
+    assert_same(world, NEW)
+
+
+def test_a_source_that_is_unfinished_itself_is_refused(world: World) -> None:
+    world.src = world.root / "ttp_saved_checkpoints-step_12_tmp"
+    world.save(NEW)
+    world.refuses(3, "_tmp")
+
+
+def test_ranks_beyond_the_strategy_are_an_error(world: World) -> None:
+    world.save(NEW)
+    write_checkpoint(world.src / "rank_7" / "net-1_10.ckpt", {"w": scalar(1)})
+    world.refuses(3, "7", "4")
+
+
+def test_one_file_is_an_unsharded_checkpoint(world: World) -> None:
+    write_checkpoint(world.root / "full.ckpt", {**NEW, **COPIED})
+    done(
+        "transform-dir", world.root / "full.ckpt", world.dst, "--src-strategy", "none",
+        "--dst-strategy", world.new,
+    )  # fmt: skip
+    assert_same(world, NEW)
+
+
+def test_one_file_with_a_sharded_strategy_is_an_error(world: World) -> None:
+    path = write_checkpoint(world.root / "full.ckpt", {**NEW, **COPIED})
+    fails(
+        3, "transform-dir", path, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new,
+        says=[str(path), "none"],
+    )  # fmt: skip
+
+
+def test_a_single_rank_directory_needs_no_strategy(world: World) -> None:
+    write_checkpoint(world.src / "rank_0" / "net-1_10.ckpt", {**NEW, **COPIED})
+    done("transform-dir", world.src, world.dst, "--src-strategy", "none", "--dst-strategy", world.new)
+    assert_same(world, NEW)
+
+
+def test_several_rank_directories_without_a_strategy_are_an_error(world: World) -> None:
+    world.save(NEW)
+    fails(3, "transform-dir", world.src, world.dst, "--src-strategy", "none", "--dst-strategy", world.new)
+
+
+def test_the_same_strategy_on_both_sides_changes_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, TARGET, TARGET)
+    world.save(NEW)
+    write_strategy(tmp_path / "strategies" / "again", TARGET)
+    world.convert()
+    assert_same(world, NEW)
+
+
+def assert_same(world: World, full: Checkpoint) -> None:
+    same_ranks(world.found(), world.expected(full))
