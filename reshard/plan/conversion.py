@@ -104,11 +104,8 @@ def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
         ReshardError: the request cannot be met; nothing has been written.
     """
     choice = ReplicaChoice(request.source, request.target)
-    partial = request.ranks
-    if partial is not None and len(partial) == request.target.device_count:
-        partial = None
     selector = StepSelector(
-        request.source, request.target, partial, request.filters, choice, handles, report
+        request.source, request.target, request.ranks, request.filters, choice, handles, report
     )
     candidates, asked = _candidates(request)
     selection = selector.select(candidates, asked)
@@ -295,8 +292,10 @@ class Conversion:
             everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
             left_out = sorted(name for name in listed & self.step.names() if name not in everywhere)
         copied = set(self._copies.names)
+        # As a target, `none` wants whatever the source's files hold.
+        asked = listed & self.step.names() if target.is_none else wanted
         missing = sorted(
-            name for name in wanted if admit(name) and name not in self._parameters and name not in copied
+            name for name in asked if admit(name) and name not in self._parameters and name not in copied
         )
         unholdable = sorted(
             name
@@ -374,11 +373,14 @@ class Conversion:
                 listing = tuple(other.number for other in stages if name in other.layouts)
                 by_stages.setdefault((stage.number, listing), []).append(name)
         for (number, listing), unlisted in by_stages.items():
+            elsewhere = f"stage {', '.join(map(str, listing))}"
             text = (
                 f"ranks of pipeline stage {number} hold {some_names(unlisted, 20)}, which the source strategy lists "
-                f"only for stage {', '.join(map(str, listing))}; it was taken from there, and the target's last "
-                "stage may be expecting it too"
+                f"only for {elsewhere}; it is taken from there, and the target's last stage may be expecting it too"
             )
+            nowhere = [name for name in unlisted if name not in self._parameters]
+            if nowhere:
+                text += f"; {elsewhere} holds no {some_names(nowhere, 20)}, so that is not converted"
             if self.request.strict:
                 problems.append(CheckpointError(text, parameter=unlisted[0]))
             else:

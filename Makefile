@@ -1,0 +1,44 @@
+# Everything runs in environments made here, from nothing but make and a Python 3.9 or newer.
+# Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV = .venv
+CONFORMANCE = .venv-conformance
+MINDSPORE = 2.7.0
+
+.PHONY: help demo test test-all check conformance clean
+
+help:
+	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
+	@echo 'make test          the tests, without the long suites'
+	@echo 'make test-all      all tests'
+	@echo 'make check         ruff and mypy'
+	@echo 'make conformance   the tests against a real MindSpore $(MINDSPORE), in an environment of its own'
+	@echo 'make clean         remove environments, caches and what the demo wrote'
+	@echo
+	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
+
+demo:
+	@.ci/venv $(VENV) $(PYTHON) -
+	@PATH="$$(pwd)/$(VENV)/bin:$$PATH" fixtures/demo.sh build/demo
+
+test:
+	@.ci/venv $(VENV) $(PYTHON) test
+	@$(VENV)/bin/python -m pytest
+
+test-all:
+	@.ci/venv $(VENV) $(PYTHON) test
+	@RESHARD_LONG=1 $(VENV)/bin/python -m pytest
+
+check:
+	@.ci/venv $(VENV) $(PYTHON) dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+conformance:
+	@python=$$(.ci/conformance-python $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
+	@$(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
+
+clean:
+	rm -rf $(VENV) $(CONFORMANCE) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find reshard tests fixtures -name __pycache__ -prune -exec rm -rf {} +
