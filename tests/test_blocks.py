@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def test_a_range_takes_few_boxes(shape: tuple[int, ...]) -> None:
 
 
 @st.composite
-def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, np.ndarray]:  # type: ignore[type-arg]
+def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray[np.uint8]]:
     """A target tensor over stored slices in a file, and what it must hold."""
     item_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))

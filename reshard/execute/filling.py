@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,7 +127,7 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Byte
     NumPy moves rows of bytes with one call each, so short rows go as numbers: one instruction each.
     """
     word = next((size for size in _WORDS if item_size % size == 0), 1) if counts and counts[-1] < 32 else 1
-    source = np.ndarray(
+    source: npt.NDArray[Any] = np.ndarray(
         shape=(*counts, item_size // word),
         dtype=np.dtype(f"u{word}"),
         buffer=data,
