@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Optional
 
 from reshard.errors import UsageError
 from reshard.plan.conversion import Request
 from reshard.plan.replicas import ReplicaChoice
+from reshard.report import Report
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.transform import Options, transform, usable_cpus
+
+_LOG = logging.getLogger("reshard")
 
 
 def transform_checkpoints(
@@ -44,7 +48,7 @@ def transform_checkpoints(
         prefix=ckpt_prefix,
         format=_format(output_format),
     )
-    transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()))
+    transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()), _logged())
 
 
 def transform_checkpoint_by_rank(
@@ -77,7 +81,7 @@ def transform_checkpoint_by_rank(
         format="safetensors" if name.endswith(".safetensors") else "ckpt",
         exact_file=True,
     )
-    transform(request, Options())
+    transform(request, Options(), _logged())
 
 
 def rank_list_for_transform(
@@ -98,7 +102,8 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> 
     Raises:
         StrategyError: stages are missing or copies of one disagree.
     """
-    merge_pipeline(str(src_strategy_dirs), str(dst_strategy_file))
+    for note in merge_pipeline(str(src_strategy_dirs), str(dst_strategy_file)):
+        _LOG.info("%s", note)
 
 
 def restore_group_info_list(group_info_file_name: str) -> list[int]:
@@ -108,6 +113,11 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
         StrategyError: it is no group_info file.
     """
     return list(read_group_info(str(group_info_file_name)).restore_ranks)
+
+
+def _logged() -> Report:
+    """Warnings and notes go to the logger ``reshard``; Python shows the warnings unless told otherwise."""
+    return Report(lambda kind, text: _LOG.log(logging.WARNING if kind == "warning" else logging.INFO, "%s", text))
 
 
 def _path(strategy: Optional[str]) -> Optional[str]:

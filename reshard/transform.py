@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -35,6 +36,7 @@ class Options:
         io: ``auto``, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
         overwrite: replace existing targets.
+        adding: one of several runs that write into the same directory, as by-rank in a loop.
         dry_run: plan and check everything, write nothing.
     """
 
@@ -43,6 +45,7 @@ class Options:
     io: str = "auto"
     crc: str = "auto"
     overwrite: bool = False
+    adding: bool = False
     dry_run: bool = False
 
 
@@ -104,6 +107,8 @@ def transform(
     report = report or Report()
     progress = progress or Progress()
     check_target_ranks(request)
+    if "/" in request.prefix or "\0" in request.prefix:
+        raise UsageError(f"prefix {request.prefix!r} is not the beginning of a file name: it must not hold a '/'")
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles() as handles:
@@ -191,7 +196,7 @@ def _check_destination(request: Request, conversion: Conversion, options: Option
     everything = range(request.target.device_count)
     destination = Destination(root, [os.path.relpath(conversion.path(rank), root) for rank in everything])
     writing = [os.path.relpath(conversion.path(rank), root) for rank in conversion.ranks]
-    destination.check(writing, options.overwrite)
+    destination.check(writing, options.overwrite, adding=options.adding)
 
 
 def _check_crcs(
@@ -212,11 +217,23 @@ def _check_crcs(
             f"read: {some_names(partly, 3)}"
         )
 
+    stop = threading.Event()
+
+    def go_on(_: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+
     def check(index: CheckpointIndex) -> None:
-        outcome = check_crc(handles, index, execution.block_bytes)
+        outcome = check_crc(handles, index, execution.block_bytes, go_on)
         if not outcome.checked:
             report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")
 
     with ThreadPoolExecutor(execution.jobs) as pool:
-        # list() waits for all and raises the first error.
-        list(pool.map(check, whole))
+        try:
+            for done in as_completed([pool.submit(check, index) for index in whole]):
+                done.result()
+        except BaseException:
+            # Also Ctrl-C: nobody waits for terabytes to be read.
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -28,7 +28,7 @@ def steps_of(tree: SourceTree, step: Optional[str] = None) -> dict[str, list[str
     """Step to paths below the root, in the order of the candidates and of the ranks."""
     return {
         str(found.step): [os.path.relpath(path, tree.root) for path in found.files.values()]
-        for found in tree.candidates(step)
+        for found in list(tree.candidates(step))
     }
 
 
@@ -40,7 +40,7 @@ def test_the_three_namings(naming: str, tmp_path: Path) -> None:
     names = [f"{naming.format(rank)}/net-1_{step}.ckpt" for rank in range(12) for step in (9, 10)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
     assert tree.ranks == tuple(range(12)) and not tree.single_file
-    newest, older = tree.candidates()
+    newest, older = list(tree.candidates())
     assert (newest.step, older.step) == (Step(1, 10), Step(1, 9))
     assert newest.files == {rank: str(tmp_path / naming.format(rank) / "net-1_10.ckpt") for rank in range(12)}
     assert newest.notes == ()
@@ -61,7 +61,7 @@ def test_ranks_may_be_missing_and_hold_different_steps(tmp_path: Path) -> None:
     names = [f"rank_{rank}/net-1_{step}.ckpt" for rank in range(8) for step in (5, 8) if rank != 6]
     names += [f"rank_{rank}/net-1_9_breakpoint.ckpt" for rank in (0, 2, 3, 5)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
-    found = tree.candidates()
+    found = list(tree.candidates())
     assert [str(one.step) for one in found] == ["1_9", "1_8", "1_5"]
     assert [sorted(one.files) for one in found] == [[0, 2, 3, 5], [0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 5, 7]]
     assert tree.ranks == (0, 1, 2, 3, 4, 5, 7)
@@ -90,10 +90,10 @@ def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
     assert steps_of(tree, "1_1") == {"1_1": ["rank_0/a-1_1.ckpt", "rank_1/a-1_1.ckpt"]}
     assert steps_of(tree, "latest") == steps_of(tree)
     with pytest.raises(CheckpointError, match=r"no files of step 1_3; the steps there: 1_2, 1_1"):
-        tree.candidates("1_3")
+        list(tree.candidates("1_3"))
     for wrong in ("newest", "3", "1-2", "1_2_3", ""):
         with pytest.raises(UsageError, match="3_10"):
-            tree.candidates(wrong)
+            list(tree.candidates(wrong))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_files_without_a_step_are_fine_when_each_directory_holds_one(tmp_path: P
     tree = find_checkpoints(str(plant(tmp_path, [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(3)])))
     assert steps_of(tree) == {"None": [f"rank_{rank}/checkpoint_{rank}.ckpt" for rank in range(3)]}
     with pytest.raises(CheckpointError, match="none in the name"):
-        tree.candidates("1_1")
+        list(tree.candidates("1_1"))
 
 
 # What is ambiguous.
@@ -133,7 +133,7 @@ def test_files_without_a_step_are_fine_when_each_directory_holds_one(tmp_path: P
 
 def ambiguous(tree: SourceTree, *says: str, step: Optional[str] = None) -> None:
     with pytest.raises(CheckpointError) as caught:
-        tree.candidates(step)
+        list(tree.candidates(step))
     for text in (*says, "--file-suffix", "--step"):
         assert text in str(caught.value)
 
@@ -163,7 +163,8 @@ def test_the_files_can_be_named_instead(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, names)))
     ambiguous(tree, f"'{tmp_path}/rank_{{rank}}/*.ckpt'")
     tree = find_checkpoints(f"{tmp_path}/rank_{{rank}}/*.ckpt")
-    assert list(tree.candidates()[0].files.values()) == [f"{tmp_path}/rank_{r}/net-1_10.ckpt" for r in range(2)]
+    newest = next(tree.candidates())
+    assert list(newest.files.values()) == [f"{tmp_path}/rank_{r}/net-1_10.ckpt" for r in range(2)]
 
 
 def test_a_second_runs_steps_cannot_be_compared_with_the_firsts(tmp_path: Path) -> None:
@@ -187,19 +188,19 @@ def test_namings_of_different_steps_cannot_be_compared(tmp_path: Path) -> None:
 
 def test_names_that_differ_between_ranks_are_told(tmp_path: Path) -> None:
     tree = find_checkpoints(str(plant(tmp_path, ["rank_0/a-1_10.ckpt", "rank_1/b-1_10.ckpt"])))
-    (found,) = tree.candidates()
+    (found,) = list(tree.candidates())
     assert sorted(found.files) == [0, 1]
     (note,) = found.notes
     assert "step 1_10" in note and "different names" in note and "a-1_10.ckpt" in note and "b-1_10.ckpt" in note
     tree = find_checkpoints(str(plant(tmp_path / "f", ["rank_0/a-1_10.ckpt", "rank_1/a-1_10.safetensors"])))
-    assert "different formats" in tree.candidates()[0].notes[0]
+    assert "different formats" in next(iter(tree.candidates())).notes[0]
 
 
 def test_the_ranks_own_number_in_a_name_makes_no_difference(tmp_path: Path) -> None:
     names = [f"rank_{r}/llama2_rank_{r}-{s}_10.ckpt" for r in range(12) for s in (1, 2)]
     tree = find_checkpoints(str(plant(tmp_path, names)))
-    assert [len(found.files) for found in tree.candidates()] == [12, 12]
-    assert all(found.notes == () for found in tree.candidates())
+    assert [len(found.files) for found in list(tree.candidates())] == [12, 12]
+    assert all(found.notes == () for found in list(tree.candidates()))
 
 
 PREFIXES = [
@@ -241,9 +242,9 @@ def test_one_file_is_an_unsharded_checkpoint(tmp_path: Path) -> None:
     plant(tmp_path, ["net-3_10.ckpt", "plain.safetensors"])
     tree = find_checkpoints(str(tmp_path / "net-3_10.ckpt"))
     assert tree.single_file and tree.ranks == (0,)
-    (found,) = tree.candidates()
+    (found,) = list(tree.candidates())
     assert (found.step, found.files) == (Step(3, 10), {0: str(tmp_path / "net-3_10.ckpt")})
-    (found,) = find_checkpoints(str(tmp_path / "plain.safetensors")).candidates()
+    (found,) = list(find_checkpoints(str(tmp_path / "plain.safetensors")).candidates())
     assert found.step is None
 
 
@@ -281,7 +282,7 @@ def test_paths_with_rank(
     plant(tmp_path, ["node3/7/x.ckpt", "aXb(c)/5/x+.ckpt", "node1/r_3/net_4.ckpt", ".net0.ckpt", "x/y/z.ckpt"])
     monkeypatch.chdir(tmp_path)
     tree = find_checkpoints(pattern if relative else f"{tmp_path}/{pattern}")
-    (found,) = tree.candidates()
+    (found,) = list(tree.candidates())
     expected = {rank: path if relative else str(tmp_path / path) for rank, path in files.items()}
     assert {rank: os.path.normpath(path) for rank, path in found.files.items()} == expected
     assert not tree.single_file

@@ -48,7 +48,11 @@ def _descend(
         else:
             yield rank, naming, directory
         return
-    expression = _expression(part)
+    try:
+        expression = _expression(part)
+    except re.error:
+        # A set such as [z-a] matches nothing, as in a shell.
+        return
     for name in sorted(os.listdir(directory or os.curdir)):
         match = expression.fullmatch(name)
         if match is None or (name.startswith(".") and not part.startswith(".")):

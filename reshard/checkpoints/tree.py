@@ -73,7 +73,7 @@ class SourceTree:
     Attributes:
         root: the source as it was named.
         single_file: True where the source is one file, an unsharded checkpoint.
-        ranks: every rank that has checkpoint files, ascending, whatever ``--file-suffix`` leaves.
+        ranks: every rank that has a directory or a checkpoint file, ascending, whatever ``--file-suffix`` leaves.
         files: the files that ``--file-suffix`` leaves, by rank and path.
     """
 
@@ -87,7 +87,7 @@ class SourceTree:
         """All steps, newest first; None, for names without a step, last."""
         return tuple(sorted({file.step for file in self.files}, key=_age))
 
-    def candidates(self, step: Optional[str] = None) -> list[StepFiles]:
+    def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
         """The steps to try, newest first, each with at most one file per rank.
 
         Args:
@@ -99,9 +99,12 @@ class SourceTree:
                 steps, are ambiguous.
         """
         if step is not None and step != "latest":
-            return [self._of_step(self._named(Step.parse(step)))]
+            yield self._of_step(self._named(Step.parse(step)))
+            return
         self._check_comparable()
-        return [self._of_step(number) for number in self.steps]
+        # One at a time: what is ambiguous in an older step is of no concern while a newer one will do.
+        for number in self.steps:
+            yield self._of_step(number)
 
     def _named(self, step: Step) -> Step:
         if step not in self.steps:
@@ -199,7 +202,10 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
             file=src,
             hint="check --file-suffix",
         )
-    return SourceTree(src, single, tuple(sorted({rank for rank, _, _ in found})), tuple(_rank_files(chosen)))
+    ranks = {rank for rank, _, _ in found}
+    if not single and RANK not in src:
+        ranks |= _rank_numbers(src)
+    return SourceTree(src, single, tuple(sorted(ranks)), tuple(_rank_files(chosen)))
 
 
 def _rank_directories(src: str) -> list[tuple[int, str, str]]:
@@ -216,6 +222,12 @@ def _rank_directories(src: str) -> list[tuple[int, str, str]]:
     if not found:
         raise _nothing_found(src, directories)
     return found
+
+
+def _rank_numbers(src: str) -> set[int]:
+    """Ranks that have a directory, be there checkpoints in it or not."""
+    matches = (_RANK_DIRECTORY.fullmatch(name) for name in _subdirectories(src))
+    return {int(match[2]) for match in matches if match is not None}
 
 
 def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
@@ -242,7 +254,8 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
 
 
 def _refuse_unfinished(directory: str) -> None:
-    if os.path.basename(os.path.abspath(directory)).endswith(_UNFINISHED):
+    places = (os.path.abspath(directory), os.path.realpath(directory))
+    if any(os.path.basename(path).endswith(_UNFINISHED) for path in places):
         raise CheckpointError(
             f"{directory}: was never finished: its name ends in {_UNFINISHED}",
             file=directory,

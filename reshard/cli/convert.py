@@ -33,7 +33,7 @@ def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], **typed:
     Example, 8 ranks to 4:
       reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
     """
-    _convert(src, dst, ranks, typed)
+    _convert(src, dst, ranks, typed, adding=False)
 
 
 @click.command("by-rank")
@@ -53,10 +53,10 @@ def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
         reshard by-rank $r ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
       done
     """
-    _convert(src, dst, (rank,), typed)
+    _convert(src, dst, (rank,), typed, adding=True)
 
 
-def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[str, Any]) -> None:
+def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[str, Any], adding: bool) -> None:
     source_path = options.required_strategy(typed["src_strategy"], "--src-strategy")
     target_path = options.required_strategy(typed["dst_strategy"], "--dst-strategy")
     report = Report(listener(typed["quiet"]))
@@ -82,6 +82,7 @@ def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[s
         io=typed["io"],
         crc=typed["crc"],
         overwrite=typed["overwrite"],
+        adding=adding,
         dry_run=typed["dry_run"],
     )
     summary = transform(request, how, report, progress_bar(typed["quiet"]))

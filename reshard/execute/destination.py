@@ -31,12 +31,13 @@ class Destination:
         self.path = path
         self._names = frozenset(names)
 
-    def check(self, writing: Iterable[str], overwrite: bool) -> None:
+    def check(self, writing: Collection[str], overwrite: bool, adding: bool) -> None:
         """Refuse what must not be replaced or mixed.
 
         Args:
             writing: names that this run writes, relative to the directory.
             overwrite: existing targets may be replaced.
+            adding: this run adds to what a shell loop or job array writes, so other ranks may be there.
 
         Raises:
             TargetError: targets exist, or checkpoints of another conversion do.
@@ -44,7 +45,8 @@ class Destination:
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         present = self._checkpoints()
-        foreign = [name for name in present if name not in self._names]
+        ours = self._names if adding or not overwrite else frozenset(writing)
+        foreign = [name for name in present if name not in ours]
         if foreign:
             raise TargetError(
                 f"{self.path} holds checkpoints of another conversion: {_some(foreign)}",
@@ -52,6 +54,13 @@ class Destination:
                 hint="choose another DST, or remove them; they would be taken for ranks of the new checkpoint",
             )
         existing = [name for name in writing if os.path.lexists(os.path.join(self.path, name))]
+        outside = [name for name in writing if not self._inside(os.path.dirname(os.path.join(self.path, name)))]
+        if outside:
+            raise TargetError(
+                f"{os.path.join(self.path, outside[0])}: its directory is a link that leads elsewhere",
+                file=outside[0],
+                hint="remove the link, or choose another DST",
+            )
         odd = [name for name in existing if not os.path.isfile(os.path.join(self.path, name))]
         if odd:
             raise TargetError(f"{os.path.join(self.path, odd[0])} is not a regular file", file=odd[0])
@@ -61,6 +70,11 @@ class Destination:
                 file=os.path.join(self.path, existing[0]),
                 hint="choose another DST, or replace them with --overwrite",
             )
+
+    def _inside(self, directory: str) -> bool:
+        """Whether a directory of this name is, or will be, where its name says."""
+        wanted = os.path.join(os.path.realpath(self.path), os.path.relpath(directory, self.path))
+        return os.path.realpath(directory) == os.path.normpath(wanted)
 
     def _checkpoints(self) -> list[str]:
         found = []
@@ -98,9 +112,13 @@ def check_disjoint(src: Union[str, Mapping[int, str]], sources: Iterable[str], d
             raise UsageError(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
             )
+    rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
     for path in sources:
-        if _contains(target, os.path.realpath(path)):
+        real = os.path.realpath(path)
+        if _contains(target, real):
             raise UsageError(f"source file {path} lies in DST {dst}", file=path, hint="choose another DST")
+        if rank_directories and _contains(os.path.dirname(real), target):
+            raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
 
 
 def check_space(dst: str, needed: int) -> None:

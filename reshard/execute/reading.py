@@ -7,9 +7,9 @@ local ones, where they let NumPy gather strided rows without reading what lies b
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -79,12 +79,13 @@ class ExplicitReader:
 
 
 class MappedReader:
-    """Looks at files through memory maps, and gives their pages back."""
+    """Looks at files through memory maps, and gives their pages back; for one thread."""
 
-    def __init__(self, handles: FileHandles) -> None:
+    def __init__(self, handles: FileHandles, most_maps: int = 64) -> None:
+        """Args: handles: open files. most_maps: files mapped at a time; a map holds a descriptor."""
         self._handles = handles
         self._explicit = ExplicitReader(handles)
-        self._local = threading.local()
+        self._maps = _Maps(most_maps)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -97,28 +98,25 @@ class MappedReader:
         if len(ranges) != 1:
             return None
         offset = ranges[0][0]
-        maps = self._maps()
-        mapped = maps.of(source, self._handles)
+        mapped = self._maps.of(source, self._handles)
+        if mapped is None:
+            return None
         if offset + length > len(mapped):
             raise shrunk(source)
-        maps.look(length)
+        self._maps.look(length)
         return np.frombuffer(mapped, dtype=np.uint8, count=length, offset=offset)
-
-    def _maps(self) -> _Maps:
-        """This thread's maps: pages that one thread gives back may be in another's hands."""
-        maps: _Maps = self._local.__dict__.setdefault("maps", _Maps())
-        return maps
 
 
 class _Maps:
     """A few memory maps, least recently used first, and how much was looked at through them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = max(1, most)
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._looked_at = 0
 
-    def of(self, source: StoredSlice, handles: FileHandles) -> mmap.mmap:
-        """The map of a file."""
+    def of(self, source: StoredSlice, handles: FileHandles) -> Optional[mmap.mmap]:
+        """The map of a file, or None where no more files can be mapped."""
         found = self._maps.get(source.path)
         if found is not None:
             self._maps.move_to_end(source.path)
@@ -126,10 +124,15 @@ class _Maps:
         try:
             with handles.borrow(source.path) as fd:
                 found = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            # Too many descriptors or maps, or a file system without: it can still be read.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENODEV):
+                return None
             raise unreadable(source, error) from error
+        except ValueError as error:
+            raise shrunk(source) from error
         self._maps[source.path] = found
-        if len(self._maps) > _MAPS:
+        if len(self._maps) > self._most:
             # Unmapped when its last array is gone.
             self._maps.popitem(last=False)
         return found
@@ -181,11 +184,11 @@ def file_system_of(path: str) -> str:
     return kind
 
 
-def make_reader(kind: str, handles: FileHandles, example: str) -> Reader:
-    """The reader for ``mmap``, ``pread`` or, by the file system of an example file, ``auto``."""
+def make_reader(kind: str, handles: FileHandles, example: str, most_maps: int) -> Reader:
+    """A reader for one thread: ``mmap``, ``pread`` or, by the file system of an example file, ``auto``."""
     if kind == "auto":
         kind = "mmap" if file_system_of(example) in LOCAL_FILE_SYSTEMS else "pread"
-    return MappedReader(handles) if kind == "mmap" else ExplicitReader(handles)
+    return MappedReader(handles, min(_MAPS, most_maps)) if kind == "mmap" else ExplicitReader(handles)
 
 
 def shrunk(source: StoredSlice) -> RetryableError:

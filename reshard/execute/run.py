@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional, Union
 import numpy as np
 
 from reshard.checkpoints import Data, FileHandles, Literal
+from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reading import Reader, make_reader
@@ -106,7 +107,9 @@ class _Run:
         self._options = options
         self._progress = progress
         self._stop = stop
-        self._parts: queue.Queue[Optional[_Part]] = queue.Queue(maxsize=2 * options.jobs)
+        self._parts: queue.Queue[_Part] = queue.Queue(maxsize=2 * options.jobs)
+        # Set when no further part will come.
+        self._planned = threading.Event()
         self._lock = threading.Lock()
         self._writers: set[TargetWriter] = set()
         self._error: Optional[BaseException] = None
@@ -116,31 +119,47 @@ class _Run:
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
             for number in range(self._options.jobs)
         ]
-        for thread in threads:
-            thread.start()
+        started = []
         try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
             for target in targets:
                 if self._stop.is_set():
                     break
                 self._hand_out(target)
-        except BaseException as error:
-            self._fail(error)
-        try:
-            for _ in threads:
-                self._parts.put(None)
-            for thread in threads:
+            self._planned.set()
+            for thread in started:
                 # With a timeout, so that a signal is handled while waiting.
                 while thread.is_alive():
                     thread.join(0.2)
         except BaseException as error:
             self._fail(error)
-            for thread in threads:
-                thread.join()
         finally:
-            for writer in list(self._writers):
+            self._stop_threads(started)
+            left = list(self._writers)
+            for writer in left:
                 writer.discard()
         if self._error is not None:
             raise self._error
+        if left:
+            # Whatever the reason: a file that was asked for and is not there is never a success.
+            target = left[0].target
+            raise RetryableError(
+                f"{target.path}: was not finished (rank {target.rank})", file=target.path, rank=target.rank
+            )
+
+    def _stop_threads(self, threads: Iterable[threading.Thread]) -> None:
+        """Wait for the threads to end, also when asked to hurry: they may still be writing."""
+        if not self._planned.is_set():
+            self._stop.set()
+            self._planned.set()
+        for thread in threads:
+            while thread.is_alive():
+                try:
+                    thread.join(0.2)
+                except BaseException as error:
+                    self._fail(error)
 
     def _hand_out(self, target: TargetFile) -> None:
         writer = TargetWriter(target)
@@ -158,23 +177,28 @@ class _Run:
             self._commit(writer)
 
     def _work(self) -> None:
+        try:
+            self._write_parts()
+        except BaseException as error:
+            self._fail(error)
+
+    def _write_parts(self) -> None:
         reader: Optional[Reader] = None
         block = PartBuffer(np.empty(self._options.block_bytes, dtype=np.uint8))
         scratch = np.empty(self._options.block_bytes, dtype=np.uint8)
-        while True:
-            part = self._parts.get()
-            if part is None:
-                return
-            if self._stop.is_set():
-                continue
+        while not self._stop.is_set():
             try:
-                if reader is None:
-                    reader = make_reader(self._options.io, self._handles, _example(part))
-                self._write_part(part, block, BlockFiller(reader, scratch))
-                if part.writer.part_done():
-                    self._commit(part.writer)
-            except BaseException as error:
-                self._fail(error)
+                part = self._parts.get(timeout=0.05)
+            except queue.Empty:
+                if self._planned.is_set():
+                    return
+                continue
+            if reader is None:
+                maps = self._handles.limit // (4 * self._options.jobs)
+                reader = make_reader(self._options.io, self._handles, _example(part), maps)
+            self._write_part(part, block, BlockFiller(reader, scratch))
+            if part.writer.part_done():
+                self._commit(part.writer)
 
     def _write_part(self, part: _Part, block: PartBuffer, filler: BlockFiller) -> None:
         block.start(part.writer, part.offset)

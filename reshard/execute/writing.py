@@ -38,6 +38,7 @@ class TargetWriter:
         self._lock = threading.Lock()
         self._open_parts = 0
         self._sealed = False
+        self._closed = False
 
     def add_part(self) -> None:
         """A part will be written."""
@@ -99,6 +100,7 @@ class TargetWriter:
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
         with self._lock:
+            self._closed = True
             fd, self._fd = self._fd, None
             temporary, self._temporary = self._temporary, ""
         if temporary:
@@ -112,6 +114,8 @@ class TargetWriter:
         with self._lock:
             if self._fd is not None:
                 return self._fd
+            if self._closed:
+                raise OSError(errno.ECANCELED, "was given up")
             directory, name = os.path.split(self.target.path)
             directory = directory or "."
             os.makedirs(directory, exist_ok=True)

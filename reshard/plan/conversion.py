@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional, Union
 
@@ -23,6 +23,7 @@ from reshard.checkpoints import (
     StepFiles,
     can_hold,
     find_checkpoints,
+    format_of,
     lay_out_ckpt,
     lay_out_safetensors,
 )
@@ -107,12 +108,11 @@ def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
     selector = StepSelector(
         request.source, request.target, request.ranks, request.filters, choice, handles, report
     )
-    candidates, asked = _candidates(request)
-    selection = selector.select(candidates, asked)
+    selection = selector.select(_candidates(request))
     return Conversion(request, choice, selection, handles, report)
 
 
-def _candidates(request: Request) -> tuple[list[StepFiles], bool]:
+def _candidates(request: Request) -> Iterable[StepFiles]:
     if not isinstance(request.src, str):
         beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
         if beyond:
@@ -120,10 +120,13 @@ def _candidates(request: Request) -> tuple[list[StepFiles], bool]:
                 f"{rank_ranges(beyond)} given, but the source strategy has {request.source.device_count} devices",
                 rank=beyond[0],
             )
-        return [StepFiles(None, dict(request.src))], True
+        for rank, path in request.src.items():
+            if not os.path.lexists(path):
+                raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
+        return [StepFiles(None, dict(request.src))]
     tree = find_checkpoints(request.src, request.file_suffix)
     check_ranks(tree, request.source)
-    return tree.candidates(request.step), request.step != "latest"
+    return tree.candidates(request.step)
 
 
 class Conversion:
@@ -153,7 +156,9 @@ class Conversion:
         self._report = report
         self._cuts = Cuts(request.target)
         self.format = self._format()
-        self._copies = CopiedValues(request.target, self.step, selection.listed, request.filters, handles, report)
+        self._copies = CopiedValues(
+            request.source, request.target, self.step, selection.listed, request.filters, handles, report
+        )
         self._stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
         self.sorted = self._sort(selection.listed)
         self._check()
@@ -248,22 +253,22 @@ class Conversion:
                     if piece.source.path in recorded:
                         entry = used.setdefault((piece.source.path, piece.source.extents), (tensor.item_size, set()))
                         entry[1].add(piece.box)
-        result = {}
-        for path, index in recorded.items():
-            touched = [key for key in used if key[0] == path]
-            if touched:
-                result[path] = all(
-                    tensor.nbytes == 0
-                    or ((path, tensor.extents) in used
-                    and _bytes_used(*used[path, tensor.extents]) >= tensor.nbytes)
-                    for tensor in index.tensors.values()
-                )
-        return result
+        # Copied values are compared over all files, so all of them are read.
+        copied = set(self._copies.names)
+        return {
+            path: all(
+                name in copied
+                or tensor.nbytes == 0
+                or _bytes_used(*used.get((path, tensor.extents), (0, set()))) >= tensor.nbytes
+                for name, tensor in recorded[path].tensors.items()
+            )
+            for path in sorted({path for path, _ in used})
+        }
 
     def _format(self) -> str:
         if self.request.format != "same":
             return self.request.format
-        formats = {index.format: index.path for index in self.step.indexes.values()}
+        formats = {format_of(path): path for path in self.step.files.values()}
         if len(formats) > 1:
             raise CheckpointError(
                 f"source files have different formats: {' and '.join(sorted(formats.values()))}",
@@ -307,13 +312,6 @@ class Conversion:
     def _check(self) -> None:
         """Find every problem there is before anything is written."""
         problems: list[InputError] = []
-        listed = set().union(*(stage.layouts.keys() for stage in self.request.source.stages))
-        if listed and not self._parameters:
-            raise CheckpointError(
-                f"none of the {plural(len(listed), 'parameter')} of {self.request.source.path} is in the checkpoint",
-                file=next(iter(self.step.files.values()), None),
-                hint="strategy and checkpoint are of different models",
-            )
         for stage in self._stages.values():
             for name in self._resharded_of(stage):
                 try:
@@ -343,19 +341,20 @@ class Conversion:
             self._report.warn(
                 f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}"
             )
-        if any(self._parameters[name].plain for name in self.sorted.resharded):
-            recorded = any(
-                stage.layouts[name].shards > 1
-                for strategy in (self.request.source, self.request.target)
-                for stage in strategy.stages
-                for name in self.sorted.resharded
-                if self._parameters[name].plain and name in stage.layouts
+        stages = self._stages.values()
+        plain = {name for stage in stages for name in self._resharded_of(stage) if self._plain(name, stage)}
+        if plain:
+            self._report.note(
+                "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
+                f"written without it: {plural(len(plain), 'parameter')}"
             )
-            if recorded:
-                self._report.note(
-                    "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
-                    "written without it"
-                )
+
+    def _plain(self, name: str, stage: Stage) -> bool:
+        """Whether an optimizer shard that a strategy records for a parameter is not made."""
+        parameter = self._parameters[name]
+        recorded = stage.layouts.get(name)
+        made = self._cuts.of(parameter, stage).target.shards
+        return parameter.plain or (recorded is not None and recorded.shards != made)
 
     def _unlisted_holders(self) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""

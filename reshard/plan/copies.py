@@ -22,7 +22,7 @@ from reshard.strategies import Strategy
 from reshard.wording import rank_ranges
 
 # Of MindSpore: end-of-life saves store cur_rank, generators are cells with _seed and _offset.
-BELONGS_TO_RANK = re.compile(r"(^|\.)(cur_rank|rng_state|_seed|_offset)$|generator", re.IGNORECASE)
+BELONGS_TO_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(seed|offset|state))$|\._(seed|offset)$")
 
 _BLOCK = 1 << 20
 
@@ -52,6 +52,7 @@ class CopiedValues:
 
     def __init__(
         self,
+        source: Strategy,
         target: Strategy,
         step: SourceStep,
         listed: set[str],
@@ -59,6 +60,7 @@ class CopiedValues:
         handles: FileHandles,
         report: Report,
     ) -> None:
+        self._source = source
         self._target = target
         self._step = step
         self._handles = handles
@@ -69,8 +71,8 @@ class CopiedValues:
             name: frozenset(stage.number for stage in target.stages if name in stage.layouts) for name in self.names
         }
         for name in self.names:
-            self._check_layouts(name)
-            self._compare(name)
+            differing = self._compare(name)
+            self._check_layouts(name, differing)
 
     def examples(self) -> Iterator[tuple[str, Tensor]]:
         """Every copied name with its tensor on the lowest rank that has it."""
@@ -90,16 +92,21 @@ class CopiedValues:
             values.append(CopiedValue(name, source, self._step.indexes[source].tensors[name]))
         return RankCopies(values, sum(value.tensor.nbytes for value in values))
 
-    def _check_layouts(self, name: str) -> None:
-        """Only a layout that keeps it whole lets a value through that the source strategy does not list."""
+    def _check_layouts(self, name: str, differing: bool) -> None:
+        """A value that the target lists and the source does not must be whole on every rank, beyond doubt."""
+        rank = self._step.holders(name)[0]
+        tensor = self._step.indexes[rank].tensors[name]
         for stage in self._target.stages:
             layout = stage.layouts.get(name)
-            if layout is not None and layout.slice_count > 1:
-                rank = self._step.holders(name)[0]
+            if layout is None:
+                continue
+            # What several ranks hold may be slices, however alike they look; one element may not.
+            sliced = self._source.device_count > 1 and tensor.nbytes > tensor.item_size
+            if layout.slice_count > 1 or sliced or differing or layout.recorded_shape not in (None, tensor.shape):
                 self.problems.append(
                     CheckpointError(
-                        f"{name}: the target strategy cuts it, but the source strategy does not say how it is cut in "
-                        f"{self._step.files[rank]}",
+                        f"{name}: the target strategy lays it out, but the source strategy does not say how it is cut "
+                        f"in {self._step.files[rank]}",
                         file=self._step.files[rank],
                         rank=rank,
                         parameter=name,
@@ -108,9 +115,10 @@ class CopiedValues:
                 )
                 return
 
-    def _compare(self, name: str) -> None:
+    def _compare(self, name: str) -> bool:
+        """Warn where copies differ; whether they do."""
         if BELONGS_TO_RANK.search(name):
-            return
+            return False
         holders = self._step.holders(name)
         differing = [rank for rank in holders[1:] if not self._same(name, holders[0], rank)]
         if differing:
@@ -118,6 +126,7 @@ class CopiedValues:
                 f"{name} on {rank_ranges(differing)} differs from rank {holders[0]}'s, which every target rank gets "
                 f"({self._step.files[holders[0]]})"
             )
+        return bool(differing)
 
     def _same(self, name: str, one: int, other: int) -> bool:
         first = self._step.indexes[one].tensors[name]

@@ -60,7 +60,7 @@ class Cuts:
             if self._target.is_none:
                 layout = whole(len(parameter.shape))
             else:
-                layout = parameter.target_layout(stage.layouts[parameter.name])
+                layout = parameter.target_layout(stage.layouts[parameter.name], len(self._target.stages) > 1)
             sources = tuple((holding.stage.number, holding.layout) for holding in parameter.holdings)
             key = (stage.number, parameter.shape, sources, layout)
             if key not in self._cuts:

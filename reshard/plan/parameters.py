@@ -8,6 +8,7 @@ with it. Exactly one reading has to be left; anything else is an error that name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -31,7 +32,8 @@ class Parameter:
         item_size: bytes of one element.
         shape: shape of the full tensor.
         holdings: the stages that hold it, and how it really is cut there.
-        plain: True where an optimizer shard may be recorded but is not made (accumulated gradients).
+        plain: True for accumulated gradients whose recorded optimizer shard is not made.
+        unsharded: True for accumulated gradients that no optimizer shard is recorded for.
     """
 
     name: str
@@ -40,14 +42,23 @@ class Parameter:
     shape: tuple[int, ...]
     holdings: tuple[Holding, ...]
     plain: bool = False
+    unsharded: bool = False
 
-    def target_layout(self, recorded: Layout) -> Layout:
+    def target_layout(self, recorded: Layout, in_pipeline: bool) -> Layout:
         """The layout it gets in a target stage whose strategy records ``recorded``.
+
+        Accumulated gradients are written the way they were stored. Where the source cannot tell,
+        because it records no shard, a target with a pipeline has none either: the compiler records
+        but does not make it there.
+
+        Args:
+            recorded: what the target's strategy says.
+            in_pipeline: the target has several pipeline stages.
 
         Raises:
             LayoutError: the recorded layout does not fit the parameter.
         """
-        if self.plain:
+        if self.plain or (self.unsharded and in_pipeline):
             recorded = recorded.without_shards()
         fitting = [
             layout
@@ -66,14 +77,14 @@ class Parameter:
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
-    """Names that the source strategy lists; `none` lists every tensor of more than one element."""
+    """Names that the source strategy lists; `none` lists every tensor but those of one element."""
     if not source.is_none:
         return set().union(*(stage.layouts.keys() for stage in source.stages))
     return {
         name
         for index in step.indexes.values()
         for name, tensor in index.tensors.items()
-        if tensor.dtype not in ("str", "MapTensor") and tensor.nbytes > tensor.item_size
+        if tensor.dtype not in ("str", "MapTensor") and math.prod(tensor.shape) != 1
     }
 
 
@@ -160,8 +171,9 @@ def _read_parameter(
         raise _contradiction(name, stored, step)
     reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
     shape, layouts, plain = reading
+    unsharded = name.startswith(ACCUMULATED_GRADIENTS) and not any(held.layout.shards > 1 for held in stored)
     holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, layouts))
-    return Parameter(name, first.dtype, first.item_size, shape, holdings, plain)
+    return Parameter(name, first.dtype, first.item_size, shape, holdings, plain, unsharded)
 
 
 _Reading = tuple[tuple[int, ...], list[Layout], bool]
@@ -184,8 +196,7 @@ def _fitting_readings(name: str, stored: Sequence[_Stored], plain: bool) -> list
             if len(layouts) == number:
                 layouts.append(layout)
     complete = [(shape, layouts) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
-    # Without a shard in use, an accumulated gradient is stored plain and is written plain.
-    return [(shape, layouts, accumulated and (plain or not sharded)) for shape, layouts in complete]
+    return [(shape, layouts, plain) for shape, layouts in complete]
 
 
 def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
@@ -233,7 +244,7 @@ def _decide(
         file=path,
         rank=stored[0].ranks[0],
         parameter=name,
-        hint=f"leave it out with --exclude '{name}' if it is not needed",
+        hint=f"pass the protobuf strategy, which tells, or leave it out with --exclude '{name}' if it is not needed",
     )
 
 

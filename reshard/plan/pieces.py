@@ -73,8 +73,3 @@ class TargetFile:
     outputs: tuple[OutputTensor, ...]
     layout: OutputLayout
     tensors: tuple[TargetTensor, ...]
-
-
-def box_volume(box: Box) -> int:
-    """Elements in a box."""
-    return math.prod(stop - start for start, stop in box)

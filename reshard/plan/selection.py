@@ -21,7 +21,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Stage, Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import plural, rank_ranges, some_names
 
 
 @dataclass(frozen=True)
@@ -102,31 +102,32 @@ class StepSelector:
         self._handles = handles
         self._report = report
 
-    def select(self, candidates: Sequence[StepFiles], asked: bool) -> Selection:
+    def select(self, candidates: Iterable[StepFiles]) -> Selection:
         """Take the newest complete candidate.
 
         Args:
-            candidates: newest first.
-            asked: the user named this step, so no other will do.
+            candidates: newest first; only one where the user named a step.
 
         Raises:
             IncompleteSourceError: no candidate is complete.
         """
-        reasons = []
+        reasons: list[tuple[SourceStep, list[str]]] = []
         for candidate in candidates:
             step = SourceStep(candidate, self._handles, self._report)
             selection, lines = self._judge(step)
             if not lines:
+                for passed in reasons[-1:]:
+                    self._pass_over(*passed)
                 for note in candidate.notes:
-                    self._report.note(note)
+                    self._report.warn(note)
                 self._tell(step)
+                self._warn_of_unseen(selection)
                 return selection
             lines += list(step.damaged.values())
             lines += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
+            if reasons:
+                self._pass_over(*reasons[-1])
             reasons.append((step, lines))
-            if not asked and len(candidates) > 1:
-                more = "".join(f"; {line}" for line in lines[-1:] if len(lines) > 1)
-                self._report.note(f"{step.label} is not complete and is passed over: {lines[0]}{more}")
         if len(reasons) == 1:
             step, lines = reasons[0]
             raise IncompleteSourceError(
@@ -152,12 +153,46 @@ class StepSelector:
         if self._ranks is not None and self._widen(selection, lost):
             selection = self._read(step)
             lost = self._lost(selection)
-        lines = explain(lost, step)
+        return selection, [*self._empty_stages(selection), *explain(lost, step)]
+
+    def _empty_stages(self, selection: Selection) -> list[str]:
+        """Why a step lacks a whole stage, or everything."""
+        step, parameters, listed = selection
+        lines = []
         for stage in self._needed_stages():
-            if not step.loaded(stage) and len(step.absent(stage)) == stage.device_count:
-                ranks = range(stage.first_rank, stage.first_rank + stage.device_count)
-                lines.insert(0, f"no rank of pipeline stage {stage.number} ({rank_ranges(ranks)}) has a readable file")
-        return selection, lines
+            ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
+            where = f"pipeline stage {stage.number} ({ranks})"
+            loaded = step.loaded(stage)
+            held = {name for rank in loaded for name in step.indexes[rank].tensors}
+            if not loaded:
+                lines.append(f"no rank of {where} has a readable file")
+            elif not held:
+                lines.append(f"the files of {where} hold nothing")
+            elif step.absent(stage) and stage.layouts and held.isdisjoint(stage.layouts):
+                lines.append(f"the files of {where} hold none of its parameters, and ranks are absent")
+        if not lines and listed and not parameters:
+            told = plural(len(listed), "parameter")
+            lines.append(f"none of the {told} of {self._source.path} is in the files: they are of different models")
+        return lines or ([] if step.indexes else ["no file is readable"])
+
+    def _pass_over(self, step: SourceStep, lines: Sequence[str]) -> None:
+        more = "".join(f"; {line}" for line in lines[-1:] if len(lines) > 1)
+        self._report.note(f"{step.label} is not complete and is passed over: {lines[0]}{more}")
+
+    def _warn_of_unseen(self, selection: Selection) -> None:
+        """Parameters that no file holds may have been on a rank that is not there."""
+        step, parameters, _ = selection
+        if self._ranks is not None:
+            return
+        for stage in self._source.stages:
+            absent = step.absent(stage)
+            unseen = sorted(name for name in stage.layouts if name not in parameters)
+            if absent and unseen:
+                self._report.warn(
+                    f"no file of {step.label} holds {some_names(unseen)}, which the strategy lists for stage "
+                    f"{stage.number}; {rank_ranges(absent)} of that stage have no file, so if each rank saved a part "
+                    "of its own (a de-duplicated save), these parameters are lost"
+                )
 
     def _read(self, step: SourceStep) -> Selection:
         listed = listed_by_source(self._source, step)
@@ -243,6 +278,10 @@ class StepSelector:
         for stage in self._source.stages:
             for name in stage.layouts:
                 if name not in parameters and self._in_target(name):
+                    if step.absent(stage):
+                        # It may have been on an absent rank: only the others' files can tell.
+                        ranks_of_stage = range(stage.first_rank, stage.first_rank + stage.device_count)
+                        more.update(rank for rank in ranks_of_stage if rank in step.readable)
                     for rank in self._ranks or ():
                         for ranks in self._choice.needs_of(name, rank):
                             more |= ranks

@@ -6,11 +6,11 @@ warning; an encrypted or unreadable one is an error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, StepFiles, read_index
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
 from reshard.strategies import Stage
 
@@ -63,6 +63,12 @@ class SourceStep:
                 self.damaged[rank] = error.message
                 self._report.warn(f"{error.message}; rank {rank} counts as absent at {self.label}")
                 continue
+            except CheckpointError as error:
+                if os.path.lexists(path):
+                    raise
+                raise RetryableError(
+                    f"{path}: vanished while the checkpoint was read (rank {rank})", file=path, rank=rank
+                ) from error
             self.indexes[rank] = index
             self._set_of_rank[rank] = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
             self._presence.clear()
@@ -97,11 +103,6 @@ class SourceStep:
     def names(self) -> set[str]:
         """Every tensor name in the files read so far."""
         return set().union(*self._sets) if self._sets else set()
-
-    def first_holder(self, name: str) -> Optional[int]:
-        """The lowest rank, of those read, whose file holds a tensor of this name."""
-        sets = {number for names, number in self._sets.items() if name in names}
-        return min((rank for rank, number in self._set_of_rank.items() if number in sets), default=None)
 
     def holders(self, name: str) -> list[int]:
         """All ranks, of those read, whose file holds a tensor of this name, ascending."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Optional
 
@@ -34,7 +35,8 @@ def read_group_info(path: str) -> GroupInfo:
         RetryableError: reading failed.
     """
     with opened(path) as file:
-        data = b"" if isinstance(file, OtherFile) else file.read(LARGEST_GROUP_INFO + 1)
+        size = 0 if isinstance(file, OtherFile) else os.fstat(file.fileno()).st_size
+        data = b"" if isinstance(file, OtherFile) else file.read(min(size, LARGEST_GROUP_INFO) + 1)
     is_strategy = protobuf_file.parse_strategy(data, path) is not None
     # A strategy's items would pass for rank lists.
     if data and len(data) <= LARGEST_GROUP_INFO and not is_strategy:

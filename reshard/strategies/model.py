@@ -234,10 +234,6 @@ class Strategy:
             )
         return self.stages[bisect_right(self._first_ranks, rank) - 1]
 
-    def stages_of(self, parameter: str) -> tuple[Stage, ...]:
-        """The stages that list a parameter; several where stages share it, none where nobody does."""
-        return self._holders.get(parameter, ())
-
     @property
     def parameters(self) -> tuple[str, ...]:
         """All parameters, each once, in the order of stages and files."""

@@ -59,13 +59,13 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
         kind = _kind_by_head(head, size)
         if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
             # Its groups look like the values of a checkpoint.
-            content = head + file.read(LARGEST_GROUP_INFO)
+            content = head + file.read(max(0, size - len(head)))
             if protobuf_file.parse_group_map(content, path) is not None:
                 kind = "a group_info file"
         if kind is not None:
             return OtherFile(path, kind)
         limit = LARGEST_JSON if _looks_like_json(head) else LARGEST_PROTOBUF
-        data = head + file.read(limit) if size <= limit else b""
+        data = head + file.read(max(0, size - len(head))) if size <= limit else b""
         if size <= limit and len(data) <= limit:
             return data
         if _must_be_one(path, head):

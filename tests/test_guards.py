@@ -1,0 +1,225 @@
+"""Ways to lose or spoil a checkpoint without a word, each of which must stay closed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import ReshardError
+from reshard.execute import run as run_module
+from reshard.execute.run import ExecutionOptions, Progress, convert
+from reshard.execute.writing import TargetWriter
+from reshard.plan.conversion import Request, plan
+from reshard.report import Report
+from reshard.strategies import read_strategy
+from tests.corpus import ROOT
+from tests.reference import Strategy
+from tests.running import Argument, done, fails
+from tests.small import COPIED, PLAIN_TARGET, World, tensors
+from tests.trees import cut_ranks, layout, same_ranks, single, value, write_strategy, write_tree
+
+FULL = tensors()
+PLAIN_FULL = tensors(names=["w", "v"])
+
+STAGES: Strategy = [
+    {"devices": 2, "layouts": {"a": layout([2], [0, -1])}},
+    {"devices": 2, "layouts": {"b": layout([2], [0, -1])}},
+]
+BOTH = {"a": value("a", (8, 6)), "b": value("b", (8, 6))}
+ONE_RANK = single({"a": layout([1], [-1, -1]), "b": layout([1], [-1, -1])})
+
+
+@pytest.fixture()
+def pipeline(tmp_path: Path) -> World:
+    return World(tmp_path, STAGES, ONE_RANK)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_a_step_whose_stage_holds_nothing_is_passed_over(pipeline: World, by_rank: bool) -> None:
+    pipeline.save(BOTH, "rank_{rank}/net-1_9.ckpt")
+    pipeline.save(BOTH, "rank_{rank}/net-1_10.ckpt")
+    for rank in (2, 3):
+        (pipeline.src / f"rank_{rank}" / "net-1_10.ckpt").write_bytes(b"")
+    result = pipeline.by_rank(0) if by_rank else pipeline.convert()
+    assert "1_10" in result.err and "stage 1" in result.err
+    same_ranks(pipeline.found(), pipeline.expected(BOTH))
+
+
+def test_an_empty_newest_file_of_an_unsharded_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step, content in (("1_9", BOTH), ("1_10", {})):
+        write_tree(tmp_path / "src", {0: content}, f"rank_{{rank}}/net-{step}.ckpt")
+    done("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none")
+    assert (tmp_path / "dst/rank_0/checkpoint_0.ckpt").stat().st_size > 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(pipeline: World) -> None:
+    write_tree(pipeline.src, {rank: {"other": value("o", (4, 6))} for rank in range(4)}, "rank_{rank}/net-1_1.ckpt")
+    pipeline.refuses(3, "none of the 2 parameters")
+
+
+def test_a_flipped_bit_is_found_by_crc_on_every_rank_that_is_read_whole(tmp_path: Path) -> None:
+    rows = single({"w": layout([2], [0, -1])})
+    held = cut_ranks(rows, {"w": FULL["w"]}, COPIED)
+    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_10.ckpt", crc=True)
+    old = write_strategy(tmp_path / "old", rows)
+    for rank in (0, 1):
+        path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
+        sound = path.read_bytes()
+        where = sound.index(held[rank]["w"].array.tobytes())
+        path.write_bytes(sound[:where] + bytes([sound[where] ^ 1]) + sound[where + 1 :])
+        words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none")
+        fails(3, *words, says=[path, "CRC"])
+        assert not (tmp_path / "dst").exists()
+        path.write_bytes(sound)
+    done(*words)
+
+
+def test_a_slice_is_never_copied_as_if_it_were_whole(tmp_path: Path) -> None:
+    listed = layout([2], [0, -1])
+    full = {"w": value("w", (8, 6)), "x": value("x", (4, 4))}
+    held = cut_ranks(single({"w": listed, "x": listed}), full)
+    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_1.ckpt")
+    old = write_strategy(tmp_path / "old", single({"w": listed}))
+    new = write_strategy(tmp_path / "new", single({"w": listed, "x": layout([2], [-1, -1])}))
+    words = ("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new)
+    fails(3, *words, says=["x", "--exclude"])
+    done(*words, "--exclude", "x")
+
+
+def test_by_rank_sees_that_a_save_was_deduplicated(tmp_path: Path) -> None:
+    """Rank 0 is lost, and with it p; that the other ranks hold different sets says that p was saved."""
+    whole = layout([4], [-1])
+    full = {name: value(name, (4,)) for name in "pqrs"}
+    old = write_strategy(tmp_path / "old", single({name: whole for name in full}))
+    new = write_strategy(tmp_path / "new", single({name: layout([2], [0]) for name in full}))
+    held = {rank: {name: full[name]} for rank, name in enumerate("pqrs") if rank}
+    write_tree(tmp_path / "src", held, "rank_{rank}/net-1_1.ckpt")
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
+    fails(3, "transform-dir", *words, says=["p"])
+    fails(3, "by-rank", "1", *words, says=["p"])
+
+
+def test_parameters_that_may_have_been_on_a_lost_rank_are_warned_of(plain: World) -> None:
+    plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
+    result = plain.convert()
+    assert "warning" in result.err and " v," in result.err and "rank 3" in result.err
+
+
+@pytest.mark.parametrize("prefix", ["../x_", "a/b", "/tmp/x"])
+def test_a_prefix_stays_within_the_rank_directory(world: World, prefix: str) -> None:
+    world.save(FULL)
+    world.refuses(2, "prefix", options=("--prefix", prefix))
+
+
+def test_a_linked_rank_directory_never_leads_to_the_source(world: World) -> None:
+    world.save(FULL, "rank_{rank}/checkpoint_{rank}.ckpt")
+    before = (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes()
+    world.dst.mkdir()
+    (world.dst / "rank_0").symlink_to(world.src / "rank_0")
+    fails(3, *world.words("--overwrite"), says=["rank_0", "link"])
+    assert (world.src / "rank_0" / "checkpoint_0.ckpt").read_bytes() == before
+
+
+def test_a_target_within_the_directories_of_a_pattern_is_refused(world: World) -> None:
+    world.save(FULL)
+    words = world.words()
+    words[1:3] = [world.src / "rank_{rank}" / "*.ckpt", world.src / "rank_0" / "out"]
+    fails(2, *words, says=["DST"])
+
+
+def test_overwriting_some_ranks_leaves_none_of_another_run_beside_them(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    fails(3, *world.words("--overwrite", "--ranks", "0"), says=["rank_1"])
+    world.convert("--overwrite")
+    world.by_rank(0, "--overwrite")
+
+
+def test_files_of_two_runs_on_different_ranks_are_warned_of(world: World) -> None:
+    held = cut_ranks(world.source, FULL, COPIED)
+    for rank, content in held.items():
+        name = "net" if rank < 2 else "net_1"
+        write_tree(world.src, {rank: content}, f"rank_{{rank}}/{name}-1_10.ckpt")
+    assert "warning" in world.convert("--quiet").err
+
+
+def requests(world: World) -> Request:
+    return Request(str(world.src), str(world.dst), read_strategy(str(world.old)), read_strategy(str(world.new)))
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+def test_threads_that_die_are_never_taken_for_success(
+    world: World, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+
+    class NoMemory:
+        def __init__(self, memory: object) -> None:
+            raise MemoryError
+
+    monkeypatch.setattr(run_module, "PartBuffer", NoMemory)
+    with FileHandles() as handles, pytest.raises(MemoryError):
+        targets = plan(requests(world), handles, Report()).target_files()
+        convert(targets, handles, ExecutionOptions(jobs), Progress())
+    assert not list(world.dst.glob("rank_*/*"))
+
+
+def test_a_part_that_is_skipped_is_never_taken_for_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.setattr(TargetWriter, "part_done", lambda self: False)
+    with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
+        targets = plan(requests(world), handles, Report()).target_files()
+        convert(targets, handles, ExecutionOptions(1), Progress())
+    assert not [path for path in world.dst.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_few_open_files_suffice(io: str, tmp_path: Path) -> None:
+    """Forty source files, of which every target needs all, with 48 descriptors."""
+    devices = 40
+    strategy = single({"w": layout([devices], [-1, 0])})
+    full = {"w": value("w", (6, devices * 2))}
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net-1_1.ckpt")
+    old = write_strategy(tmp_path / "old", strategy)
+    command = [sys.executable, "-m", "reshard", "transform-dir", tmp_path / "src", tmp_path / "dst"]
+    command += ["--src-strategy", old, "--dst-strategy", "none", "--io", io, "--jobs", "4"]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+
+    result = subprocess.run(list(map(str, command)), preexec_fn=limit, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def test_little_address_space_suffices_for_a_strategy(tmp_path: Path) -> None:
+    old = write_strategy(tmp_path / "old", single({"w": layout([2], [0])}))
+    command = [sys.executable, "-m", "reshard", "rank-list", "0", "--src-strategy", old, "--dst-strategy", old]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (700 << 20, 700 << 20))
+
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(
+        list(map(str, command)), preexec_fn=limit, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
+
+
+def test_what_is_ambiguous_in_an_older_step_does_not_matter(plain: World) -> None:
+    plain.save(PLAIN_FULL, "rank_{rank}/net-1_9.ckpt")
+    plain.save(PLAIN_FULL, "rank_{rank}/net-1_9.safetensors")
+    plain.save(PLAIN_FULL, "rank_{rank}/net-1_10.ckpt")
+    plain.convert()
+    same_ranks(plain.found(), cut_ranks(PLAIN_TARGET, PLAIN_FULL, COPIED))
+
+
+def test_a_rank_directory_beyond_the_strategy_is_an_error_even_when_empty(world: World) -> None:
+    world.save(FULL)
+    (world.src / "rank_4").mkdir()
+    world.refuses(3, "rank 4", "last pipeline stage")
