@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.boxes import Box, boxes_of_range, intersection
+from reshard.execute.boxes import Box, intersection
 from reshard.execute.reading import Reader
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]
 
 # A request costs about as much as copying this many bytes that are not needed.
 _WORTH_SKIPPING = 16 << 10
-# Runs shorter than this are copied as numbers of their own width, longer ones as rows of bytes.
-_WORDS = (8, 4, 2)
+_WORDS = (8, 4, 2, 1)
 
 
 class BlockFiller:
@@ -49,36 +49,38 @@ class BlockFiller:
         # Blocks and pieces meet in coordinates of the full tensor.
         box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
         shape = [high - low for low, high in block]
-        view = np.frombuffer(out, dtype=np.uint8).reshape(*shape, tensor.item_size)
+        # Elements go as numbers, not as rows of bytes: short rows then cost an instruction, not a call.
+        word = next(size for size in _WORDS if tensor.item_size % size == 0)
+        view = np.frombuffer(out, dtype=f"u{word}").reshape(*shape, tensor.item_size // word)
         for piece in tensor.pieces:
             region = intersection(piece.box, box)
             if region is not None:
                 inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(region, box))
                 self._fill_region(piece, region, view[inside], tensor.item_size)
 
-    def _fill_region(self, piece: Piece, region: Box, out: Bytes, item_size: int) -> None:
+    def _fill_region(self, piece: Piece, region: Box, out: Words, item_size: int) -> None:
         source = piece.source
         local = tuple((low - start, high - start) for (low, high), (start, _) in zip(region, source.box))
         shape = [stop - start for start, stop in source.box]
         strides = byte_strides(shape, item_size)
         self._copy(source, local, strides, out, item_size)
 
-    def _copy(self, source: StoredSlice, region: Box, strides: Sequence[int], out: Bytes, item_size: int) -> None:
+    def _copy(self, source: StoredSlice, region: Box, strides: Sequence[int], out: Words, item_size: int) -> None:
         """Copy a region of a stored slice, however it has to be cut to fit the scratch room."""
         start = sum(low * stride for (low, _), stride in zip(region, strides))
         counts = [high - low for low, high in region]
         span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
         needed = math.prod(counts) * item_size
         if span == needed and out.flags.c_contiguous:
-            self._reader.read_into(source, start, out.reshape(-1).data)
+            self._reader.read_into(source, start, out.reshape(-1).view(np.uint8).data)
             return
         mapped = self._reader.view(source, start, span)
         if mapped is not None:
-            gather(mapped, counts, strides, out, item_size)
+            gather(mapped, counts, strides, out)
             return
         if span <= len(self._scratch) and span - needed <= _WORTH_SKIPPING * max(1, runs(counts, strides, item_size)):
             self._reader.read_into(source, start, self._scratch[:span].data)
-            gather(self._scratch[:span], counts, strides, out, item_size)
+            gather(self._scratch[:span], counts, strides, out)
             return
         for part in self._parts(counts, strides, item_size):
             inside = tuple(slice(low, high) for low, high in part)
@@ -121,19 +123,16 @@ def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
     return 1
 
 
-def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Bytes, item_size: int) -> None:
+def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Words) -> None:
     """Copy strided elements out of ``data``, whose first byte is the region's first.
 
-    NumPy moves rows of bytes with one call each, so short rows go as numbers: one instruction each.
+    Args:
+        data: bytes of the source.
+        counts: elements per dimension.
+        strides: bytes from one element to the next, per dimension.
+        out: one word or more per element, in the last dimension.
     """
-    word = next((size for size in _WORDS if item_size % size == 0), 1) if counts and counts[-1] < 32 else 1
-    source: npt.NDArray[Any] = np.ndarray(
-        shape=(*counts, item_size // word),
-        dtype=np.dtype(f"u{word}"),
-        buffer=data,
-        strides=(*strides, word),
+    source: Words = np.ndarray(
+        shape=(*counts, out.shape[-1]), dtype=out.dtype, buffer=data, strides=(*strides, out.itemsize)
     )
-    out.view(source.dtype)[...] = source
-
-
-__all__ = ["BlockFiller", "boxes_of_range"]
+    out[...] = source

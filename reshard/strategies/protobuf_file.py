@@ -156,7 +156,8 @@ def _parsed(kind: str, data: bytes) -> Any:
     message = _message_class(kind)()
     try:
         message.ParseFromString(data)
-    except (DecodeError, ValueError, RuntimeError):
+    except (DecodeError, ValueError, RuntimeError, SystemError):
+        # SystemError: protobuf 3.20 reports some damage so.
         return None
     return message if message.IsInitialized() else None
 
