@@ -6,6 +6,7 @@ where every byte of a new file goes, before a tensor is at hand. Nothing here kn
 strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 """
 
+from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc
 from reshard.checkpoints.dtypes import can_hold
 from reshard.checkpoints.files import FileHandles, reading_error
@@ -27,6 +28,7 @@ __all__ = [
     "CrcCheck",
     "Data",
     "FileHandles",
+    "KnownStructures",
     "Literal",
     "OutputLayout",
     "OutputTensor",

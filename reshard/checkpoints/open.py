@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from typing import Optional
 
+from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.ckpt_index import read_ckpt_index
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.safetensors_index import read_safetensors_index
@@ -31,20 +33,32 @@ def format_of(path: str) -> str:
     return found
 
 
-def read_index(handles: FileHandles, path: str) -> CheckpointIndex:
+def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures] = None) -> CheckpointIndex:
     """Read what a checkpoint file holds; contents are not read.
+
+    Args:
+        handles: where to borrow the file from.
+        path: the file.
+        known: structures of files read before; this file's is added.
 
     Raises:
         DamagedCheckpointError: the file is truncated or broken.
         CheckpointError: it cannot be read, is encrypted, or is no checkpoint.
         RetryableError: reading failed in a way that may pass.
     """
-    read = read_ckpt_index if format_of(path) == "ckpt" else read_safetensors_index
+    format = format_of(path)
+    read = read_ckpt_index if format == "ckpt" else read_safetensors_index
     try:
         with handles.borrow(path) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: is not a file", file=path)
-            return read(fd, path, status.st_size)
+            if known is None:
+                return read(fd, path, status.st_size)
+            index = known.find(fd, path, format, status.st_size)
+            if index is None:
+                index = read(fd, path, status.st_size)
+                known.add(fd, index)
+            return index
     except OSError as error:
         raise reading_error(path, error) from error

@@ -8,7 +8,8 @@ from typing import Any, Optional
 import click
 
 from reshard.cli import options
-from reshard.cli.output import echo_json, listener, progress_bar
+from reshard.cli.output import echo_json, listener
+from reshard.cli.progress import progress_bar
 from reshard.plan.conversion import Request
 from reshard.plan.selection import Filters
 from reshard.report import Report

@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import (
     FileHandles,
+    OutputLayout,
     OutputTensor,
     StepFiles,
     can_hold,
@@ -155,6 +156,7 @@ class Conversion:
         self._parameters = selection.parameters
         self._report = report
         self._cuts = Cuts(request.target)
+        self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
         self.format = self._format()
         self._copies = CopiedValues(
             request.source, request.target, self.step, selection.listed, request.filters, handles, report
@@ -230,10 +232,16 @@ class Conversion:
         else:
             made.sort(key=lambda pair: pair[0].name)
         outputs = tuple(output for output, _ in made)
-        lay_out_format = lay_out_safetensors if self.format == "safetensors" else lay_out_ckpt
         return TargetFile(
-            rank, self.path(rank), outputs, lay_out_format(outputs), tuple(tensor for _, tensor in made)
+            rank, self.path(rank), outputs, self._lay_out(outputs), tuple(tensor for _, tensor in made)
         )
+
+    def _lay_out(self, outputs: tuple[OutputTensor, ...]) -> OutputLayout:
+        """The file's layout; ranks of one stage mostly have the same, so the last one is kept."""
+        if self._last_layout is None or self._last_layout[0] != outputs:
+            lay_out = lay_out_safetensors if self.format == "safetensors" else lay_out_ckpt
+            self._last_layout = (outputs, lay_out(outputs))
+        return self._last_layout[1]
 
     def files_read(self) -> dict[str, bool]:
         """Source files with a checksum that are read, and whether all of their contents are.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, StepFiles, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles, read_index
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
 from reshard.strategies import Stage
@@ -33,6 +33,8 @@ class SourceStep:
         self._report = report
         self._sets: dict[frozenset[str], int] = {}
         self._set_of_rank: dict[int, int] = {}
+        self._set_of_tensors: dict[int, int] = {}
+        self._known = KnownStructures()
         self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
 
     @property
@@ -58,7 +60,7 @@ class SourceStep:
                 continue
             news = True
             try:
-                index = read_index(self._handles, path)
+                index = read_index(self._handles, path, self._known)
             except DamagedCheckpointError as error:
                 self.damaged[rank] = error.message
                 self._report.warn(f"{error.message}; rank {rank} counts as absent at {self.label}")
@@ -70,7 +72,12 @@ class SourceStep:
                     f"{path}: vanished while the checkpoint was read (rank {rank})", file=path, rank=rank
                 ) from error
             self.indexes[rank] = index
-            self._set_of_rank[rank] = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
+            # Files built alike share their tensors, so most sets of names are known by identity.
+            number = self._set_of_tensors.get(id(index.tensors))
+            if number is None:
+                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
+                self._set_of_tensors[id(index.tensors)] = number
+            self._set_of_rank[rank] = number
             self._presence.clear()
         return news
 

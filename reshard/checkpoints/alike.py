@@ -1,0 +1,101 @@
+"""Recognising files that are built like one read before.
+
+Ranks of one stage save the same tensors in the same shapes, so but for tensor contents their files
+are equal byte for byte. Comparing these bytes is far cheaper than parsing them, and equal files can
+share one description, so that a thousand ranks take the memory of a few.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
+from reshard.checkpoints.tensors import CheckpointIndex
+
+# Structures kept; a de-duplicated save gives every file its own.
+_MOST_STRUCTURES = 16
+# Bytes between two headers that are cheaper to read than to step over, and bytes of one read.
+_NEAR = 32 << 10
+_MOST_AT_ONCE = 1 << 20
+
+
+class _Read(NamedTuple):
+    """Bytes to read at once, and what must stand where in them."""
+
+    offset: int
+    length: int
+    parts: list[tuple[int, bytes]]
+
+
+class _Structure(NamedTuple):
+    example: CheckpointIndex
+    reads: list[_Read]
+
+
+class KnownStructures:
+    """The structures of files read before, by format and size."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
+
+    def find(self, fd: int, path: str, format: str, size: int) -> Optional[CheckpointIndex]:
+        """The index of a file that is built like a known one, or None.
+
+        Raises:
+            OSError: reading failed.
+        """
+        for structure in self._known.get((format, size), ()):
+            if all(_matches(fd, read) for read in structure.reads):
+                crc = structure.example.crc
+                if crc is not None and format == "ckpt":
+                    trailer = os.pread(fd, TRAILER_SIZE, size - TRAILER_SIZE)
+                    if len(trailer) != TRAILER_SIZE or not trailer.startswith(CRC_MARK):
+                        continue
+                    crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
+                return CheckpointIndex(path, format, size, structure.example.tensors, crc, structure.example.metadata)
+        return None
+
+    def add(self, fd: int, index: CheckpointIndex) -> None:
+        """Remember how a file is built.
+
+        Raises:
+            OSError: reading failed.
+        """
+        reads = []
+        for offset, length, gaps in _gaps(index):
+            data = os.pread(fd, length, offset)
+            reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
+        structures = self._known.setdefault((index.format, index.size), [])
+        self._known.move_to_end((index.format, index.size))
+        structures.insert(0, _Structure(index, reads))
+        del structures[_MOST_STRUCTURES:]
+        if len(self._known) > _MOST_STRUCTURES:
+            self._known.popitem(last=False)
+
+
+def _matches(fd: int, read: _Read) -> bool:
+    data = os.pread(fd, read.length, read.offset)
+    return all(data[at : at + len(part)] == part for at, part in read.parts)
+
+
+def _gaps(index: CheckpointIndex) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """What is not tensor content: (offset, length, [(start, size) within]) per read."""
+    end = index.size - (TRAILER_SIZE if index.crc is not None and index.format == "ckpt" else 0)
+    extents = sorted(extent for tensor in index.tensors.values() for extent in tensor.extents if extent[1])
+    reads: list[tuple[int, int, list[tuple[int, int]]]] = []
+    position = 0
+    for offset, size in [*extents, (end, 0)]:
+        if offset > position:
+            gap = offset - position
+            if reads:
+                start, length, parts = reads[-1]
+                if position - (start + length) <= _NEAR and offset - start <= _MOST_AT_ONCE:
+                    parts.append((position - start, gap))
+                    reads[-1] = (start, offset - start, parts)
+                    position = offset + size
+                    continue
+            reads.append((position, gap, [(0, gap)]))
+        position = max(position, offset + size)
+    return reads
