@@ -40,5 +40,6 @@ conformance:
 	@$(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
 
 clean:
+	rm -rf out pp2 dp2 merged survivors local_*
 	rm -rf $(VENV) $(CONFORMANCE) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures -name __pycache__ -prune -exec rm -rf {} +

@@ -150,6 +150,13 @@ def _write(
     progress.begin(total)
     try:
         convert(conversion.target_files(), handles, execution, counted)
+    except BaseException:
+        if counted.files:
+            report.warn(
+                f"{counted.files} of {plural(len(conversion.ranks), 'rank')} had been written and are complete; to "
+                "begin again, pass --overwrite"
+            )
+        raise
     finally:
         progress.end()
     return counted.file_bytes
@@ -176,6 +183,7 @@ class _Counted(Progress):
 
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0
+        self.files = 0
         self._listener = listener
 
     def wrote(self, count: int) -> None:
@@ -185,6 +193,7 @@ class _Counted(Progress):
     def committed(self, target: TargetFile) -> None:
         """Count and pass on."""
         self.file_bytes += target.layout.size
+        self.files += 1
         self._listener.committed(target)
 
 

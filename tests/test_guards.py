@@ -105,10 +105,10 @@ def test_by_rank_sees_that_a_save_was_deduplicated(tmp_path: Path) -> None:
     fails(3, "by-rank", "1", *words, says=["p"])
 
 
-def test_parameters_that_may_have_been_on_a_lost_rank_are_warned_of(plain: World) -> None:
+def test_parameters_that_may_have_been_on_a_lost_rank_are_told(plain: World) -> None:
     plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
     result = plain.convert()
-    assert "warning" in result.err and " v," in result.err and "rank 3" in result.err
+    assert "not saved: v;" in result.err and "rank 3" in result.err
 
 
 @pytest.mark.parametrize("prefix", ["../x_", "a/b", "/tmp/x"])
@@ -223,3 +223,49 @@ def test_a_rank_directory_beyond_the_strategy_is_an_error_even_when_empty(world:
     world.save(FULL)
     (world.src / "rank_4").mkdir()
     world.refuses(3, "rank 4", "last pipeline stage")
+
+
+def test_a_conversion_of_nothing_is_refused(world: World) -> None:
+    world.save(FULL)
+    world.refuses(3, "nothing would be written", options=("--include", "nomatch*"))
+
+
+def test_a_target_strategy_of_another_model_is_refused(world: World) -> None:
+    world.save(FULL)
+    other = write_strategy(world.root / "other", single({"x": layout([2], [0])}))
+    words = [other if word == world.new else word for word in world.words()]
+    fails(3, *words, says=["3 parameters", other])
+    fails(3, "rank-list", 0, "--src-strategy", world.old, "--dst-strategy", other, says=["no parameter", other])
+
+
+def test_swapped_strategies_are_suspected(plain: World) -> None:
+    plain.save(PLAIN_FULL)
+    words = plain.words()
+    words[4], words[6] = words[6], words[4]
+    fails(3, *words, says=["ranks 2-3", "swapped"])
+
+
+def run_in_shell(text: str) -> tuple[int, str]:
+    result = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=ROOT)
+    return result.returncode, result.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reshard = f"{sys.executable} -m reshard"
+    file = "fixtures/demo/src_checkpoints/rank_0/mlp-2_10.ckpt"
+    for command in (f"inspect {file}", "strategy show fixtures/demo/dst_strategy.ckpt"):
+        assert run_in_shell(f"set -o pipefail; {reshard} {command} | head -1 >/dev/null") == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    reshard = f"{sys.executable} -m reshard"
+    words = "--src-strategy fixtures/demo/src_strategy.ckpt --dst-strategy none"
+    source = "fixtures/demo/src_checkpoints"
+    assert run_in_shell(f"{reshard} transform-dir {source} {tmp_path}/dst {words} {closed}")[0] == 0
+    assert run_in_shell(f"{reshard} inspect {source} {closed}")[0] == 0
+
+
+def test_examples_in_help_keep_their_lines(tmp_path: Path) -> None:
+    out = done("by-rank", "--help").out
+    assert "\b" not in out and "\n    for r in 0 1 2 3; do\n" in out

@@ -185,7 +185,9 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
                 )
             single = False
         elif not os.path.lexists(src):
-            raise CheckpointError(f"{src}: does not exist", file=src)
+            wild = any(mark in src for mark in "*?[{")
+            hint = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'" if wild else None
+            raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif os.path.isdir(src):
             found, single = _rank_directories(src), False
         else:
@@ -238,18 +240,20 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
             f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file", file=src
         )
     hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
-    files = [os.path.basename(path) for path in _checkpoints(src)]
-    if files:
-        shown = ", ".join(files[:_MOST_LISTED])
-        return CheckpointError(
-            f"{src}: holds checkpoint files ({shown}) but no rank directories", file=src, hint=hint
-        )
+    if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
+        hint = f"did you mean {os.path.dirname(os.path.abspath(src))}?"
     for name in directories:
         # Whatever cannot be listed is not what was meant.
         with contextlib.suppress(OSError):
             if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
                 hint = f"did you mean {os.path.join(src, name)}?"
                 break
+    files = [os.path.basename(path) for path in _checkpoints(src)]
+    if files:
+        shown = ", ".join(files[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint
+        )
     return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
 
 

@@ -15,7 +15,7 @@ from reshard.plan.selection import Filters
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from reshard.transform import Options, Summary, transform, usable_cpus
-from reshard.wording import byte_size, number_ranges, plural, some_names
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges, some_names
 
 
 @click.command("transform-dir")
@@ -25,7 +25,7 @@ from reshard.wording import byte_size, number_ranges, plural, some_names
 @click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these target ranks.")
 @options.conversion
 def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
-    r"""Convert the checkpoint in SRC for every rank of the target strategy.
+    """Convert the checkpoint in SRC for every rank of the target strategy.
 
     SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
     with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
@@ -44,7 +44,7 @@ def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], **typed:
 @options.strategies
 @options.conversion
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
-    r"""Convert the checkpoint in SRC for one RANK of the target strategy.
+    """Convert the checkpoint in SRC for one RANK of the target strategy.
 
     Only the source ranks that `reshard rank-list RANK` prints need be present.
 
@@ -58,8 +58,7 @@ def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
 
 
 def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[str, Any], adding: bool) -> None:
-    source_path = options.required_strategy(typed["src_strategy"], "--src-strategy")
-    target_path = options.required_strategy(typed["dst_strategy"], "--dst-strategy")
+    source_path, target_path = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
     report = Report(listener(typed["quiet"]))
     source, target = read_strategy(source_path), read_strategy(target_path)
     for note in dict.fromkeys((*source.notes, *target.notes)):
@@ -97,15 +96,16 @@ def _tell(summary: Summary, request: Request, verbose: bool) -> None:
     most = 1 << 30 if verbose else 3
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
     done = "would write" if summary.dry_run else "wrote"
+    step = f"step {summary.step}" if summary.step else "the checkpoint"
     lines = [
         f"{done} {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
         f"{byte_size(summary.bytes_written)}"
         + ("" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"),
-        f"read step {summary.step or '(no step in the names)'} of source ranks {number_ranges(summary.source_ranks)}",
+        f"read {step} of source {rank_ranges(summary.source_ranks)}",
         f"{plural(summary.parameters, 'parameter')} resharded",
     ]
     for names, what in (
-        (summary.copied, "copied as it is"),
+        (summary.copied, "copied unchanged"),
         (summary.left_out, "left out, not in the target strategy"),
         (summary.missing, "missing, in the target strategy but in no source file"),
         (summary.unholdable, "left out, the target format cannot hold it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import traceback
 from types import FrameType
@@ -32,8 +33,12 @@ class ReshardGroup(click.Group):
             _finish(ctx, "terminated; nothing half-written was left behind", 143)
         except MemoryError:
             _finish(ctx, "out of memory; try a smaller --max-memory or fewer --jobs", 1)
-        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:
+            # Whoever read our output has enough of it, as in `reshard inspect FILE | head`.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(0)
         except OSError as error:
             name = f"{error.filename}: " if error.filename else ""
             _finish(ctx, f"{name}{error.strerror or error}", 1)

@@ -17,14 +17,14 @@ from reshard.wording import byte_size, number_ranges, plural
 @options.json_output
 @options.debug
 def inspect(path: str, as_json: bool) -> None:
-    r"""Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH.
+    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH.
 
     \b
     Examples:
       reshard inspect ckpt/
       reshard inspect ckpt/rank_0/net-3_10.ckpt
     """
-    if os.path.isdir(path) or "{rank}" in path:
+    if not os.path.lexists(path) or os.path.isdir(path) or "{rank}" in path:
         _inspect_tree(path, as_json)
     else:
         _inspect_file(path, as_json)
@@ -75,5 +75,6 @@ def _inspect_tree(path: str, as_json: bool) -> None:
     if as_json:
         echo_json({"path": path, "ranks": list(tree.ranks), "steps": steps})
         return
-    click.echo(f"{path}: {plural(len(tree.ranks), 'rank')}, {plural(len(steps), 'step')}")
+    held = len({file.rank for file in tree.files})
+    click.echo(f"{path}: {plural(held, 'rank')}, {plural(len(steps), 'step')}")
     table("", ["step", "ranks", "files", "size"], rows)

@@ -72,17 +72,20 @@ def strategies(command: F) -> F:
     )(command)
 
 
-def required_strategy(value: Optional[str], option: str) -> str:
-    """The value of a strategy option.
+def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
+    """The values of --src-strategy and --dst-strategy.
 
     Raises:
-        UsageError: it was left out; guessing 'none' would silently copy slices as whole tensors.
+        UsageError: one was left out; guessing 'none' would silently copy slices as whole tensors.
     """
-    if value is None:
-        raise UsageError(
-            f"{option} is missing", hint="name a strategy file or directory, or pass none for an unsharded checkpoint"
-        )
-    return value
+    if source is not None and target is not None:
+        return source, target
+    options = {"--src-strategy": source, "--dst-strategy": target}
+    missing = [option for option, value in options.items() if value is None]
+    raise UsageError(
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+        hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
+    )
 
 
 def debug(command: F) -> F:

@@ -44,5 +44,10 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*(cell.replace("[", "\\[") for cell in row))
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(shown)
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(width=None if on_terminal else 160, highlight=False)
+    # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
+    with console.capture() as printed:
+        console.print(shown)
+    text = printed.get()
+    click.echo(text if on_terminal else "\n".join(line.rstrip() for line in text.splitlines()))

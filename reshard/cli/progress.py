@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def progress_bar(quiet: bool) -> Progress:
     """Progress by bytes on a terminal, silence elsewhere."""
-    return Progress() if quiet or not sys.stderr.isatty() else _Bar()
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return _Bar() if on_terminal and not quiet else Progress()
 
 
 class _Bar(Progress):

@@ -10,7 +10,7 @@ from reshard.cli import options
 from reshard.cli.output import echo_json, table
 from reshard.errors import UsageError
 from reshard.strategies import Stage, read_strategy
-from reshard.wording import number_ranges, plural
+from reshard.wording import number_ranges, plural, rank_ranges
 
 
 @click.command("rank-list")
@@ -26,7 +26,7 @@ def rank_list(
     available: Optional[tuple[int, ...]],
     as_json: bool,
 ) -> None:
-    r"""Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
+    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
 
     \b
     Example:
@@ -34,8 +34,7 @@ def rank_list(
     """
     from reshard.plan.replicas import ReplicaChoice
 
-    source = read_strategy(options.required_strategy(src_strategy, "--src-strategy"))
-    target = read_strategy(options.required_strategy(dst_strategy, "--dst-strategy"))
+    source, target = map(read_strategy, options.required_strategies(src_strategy, dst_strategy))
     if not 0 <= rank < target.device_count:
         raise UsageError(
             f"rank {rank} is out of range: the target strategy ({target.path}) has "
@@ -60,7 +59,7 @@ def rank_list(
 @click.argument("dst_file")
 @options.debug
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
-    r"""Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json).
+    """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json).
 
     \b
     Example:
@@ -83,7 +82,7 @@ def group_info() -> None:
 @options.json_output
 @options.debug
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
-    r"""Print, per group_info FILE, the ranks with identical checkpoints, then the groups.
+    """Print, per group_info FILE, the ranks with identical checkpoints, then the groups.
 
     \b
     Example:
@@ -122,7 +121,7 @@ def strategy() -> None:
 @options.json_output
 @options.debug
 def strategy_show(path: str, as_json: bool) -> None:
-    r"""Show the layout of every parameter in a strategy FILE or DIRectory.
+    """Show the layout of every parameter in a strategy FILE or DIR.
 
     \b
     Example:
@@ -137,20 +136,20 @@ def strategy_show(path: str, as_json: bool) -> None:
     stages = plural(len(found.stages), "stage")
     click.echo(f"{path}: {plural(found.device_count, 'device')} in {stages}")
     for stage in found.stages:
-        last = stage.first_rank + stage.device_count - 1
+        ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
         rows = [
             [
                 str(row["parameter"]),
                 str(row["device_matrix"]),
                 str(row["tensor_map"]),
-                str(row["cuts"]),
-                _shards(row),
+                str(row["cuts"]) if row["uneven"] is None else f"{row['cuts']}, by hand {row['uneven']}",
+                str(row["optimizer_shards"]) if row["optimizer_shards"] != 1 else "-",
                 str(row["replicas"]),
             ]
             for row in _layout_rows(stage)
         ]
         columns = ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"]
-        table(f"stage {stage.number}: ranks {stage.first_rank} to {last}", columns, rows)
+        table(f"stage {stage.number}: {ranks}", columns, rows)
 
 
 def _layout_rows(stage: Stage) -> list[dict[str, object]]:
@@ -171,8 +170,3 @@ def _layout_rows(stage: Stage) -> list[dict[str, object]]:
         )
     return rows
 
-
-def _shards(row: dict[str, object]) -> str:
-    if row["uneven"] is not None:
-        return f"by hand {row['uneven']}"
-    return str(row["optimizer_shards"]) if row["optimizer_shards"] != 1 else "-"

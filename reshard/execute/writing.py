@@ -39,6 +39,7 @@ class TargetWriter:
         self._open_parts = 0
         self._sealed = False
         self._closed = False
+        self._made_directory = False
 
     def add_part(self) -> None:
         """A part will be written."""
@@ -106,6 +107,8 @@ class TargetWriter:
         if temporary:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+                if self._made_directory:
+                    os.rmdir(os.path.dirname(temporary))
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -118,6 +121,7 @@ class TargetWriter:
                 raise OSError(errno.ECANCELED, "was given up")
             directory, name = os.path.split(self.target.path)
             directory = directory or "."
+            self._made_directory = not os.path.isdir(directory)
             os.makedirs(directory, exist_ok=True)
             remove_dead_temporaries(directory, name)
             temporary = os.path.join(directory, f".{name}{TEMPORARY_MARK}{secrets.token_hex(6)}")

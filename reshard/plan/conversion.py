@@ -109,11 +109,11 @@ def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
     selector = StepSelector(
         request.source, request.target, request.ranks, request.filters, choice, handles, report
     )
-    selection = selector.select(_candidates(request))
+    selection = selector.select(_candidates(request, handles))
     return Conversion(request, choice, selection, handles, report)
 
 
-def _candidates(request: Request) -> Iterable[StepFiles]:
+def _candidates(request: Request, handles: FileHandles) -> Iterable[StepFiles]:
     if not isinstance(request.src, str):
         beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
         if beyond:
@@ -126,7 +126,7 @@ def _candidates(request: Request) -> Iterable[StepFiles]:
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
         return [StepFiles(None, dict(request.src))]
     tree = find_checkpoints(request.src, request.file_suffix)
-    check_ranks(tree, request.source)
+    check_ranks(tree, request.source, request.target, handles)
     return tree.candidates(request.step)
 
 
@@ -320,6 +320,7 @@ class Conversion:
     def _check(self) -> None:
         """Find every problem there is before anything is written."""
         problems: list[InputError] = []
+        self._check_anything()
         for stage in self._stages.values():
             for name in self._resharded_of(stage):
                 try:
@@ -355,6 +356,22 @@ class Conversion:
             self._report.note(
                 "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
                 f"written without it: {plural(len(plain), 'parameter')}"
+            )
+
+    def _check_anything(self) -> None:
+        """Refuse a conversion that would write empty files, or only what is copied."""
+        target = self.request.target
+        everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
+        if self._parameters and not target.is_none and everywhere.isdisjoint(self._parameters):
+            raise CheckpointError(
+                f"none of the {plural(len(self._parameters), 'parameter')} of the checkpoint is in the target strategy "
+                f"({target.path})",
+                hint="pass the target strategy of the same model",
+            )
+        if not self.sorted.resharded and not self.copied:
+            raise CheckpointError(
+                "nothing would be written: no parameter of the checkpoint is asked for",
+                hint="check --include and --exclude, and that both strategies are of the same model",
             )
 
     def _plain(self, name: str, stage: Stage) -> bool:

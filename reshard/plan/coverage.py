@@ -78,16 +78,18 @@ def unread_parameters(
     return [Lost(name, frozenset(ranks)) for name, ranks in result.items()]
 
 
-def explain(lost: Sequence[Lost], step: SourceStep, most: int = 50) -> list[str]:
-    """One line per lost parameter, grouped by the ranks that would have held it."""
+def explain(lost: Sequence[Lost], most: int) -> list[str]:
+    """One line per set of ranks that would have held something: how many parameters, and which.
+
+    Args:
+        lost: what is lost.
+        most: names in a line at the most.
+    """
     by_ranks: dict[frozenset[int], list[str]] = {}
     for parameter, ranks in lost:
         by_ranks.setdefault(ranks, []).append(parameter)
-    lines = []
-    for ranks, names in sorted(by_ranks.items(), key=lambda item: sorted(item[0])):
-        lines += [f"{name}: a slice is on no readable rank; {rank_ranges(ranks)} would have held it" for name in names]
-    if len(lines) > most:
-        rest = [name for names in by_ranks.values() for name in names]
-        lines = lines[:most]
-        lines.append(f"... and {plural(len(rest) - most, 'more parameter')}: {some_names(rest[most:], 1000)}")
-    return lines
+    return [
+        f"{plural(len(names), 'parameter')} with a slice on no readable rank, which {rank_ranges(ranks)} would have "
+        f"held: {some_names(names, most)}"
+        for ranks, names in sorted(by_ranks.items(), key=lambda item: sorted(item[0]))
+    ]

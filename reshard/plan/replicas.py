@@ -127,6 +127,7 @@ class ReplicaChoice:
             IncompleteSourceError: a slice is on no available rank; names all such parameters.
         """
         needs = self.needs(target_rank)
+        self._check_common()
         if available is not None:
             usable = set(available)
             lost = [need for need in needs if usable.isdisjoint(need.ranks)]
@@ -139,10 +140,21 @@ class ReplicaChoice:
                     ),
                     rank=target_rank,
                     parameter=lost[0].parameter,
-                    hint="make one of these ranks available",
+                    hint="make one rank of each line available",
                 )
             needs = [Need(need.parameter, tuple(r for r in need.ranks if r in usable)) for need in needs]
         return choose([need.ranks for need in needs], self.turn(target_rank))
+
+    def _check_common(self) -> None:
+        """Refuse strategies of different models."""
+        if self.source.is_none or self.target.is_none or any(self._kinds.values()):
+            return
+        listed = set(self.source.parameters)
+        if listed and not any(name in listed for name in self.target.parameters):
+            raise StrategyError(
+                f"no parameter is in both strategies, {self.source.path} and {self.target.path}",
+                hint="pass strategies of the same model",
+            )
 
     def needs(self, target_rank: int) -> list[Need]:
         """What a target rank needs; equal needs of several parameters appear once."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, StepFiles
+from reshard.checkpoints import FileHandles, SourceTree, StepFiles, read_index
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.plan.coverage import Lost, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
@@ -46,13 +46,15 @@ class Selection(NamedTuple):
     listed: set[str]
 
 
-def check_ranks(tree: SourceTree, source: Strategy) -> None:
+def check_ranks(tree: SourceTree, source: Strategy, target: Strategy, handles: FileHandles) -> None:
     """Refuse a tree whose ranks the source strategy does not know.
 
     Raises:
         CheckpointError: ranks beyond the strategy's devices, or one file where there must be several.
     """
     if tree.single_file and source.device_count > 1:
+        # What is no checkpoint at all is said first.
+        read_index(handles, tree.root)
         raise CheckpointError(
             f"{tree.root} is one file, but {source.path} lays parameters out over {source.device_count} devices",
             file=tree.root,
@@ -65,10 +67,35 @@ def check_ranks(tree: SourceTree, source: Strategy) -> None:
             f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {held}",
             file=tree.root,
             rank=beyond[0],
-            hint="pass the strategy that this checkpoint was saved with"
-            if source.is_none
-            else "is the last pipeline stage's strategy file missing?",
+            hint=_why_beyond(beyond[-1], source, target),
         )
+
+
+def _why_beyond(rank: int, source: Strategy, target: Strategy) -> str:
+    if source.is_none:
+        return "pass the strategy that this checkpoint was saved with"
+    hint = "is the last pipeline stage's strategy file missing?"
+    if rank < target.device_count:
+        hint += " Or are --src-strategy and --dst-strategy swapped?"
+    return hint
+
+
+class _Incomplete(NamedTuple):
+    """What a step lacks.
+
+    Attributes:
+        label: the step.
+        causes: files and stages that are not there.
+        lost: parameters of which a slice is nowhere.
+    """
+
+    label: str
+    causes: list[str]
+    lost: Sequence[Lost]
+
+    def lines(self, most: int) -> list[str]:
+        """Causes first, then what is lost, each with so many names at the most."""
+        return [*self.causes, *explain(self.lost, most)]
 
 
 class StepSelector:
@@ -111,37 +138,36 @@ class StepSelector:
         Raises:
             IncompleteSourceError: no candidate is complete.
         """
-        reasons: list[tuple[SourceStep, list[str]]] = []
+        passed: list[_Incomplete] = []
         for candidate in candidates:
             step = SourceStep(candidate, self._handles, self._report)
-            selection, lines = self._judge(step)
-            if not lines:
-                for passed in reasons[-1:]:
-                    self._pass_over(*passed)
+            selection, missing = self._judge(step)
+            if missing is None:
+                for other in passed:
+                    self._pass_over(other)
                 for note in candidate.notes:
                     self._report.warn(note)
-                self._tell(step)
-                self._warn_of_unseen(selection)
+                self._tell(selection, bool(passed))
                 return selection
-            lines += list(step.damaged.values())
-            lines += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
-            if reasons:
-                self._pass_over(*reasons[-1])
-            reasons.append((step, lines))
-        if len(reasons) == 1:
-            step, lines = reasons[0]
-            raise IncompleteSourceError(
-                "\n".join([f"{step.label} is not complete:", *(f"  {line}" for line in lines)]),
-                hint="bring back one of these ranks' files, or choose another step with --step",
-            )
-        told = [f"no step is complete; the newest is {reasons[0][0].label}:"]
-        told += [f"  {line}" for line in reasons[0][1]]
-        told += [f"{step.label}: {lines[0]}" for step, lines in reasons[1:]]
-        damaged = [text for step, _ in reasons[1:] for text in step.damaged.values()]
-        raise IncompleteSourceError("\n".join([*told, *dict.fromkeys(damaged)]))
+            passed.append(missing)
+        raise self._nothing_complete(passed)
 
-    def _judge(self, step: SourceStep) -> tuple[Selection, list[str]]:
-        """Read a step and say what it lacks; no lines where it is complete."""
+    def _nothing_complete(self, passed: Sequence[_Incomplete]) -> IncompleteSourceError:
+        newest = passed[0]
+        if len(passed) == 1:
+            lines = [f"{newest.label} is not complete:"]
+        else:
+            lines = [f"no step is complete; the newest is {newest.label}:"]
+        lines += [f"  {line}" for line in newest.lines(1 << 30)]
+        for older in passed[1:]:
+            lines += [f"{older.label}: {line}" for line in older.lines(3)]
+        hint = "bring back a rank of each line"
+        if self._ranks is not None:
+            hint += "; `reshard rank-list` tells which ranks a target rank needs"
+        return IncompleteSourceError("\n".join(lines), hint=hint)
+
+    def _judge(self, step: SourceStep) -> tuple[Selection, Optional[_Incomplete]]:
+        """Read a step and say what it lacks; None where it is complete."""
         self._cuts = Cuts(self._target)
         if self._ranks is None:
             step.load(step.files)
@@ -153,7 +179,15 @@ class StepSelector:
         if self._ranks is not None and self._widen(selection, lost):
             selection = self._read(step)
             lost = self._lost(selection)
-        return selection, [*self._empty_stages(selection), *explain(lost, step)]
+        stages = self._empty_stages(selection)
+        if not stages and not lost:
+            return selection, None
+        causes = list(step.damaged.values())
+        causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
+        absent = sorted(set(range(self._source.device_count)) - set(step.files))
+        if absent:
+            causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
+        return selection, _Incomplete(step.label, [*causes, *stages], lost)
 
     def _empty_stages(self, selection: Selection) -> list[str]:
         """Why a step lacks a whole stage, or everything."""
@@ -175,24 +209,8 @@ class StepSelector:
             lines.append(f"none of the {told} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
-    def _pass_over(self, step: SourceStep, lines: Sequence[str]) -> None:
-        more = "".join(f"; {line}" for line in lines[-1:] if len(lines) > 1)
-        self._report.note(f"{step.label} is not complete and is passed over: {lines[0]}{more}")
-
-    def _warn_of_unseen(self, selection: Selection) -> None:
-        """Parameters that no file holds may have been on a rank that is not there."""
-        step, parameters, _ = selection
-        if self._ranks is not None:
-            return
-        for stage in self._source.stages:
-            absent = step.absent(stage)
-            unseen = sorted(name for name in stage.layouts if name not in parameters)
-            if absent and unseen:
-                self._report.warn(
-                    f"no file of {step.label} holds {some_names(unseen)}, which the strategy lists for stage "
-                    f"{stage.number}; {rank_ranges(absent)} of that stage have no file, so if each rank saved a part "
-                    "of its own (a de-duplicated save), these parameters are lost"
-                )
+    def _pass_over(self, missing: _Incomplete) -> None:
+        self._report.note(f"{missing.label} is not complete and is passed over: {'; '.join(missing.lines(3))}")
 
     def _read(self, step: SourceStep) -> Selection:
         listed = listed_by_source(self._source, step)
@@ -290,12 +308,23 @@ class StepSelector:
             more |= step.readable
         return step.load(more)
 
-    def _tell(self, step: SourceStep) -> None:
+    def _tell(self, selection: Selection, others: bool) -> None:
+        step, parameters, _ = selection
         absent = sorted(set(range(self._source.device_count)) - step.readable)
         if self._ranks is None and absent:
             self._report.note(
                 f"{step.label} has no file of {rank_ranges(absent)}; replicas on {rank_ranges(step.readable)} are used"
             )
-        elif step.step is not None:
+        elif others:
             self._report.note(f"{step.label} is used")
-
+        if self._ranks is not None:
+            return
+        for stage in self._source.stages:
+            away = step.absent(stage)
+            unseen = sorted(name for name in stage.layouts if name not in parameters)
+            if away and unseen:
+                self._report.note(
+                    f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
+                    f"not saved: {some_names(unseen, 3)}; had only {rank_ranges(away)} saved them (a de-duplicated "
+                    "save), they would be lost"
+                )
