@@ -116,7 +116,7 @@ def transform(
         _check_destination(request, conversion, options)
         files = [conversion.path(rank) for rank in conversion.ranks]
         if options.dry_run:
-            written = sum(target.layout.size for target in conversion.target_files())
+            written = sum(target.layout.size for group in conversion.target_groups() for target in group)
         else:
             written = _write(conversion, options, handles, report, progress)
         return Summary(
@@ -149,7 +149,7 @@ def _write(
     counted = _Counted(progress)
     progress.begin(total)
     try:
-        convert(conversion.target_files(), handles, execution, counted)
+        convert(conversion.target_groups(), handles, execution, counted)
     except BaseException:
         if counted.files:
             report.warn(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute.boxes import Box, intersection
+from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Reader
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
@@ -31,12 +32,16 @@ class BlockFiller:
 
     Args:
         reader: where bytes come from.
-        scratch: room for rows that have to be read before they are gathered, at least one byte.
+        scratch: room for rows that have to be read before they are gathered; half of it must hold an
+            element.
     """
 
     def __init__(self, reader: Reader, scratch: Bytes) -> None:
         self._reader = reader
-        self._scratch = scratch
+        half = len(scratch) // 2
+        self._scratch = scratch[:half]
+        # Shared rows stay while they are handed out, and must not be overwritten by reading them.
+        self._room = scratch[half:]
 
     def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
         """Fill ``out`` with the elements of ``block``, in C order.
@@ -55,8 +60,59 @@ class BlockFiller:
         for piece in tensor.pieces:
             region = intersection(piece.box, box)
             if region is not None:
-                inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(region, box))
-                self._fill_region(piece, region, view[inside], tensor.item_size)
+                self._fill_region(piece, region, view[_inside(region, box)], tensor.item_size)
+
+    def most_shared_rows(self, shared: SharedRows) -> int:
+        """How many shared rows of the widest source fit the scratch room."""
+        axis = len(shared.outer)
+        item_size = shared.tensors[0].item_size
+        widest = max(math.prod(stop - start for start, stop in source.box[axis:]) for source, _ in shared.uses)
+        return len(self._room) // (widest * item_size)
+
+    def fill_shared(self, shared: SharedRows, rows: Box, outs: Sequence[memoryview]) -> None:
+        """Fill the same rows of every member, reading each source's rows once.
+
+        Args:
+            shared: the tensor and who takes what of it.
+            rows: a box of the outer dimensions, counted from the members' origin there; at most
+                `most_shared_rows`.
+            outs: per member exactly the rows' bytes.
+        """
+        axis = len(shared.outer)
+        item_size = shared.tensors[0].item_size
+        word = next(size for size in _WORDS if item_size % size == 0)
+        outer = tuple((start + low, start + high) for (start, _), (low, high) in zip(shared.outer, rows))
+        boxes = [(*outer, *tensor.box[axis:]) for tensor in shared.tensors]
+        views = [
+            np.frombuffer(out, dtype=f"u{word}").reshape(*_shape(box), item_size // word)
+            for out, box in zip(outs, boxes)
+        ]
+        for source, taken in shared.uses:
+            region = intersection((*outer, *source.box[axis:]), source.box)
+            if region is None:
+                continue
+            data = self._rows(source, region, item_size, word)
+            for member, box in taken:
+                common = intersection(box, region)
+                if common is not None:
+                    views[member][_inside(common, boxes[member])] = data[_inside(common, region)]
+
+    def _rows(self, source: StoredSlice, region: Box, item_size: int, word: int) -> Words:
+        """A region of whole rows of a stored slice, as it lies in a map or read into the scratch room."""
+        counts = _shape(region)
+        strides = byte_strides(_shape(source.box), item_size)
+        start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
+        span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
+        mapped = self._reader.view(source, start, span)
+        if mapped is not None:
+            return np.ndarray(
+                shape=(*counts, item_size // word), dtype=f"u{word}", buffer=mapped, strides=(*strides, word)
+            )
+        room = self._room[: math.prod(counts) * item_size]
+        data: Words = room.view(f"u{word}").reshape(*counts, item_size // word)
+        local = tuple((low - first, high - first) for (low, high), (first, _) in zip(region, source.box))
+        self._copy(source, local, strides, data, item_size)
+        return data
 
     def _fill_region(self, piece: Piece, region: Box, out: Words, item_size: int) -> None:
         source = piece.source
@@ -101,6 +157,15 @@ class BlockFiller:
         return [
             (*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)
         ]
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _inside(box: Box, around: Box) -> tuple[slice, ...]:
+    """A box as an index into the array of a box around it."""
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around))
 
 
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:

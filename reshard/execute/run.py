@@ -1,8 +1,8 @@
 """Running a conversion: target files in, bytes out.
 
-Target files are planned one at a time and cut into parts of some tens of MiB. A few threads take the
-parts in order, so a few target files are open at any moment, each written front to back; copying and
-I/O leave the interpreter lock alone. Whoever writes the last part of a file commits it.
+Target files are planned a group at a time and cut into parts of some tens of MiB. A few threads take
+the parts in order, so a few target files are open at any moment, each written front to back; copying
+and I/O leave the interpreter lock alone. Whoever writes the last part of a file commits it.
 
 Memory: every thread owns one block buffer and one scratch buffer of equal size, and nothing else
 that grows with the checkpoint.
@@ -10,24 +10,24 @@ that grows with the checkpoint.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Union
 
 import numpy as np
 
-from reshard.checkpoints import Data, FileHandles, Literal
+from reshard.checkpoints import Data, FileHandles, Literal, OutputLayout
 from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range
-from reshard.execute.filling import BlockFiller
+from reshard.execute.filling import BlockFiller, Bytes
+from reshard.execute.parts import Part, SharedRows, parts_of
 from reshard.execute.reading import Reader, make_reader
 from reshard.execute.writing import PartBuffer, TargetWriter
-from reshard.plan.pieces import TargetFile
+from reshard.plan.pieces import TargetFile, TargetTensor
 
-# Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
-PART_BYTES = 64 << 20
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20
 LEAST_BLOCK_BYTES = 4 << 10
@@ -70,14 +70,8 @@ class Progress:
         """Nothing more will come."""
 
 
-class _Part(NamedTuple):
-    writer: TargetWriter
-    offset: int
-    segments: list[Union[Literal, Data]]
-
-
 def convert(
-    targets: Iterable[TargetFile],
+    groups: Iterable[Sequence[TargetFile]],
     handles: FileHandles,
     options: ExecutionOptions,
     progress: Progress,
@@ -86,7 +80,7 @@ def convert(
     """Write all target files.
 
     Args:
-        targets: what to write; taken lazily.
+        groups: what to write, files that read the same rows together; taken lazily.
         handles: open source files.
         options: how.
         progress: told of bytes written and files committed.
@@ -96,7 +90,7 @@ def convert(
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(handles, options, progress, stop or threading.Event()).run(targets)
+    _Run(handles, options, progress, stop or threading.Event()).run(groups)
 
 
 class _Run:
@@ -107,14 +101,14 @@ class _Run:
         self._options = options
         self._progress = progress
         self._stop = stop
-        self._parts: queue.Queue[_Part] = queue.Queue(maxsize=2 * options.jobs)
+        self._parts: queue.Queue[_Task] = queue.Queue(maxsize=2 * options.jobs)
         # Set when no further part will come.
         self._planned = threading.Event()
         self._lock = threading.Lock()
         self._writers: set[TargetWriter] = set()
         self._error: Optional[BaseException] = None
 
-    def run(self, targets: Iterable[TargetFile]) -> None:
+    def run(self, groups: Iterable[Sequence[TargetFile]]) -> None:
         threads = [
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
             for number in range(self._options.jobs)
@@ -124,10 +118,10 @@ class _Run:
             for thread in threads:
                 thread.start()
                 started.append(thread)
-            for target in targets:
+            for group in groups:
                 if self._stop.is_set():
                     break
-                self._hand_out(target)
+                self._hand_out(group)
             self._planned.set()
             for thread in started:
                 # With a timeout, so that a signal is handled while waiting.
@@ -161,20 +155,22 @@ class _Run:
                 except BaseException as error:
                     self._fail(error)
 
-    def _hand_out(self, target: TargetFile) -> None:
-        writer = TargetWriter(target)
+    def _hand_out(self, group: Sequence[TargetFile]) -> None:
+        writers = [TargetWriter(target) for target in group]
         with self._lock:
-            self._writers.add(writer)
-        for part in parts_of(writer):
-            writer.add_part()
+            self._writers.update(writers)
+        for part in parts_of(group):
+            for writer in writers:
+                writer.add_part()
             while not self._stop.is_set():
                 try:
-                    self._parts.put(part, timeout=0.2)
+                    self._parts.put(_Task(part, writers), timeout=0.2)
                     break
                 except queue.Full:
                     continue
-        if writer.seal():
-            self._commit(writer)
+        for writer in writers:
+            if writer.seal():
+                self._commit(writer)
 
     def _work(self) -> None:
         try:
@@ -184,40 +180,78 @@ class _Run:
 
     def _write_parts(self) -> None:
         reader: Optional[Reader] = None
-        block = PartBuffer(np.empty(self._options.block_bytes, dtype=np.uint8))
+        block = np.empty(self._options.block_bytes, dtype=np.uint8)
         scratch = np.empty(self._options.block_bytes, dtype=np.uint8)
         while not self._stop.is_set():
             try:
-                part = self._parts.get(timeout=0.05)
+                task = self._parts.get(timeout=0.05)
             except queue.Empty:
                 if self._planned.is_set():
                     return
                 continue
             if reader is None:
                 maps = self._handles.limit // (4 * self._options.jobs)
-                reader = make_reader(self._options.io, self._handles, _example(part), maps)
-            self._write_part(part, block, BlockFiller(reader, scratch))
-            if part.writer.part_done():
-                self._commit(part.writer)
+                reader = make_reader(self._options.io, self._handles, _example(task.writers), maps)
+            self._write_part(task, block, BlockFiller(reader, scratch))
+            for writer in task.writers:
+                if writer.part_done():
+                    self._commit(writer)
 
-    def _write_part(self, part: _Part, block: PartBuffer, filler: BlockFiller) -> None:
-        block.start(part.writer, part.offset)
-        for segment in part.segments:
+    def _write_part(self, task: _Task, block: Bytes, filler: BlockFiller) -> None:
+        share = len(block) // len(task.writers)
+        buffers = [PartBuffer(block[n * share : (n + 1) * share]) for n in range(len(task.writers))]
+        for buffer, writer, offset in zip(buffers, task.writers, task.part.offsets):
+            buffer.start(writer, offset)
+        for stretch in task.part.stretches:
+            if stretch.shared is None:
+                for buffer, writer, segments in zip(buffers, task.writers, stretch.segments):
+                    self._write_alone(segments, writer.target, buffer, filler)
+            else:
+                for buffer, segments in zip(buffers, stretch.segments):
+                    for segment in segments:
+                        if isinstance(segment, Literal):
+                            buffer.put(segment.data)
+                self._write_shared(stretch.shared, buffers, filler)
+            if self._stop.is_set():
+                return
+        for buffer in buffers:
+            buffer.flush()
+
+    def _write_alone(
+        self, segments: Sequence[Union[Literal, Data]], target: TargetFile, buffer: PartBuffer, filler: BlockFiller
+    ) -> None:
+        for segment in segments:
             if isinstance(segment, Literal):
-                block.put(segment.data)
+                buffer.put(segment.data)
                 continue
-            tensor = part.writer.target.tensors[segment.tensor]
+            tensor = target.tensors[segment.tensor]
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
-            most = max(1, block.size // tensor.item_size)
+            most = max(1, buffer.size // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stop.is_set():
                     return
-                elements = 1
-                for low, high in box:
-                    elements *= high - low
-                filler.fill(tensor, box, block.reserve(elements * tensor.item_size))
-                self._tell(elements * tensor.item_size)
-        block.flush()
+                count = math.prod(high - low for low, high in box) * tensor.item_size
+                filler.fill(tensor, box, buffer.reserve(count))
+                self._tell(count)
+
+    def _write_shared(self, shared: SharedRows, buffers: Sequence[PartBuffer], filler: BlockFiller) -> None:
+        most = min(
+            filler.most_shared_rows(shared),
+            *(buffer.size // row for buffer, row in zip(buffers, shared.row_bytes)),
+        )
+        if most < 1:
+            # Not even a row fits for everyone at once: each member by itself.
+            for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
+                data = Data(0, 0, shared.first * row, shared.last * row)
+                self._write_alone([data], _only(tensor), buffer, filler)
+            return
+        for rows in boxes_of_range(shared.outer_shape, shared.first, shared.last, most):
+            if self._stop.is_set():
+                return
+            count = math.prod(high - low for low, high in rows)
+            rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
+            filler.fill_shared(shared, rows, rooms)
+            self._tell(sum(len(room) for room in rooms))
 
     def _tell(self, count: int) -> None:
         with self._lock:
@@ -238,47 +272,22 @@ class _Run:
         self._stop.set()
 
 
-def parts_of(writer: TargetWriter) -> Iterator[_Part]:
-    """Cut a target file into parts of about `PART_BYTES`, at element boundaries."""
-    segments: list[Union[Literal, Data]] = []
-    offset = size = 0
-    for segment in writer.target.layout.segments():
-        pending = [segment]
-        if isinstance(segment, Data) and segment.stop - segment.start > PART_BYTES:
-            tensor = writer.target.tensors[segment.tensor]
-            pending = list(_split(segment, _step_bytes(tensor.shape, tensor.item_size)))
-        for piece in pending:
-            segments.append(piece)
-            size += len(piece.data) if isinstance(piece, Literal) else piece.stop - piece.start
-            if size >= PART_BYTES:
-                yield _Part(writer, offset, segments)
-                offset, size, segments = offset + size, 0, []
-    if segments:
-        yield _Part(writer, offset, segments)
+class _Task(NamedTuple):
+    """A part of the files of a group, and their writers."""
+
+    part: Part
+    writers: Sequence[TargetWriter]
 
 
-def _step_bytes(shape: tuple[int, ...], item_size: int) -> int:
-    """About `PART_BYTES`, as whole outermost rows where they are small enough."""
-    row = item_size
-    for size in shape[1:]:
-        row *= size
-    unit = row if row <= PART_BYTES else item_size
-    return max(unit, PART_BYTES // unit * unit)
+def _only(tensor: TargetTensor) -> TargetFile:
+    """A tensor as a file of its own, so that one way of writing serves both."""
+    return TargetFile(0, "", (), OutputLayout(0, ()), (tensor,))
 
 
-def _split(segment: Data, step: int) -> Iterator[Data]:
-    start = segment.start
-    while start < segment.stop:
-        stop = min(segment.stop, (start // step + 1) * step)
-        yield Data(segment.offset + start - segment.start, segment.tensor, start, stop)
-        start = stop
-
-
-def _example(part: _Part) -> str:
+def _example(writers: Sequence[TargetWriter]) -> str:
     """A source file, to know the kind of its file system."""
-    for tensor in part.writer.target.tensors:
-        for piece in tensor.pieces:
-            return piece.source.path
-    return part.writer.target.path
-
-
+    for writer in writers:
+        for tensor in writer.target.tensors:
+            for piece in tensor.pieces:
+                return piece.source.path
+    return writers[0].target.path

@@ -31,6 +31,7 @@ from reshard.checkpoints import (
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.plan.copies import CopiedValues
 from reshard.plan.cuts import Cut, Cuts
+from reshard.plan.groups import reading_groups
 from reshard.plan.parameters import Parameter, one_error
 from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
@@ -176,10 +177,13 @@ class Conversion:
             return self.request.dst
         return os.path.join(self.request.dst, f"rank_{rank}", f"{self.request.prefix}{rank}.{self.format}")
 
-    def target_files(self) -> Iterator[TargetFile]:
-        """The plan of every target rank, made one at a time."""
-        for rank in self.ranks:
-            yield self.target_file(rank)
+    def target_groups(self) -> Iterator[list[TargetFile]]:
+        """The plan of every target rank, made a group at a time; a group's files are written together."""
+        for stage in self._stages.values():
+            found = (self._cuts.of(self._parameters[name], stage) for name in self._resharded_of(stage))
+            cuts = {cut.number: cut for cut in found}.values()
+            for members in reading_groups(self._ranks_of(stage), stage, cuts):
+                yield [self.target_file(rank, members[0]) for rank in members]
 
     def data_bytes(self) -> int:
         """Bytes of tensor contents in all target files together."""
@@ -197,10 +201,17 @@ class Conversion:
                 total += volumes[cut.number] * parameter.item_size
         return total + sum(self._copies.of(rank).nbytes for rank in self.ranks)
 
-    def target_file(self, rank: int) -> TargetFile:
-        """What one target rank's file is made of."""
+    def target_file(self, rank: int, leader: Optional[int] = None) -> TargetFile:
+        """What one target rank's file is made of.
+
+        Args:
+            rank: the target rank.
+            leader: the rank whose replicas it prefers, because they are written together and read the
+                same rows; by default its own.
+        """
         stage = self.request.target.stage_of(rank)
-        base = self._base(rank)
+        leader = rank if leader is None else leader
+        base = [self._base(leader)] + ([self._base(rank)] if rank != leader else [])
         takes: dict[tuple[object, ...], tuple[Box, list[_Take]]] = {}
         made: list[tuple[OutputTensor, TargetTensor]] = []
         for name in self._resharded_of(stage):
@@ -209,7 +220,7 @@ class Conversion:
             present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
             key = (cut.number, present)
             if key not in takes:
-                takes[key] = self._take(rank, stage, cut, parameter, present, base)
+                takes[key] = self._take(rank, leader, cut, parameter, present, base)
             box, parts = takes[key]
             pieces = tuple(
                 Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts
@@ -255,7 +266,8 @@ class Conversion:
         if not recorded:
             return {}
         used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, set[Box]]] = {}
-        for target in self.target_files():
+        targets = (target for group in self.target_groups() for target in group)
+        for target in targets:
             for tensor in target.tensors:
                 for piece in tensor.pieces:
                     if piece.source.path in recorded:
@@ -421,15 +433,15 @@ class Conversion:
     def _take(
         self,
         rank: int,
-        stage: Stage,
+        leader: int,
         cut: Cut,
         parameter: Parameter,
         present: Sequence[frozenset[int]],
-        base: Sequence[int],
+        base: Sequence[Sequence[int]],
     ) -> tuple[Box, list[_Take]]:
         """The target slice of a kind of parameter, and where each of its cells is taken from."""
-        number = cut.slice_of(rank - stage.first_rank)
-        turn = self._choice.turn(rank)
+        number = cut.slice_of(rank - self.request.target.stage_of(rank).first_rank)
+        turn = self._choice.turn(leader)
         takes = []
         for box, slices in cut.overlap.cells(number):
             holders: list[tuple[int, int]] = []
@@ -441,9 +453,11 @@ class Conversion:
                     rank=rank,
                     parameter=parameter.name,
                 )
-            preferred = [holder for holder in holders if holder[0] in base]
-            if preferred:
-                source, index = preferred[(cut.number + turn) % len(preferred)]
+            for chosen in base:
+                preferred = [holder for holder in holders if holder[0] in chosen]
+                if preferred:
+                    source, index = preferred[(cut.number + turn) % len(preferred)]
+                    break
             else:
                 source, index = holders[turn % len(holders)]
             source_box = cut.holdings[index].layout.slice_box(parameter.shape, slices[index])

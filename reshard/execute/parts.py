@@ -1,0 +1,193 @@
+"""Cutting the files of a group into parts that threads can take.
+
+A part is a stretch of every file of a group, in file order, of some tens of MiB in all. Within it
+goes one tensor after the other. Where members of the group take different columns of the same rows,
+the tensor is marked as shared, so that its rows are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Optional, Union
+
+from reshard.checkpoints import Data, Literal
+from reshard.plan.pieces import Box, StoredSlice, TargetFile, TargetTensor
+
+Segment = Union[Literal, Data]
+
+# Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
+PART_BYTES = 64 << 20
+# Rows are read whole for all members, so they must need most of them between them.
+_LEAST_SHARE = 0.5
+
+
+class SharedRows(NamedTuple):
+    """Rows of one tensor that several members take columns of.
+
+    Rows are numbered in C order over the outer dimensions, in which all members hold the same box.
+
+    Attributes:
+        tensors: the tensor as each member holds it.
+        outer: the box that all of them hold of the outer dimensions.
+        first: first row.
+        last: one past the last row.
+        row_bytes: bytes of a row, per member.
+        uses: per stored slice, which member takes which box of it.
+    """
+
+    tensors: tuple[TargetTensor, ...]
+    outer: Box
+    first: int
+    last: int
+    row_bytes: tuple[int, ...]
+    uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
+
+    @property
+    def outer_shape(self) -> tuple[int, ...]:
+        """Elements per outer dimension."""
+        return tuple(stop - start for start, stop in self.outer)
+
+
+class Stretch(NamedTuple):
+    """A tensor, or a part of one, in every file of the group.
+
+    Attributes:
+        segments: per member, what is written, in file order.
+        shared: rows to be read once for all members, in place of the data in ``segments``.
+    """
+
+    segments: tuple[list[Segment], ...]
+    shared: Optional[SharedRows] = None
+
+
+class Part(NamedTuple):
+    """What one thread writes: where it begins in every file, and what follows."""
+
+    offsets: tuple[int, ...]
+    stretches: list[Stretch]
+
+
+def parts_of(group: Sequence[TargetFile]) -> Iterator[Part]:
+    """Cut the files of a group into parts of about `PART_BYTES`, at element boundaries."""
+    offsets = [0] * len(group)
+    start, stretches, size = tuple(offsets), list[Stretch](), 0
+    for stretch in _stretches(group):
+        stretches.append(stretch)
+        for member, segments in enumerate(stretch.segments):
+            count = sum(len(s.data) if isinstance(s, Literal) else s.stop - s.start for s in segments)
+            offsets[member] += count
+            size += count
+        if size >= PART_BYTES:
+            yield Part(start, stretches)
+            start, stretches, size = tuple(offsets), [], 0
+    if stretches:
+        yield Part(start, stretches)
+
+
+def _stretches(group: Sequence[TargetFile]) -> Iterator[Stretch]:
+    if len(group) == 1:
+        for _, segments in _by_tensor(group[0]):
+            for piece in _split(segments, group[0]):
+                yield Stretch((piece,))
+        return
+    files = [list(_by_tensor(target)) for target in group]
+    if len({tuple(tensor for tensor, _ in file) for file in files}) > 1:
+        # Members that order their tensors differently cannot go side by side.
+        for number, file in enumerate(files):
+            for _, segments in file:
+                yield Stretch(tuple(segments if member == number else [] for member in range(len(files))))
+        return
+    for entries in zip(*files):
+        side_by_side = tuple(segments for _, segments in entries)
+        tensors = tuple(target.tensors[tensor] for target, (tensor, _) in zip(group, entries) if tensor >= 0)
+        shared = _shared_rows(tensors, side_by_side) if len(tensors) == len(group) else None
+        if shared is None:
+            yield Stretch(side_by_side)
+        else:
+            yield from _split_shared(shared, side_by_side)
+
+
+def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
+    """The segments of a file, each tensor's data with the literal bytes before it; -1 for bytes at the end."""
+    pending: list[Segment] = []
+    last = -1
+    for segment in target.layout.segments():
+        if isinstance(segment, Data) and segment.tensor != last and last >= 0:
+            # Literal bytes since the last tensor's data belong to this one.
+            data = max(n for n, s in enumerate(pending) if isinstance(s, Data)) + 1
+            yield last, pending[:data]
+            pending = pending[data:]
+        pending.append(segment)
+        if isinstance(segment, Data):
+            last = segment.tensor
+    if pending:
+        yield last, pending
+
+
+def _split(segments: list[Segment], target: TargetFile) -> Iterator[list[Segment]]:
+    """Cut a large tensor of a single file at element boundaries, as whole rows where they are small."""
+    pending: list[Segment] = []
+    for segment in segments:
+        if isinstance(segment, Literal) or segment.stop - segment.start <= PART_BYTES:
+            pending.append(segment)
+            continue
+        tensor = target.tensors[segment.tensor]
+        row = math.prod(tensor.shape[1:]) * tensor.item_size
+        unit = row if row <= PART_BYTES else tensor.item_size
+        step = max(unit, PART_BYTES // unit * unit)
+        start = segment.start
+        while start < segment.stop:
+            stop = min(segment.stop, (start // step + 1) * step)
+            yield [*pending, Data(segment.offset + start - segment.start, segment.tensor, start, stop)]
+            pending = []
+            start = stop
+    if pending:
+        yield pending
+
+
+def _shared_rows(
+    tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment], ...]
+) -> Optional[SharedRows]:
+    """The rows of a tensor that members share, or None where reading them once gains nothing."""
+    data = [[segment for segment in mine if isinstance(segment, Data)] for mine in segments]
+    first = tensors[0]
+    if any(len(mine) != 1 for mine in data) or any(tensor.item_size != first.item_size for tensor in tensors):
+        return None
+    axis = next((a for a, bounds in enumerate(zip(*(t.box for t in tensors))) if len(set(bounds)) > 1), None)
+    if axis is None:
+        # Replicas: everything is outer, and a row is an element; take the last dimension as the row.
+        axis = len(first.box) - 1
+    if axis < 1:
+        return None
+    uses: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[StoredSlice, list[tuple[int, Box]]]] = {}
+    for member, tensor in enumerate(tensors):
+        for piece in tensor.pieces:
+            key = (piece.source.path, piece.source.extents)
+            uses.setdefault(key, (piece.source, []))[1].append((member, piece.box))
+    read = written = 0
+    for source, taken in uses.values():
+        read += math.prod(stop - start for start, stop in source.box[axis:])
+        written += sum(math.prod(stop - start for start, stop in box[axis:]) for _, box in taken)
+    if all(len({member for member, _ in taken}) < 2 for _, taken in uses.values()) or written < read * _LEAST_SHARE:
+        return None
+    outer = first.box[:axis]
+    rows = math.prod(stop - start for start, stop in outer)
+    row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
+    return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.values()))
+
+
+def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...]) -> Iterator[Stretch]:
+    """Cut shared rows where all members together take more than a part's bytes."""
+    step = max(1, PART_BYTES // sum(shared.row_bytes))
+    for first in range(0, shared.last, step):
+        last = min(shared.last, first + step)
+        cut = tuple(
+            [
+                Data(s.offset + first * row, s.tensor, first * row, last * row) if isinstance(s, Data) else s
+                for s in mine
+                if first == 0 or isinstance(s, Data)
+            ]
+            for mine, row in zip(segments, shared.row_bytes)
+        )
+        yield Stretch(cut, shared._replace(first=first, last=last))
