@@ -1,0 +1,99 @@
+"""Rows that several targets take columns of are read once, and only then; counted, not timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.execute import parts, reading
+from reshard.layout import Layout, Overlap
+from reshard.plan.cuts import Cut
+from reshard.plan.groups import reading_groups
+from reshard.plan.pieces import StoredSlice
+from reshard.plan.replicas import Holding
+from reshard.strategies import Stage
+from tests.reference import Strategy
+from tests.running import Argument, done
+from tests.trees import cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
+
+ROWS, COLUMNS = 48, 2400
+FULL = {name: value(name, (ROWS, COLUMNS)) for name in ("a", "b")}
+SIZE = 2 * ROWS * COLUMNS * 4
+
+
+def columns(data: int, model: int) -> Strategy:
+    cut = layout([data, model], [-1, 0])
+    return single({"a": cut, "b": cut})
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of every request for tensor contents."""
+    counted: list[int] = []
+    plain = reading.ExplicitReader._read
+
+    def read(self: Any, source: StoredSlice, offset: int, out: memoryview) -> None:
+        counted.append(len(out))
+        plain(self, source, offset, out)
+
+    monkeypatch.setattr(reading.ExplicitReader, "_read", read)
+    return counted
+
+
+def convert(place: Path, old: object, new: Strategy, *options: Argument) -> None:
+    path = write_strategy(place / "new", new)
+    words: list[Argument] = ["--src-strategy", str(old), "--dst-strategy", path, "--io", "pread"]
+    done("transform-dir", place / "src", place / "dst", *words, *options)
+    same_ranks(read_tree(place / "dst"), cut_ranks(new, FULL))
+
+
+@pytest.mark.parametrize("part_bytes", [64 << 20, 1000])
+@pytest.mark.parametrize(("data", "model"), [(1, 8), (3, 8), (2, 3)])
+def test_a_full_tensor_is_read_once_for_all_its_column_slices(
+    data: int, model: int, part_bytes: int, tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
+    write_tree(tmp_path / "src", {0: FULL}, "rank_{rank}/net-1_1.ckpt")
+    convert(tmp_path, "none", columns(data, model))
+    # A group has at most 16 members, so the rows are read once per group.
+    assert sum(bytes_read) <= SIZE * -(-data * model // 16)
+
+
+def test_sixteen_ranks_to_twenty_four_read_each_row_once_for_a_group(tmp_path: Path, bytes_read: list[int]) -> None:
+    old = columns(4, 4)
+    write_tree(tmp_path / "src", cut_ranks(old, FULL), "rank_{rank}/net-1_1.ckpt")
+    convert(tmp_path, write_strategy(tmp_path / "old", old), columns(3, 8))
+    assert sum(bytes_read) <= SIZE
+
+
+@pytest.mark.parametrize("limit", ["1K", "16K", "100K"])
+def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_other(
+    limit: str, tmp_path: Path
+) -> None:
+    write_tree(tmp_path / "src", {0: FULL}, "rank_{rank}/net-1_1.safetensors")
+    convert(tmp_path, "none", columns(1, 8), "--max-memory", limit)
+
+
+def groups(source: Layout, target: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    held = Stage(0, 0, source.device_count, {"w": source}, ("old.ckpt",))
+    stage = Stage(0, 0, target.device_count, {"w": target}, ("new.ckpt",))
+    cut = Cut(0, Overlap(shape, [source], target), target, (Holding(held, source),))
+    return list(reading_groups(ranks, stage, [cut]))
+
+
+def test_only_column_slices_of_the_same_rows_are_grouped() -> None:
+    whole, by_columns, by_rows = Layout((), ((), ())), Layout((4,), ((), (0,))), Layout((4,), ((0,), ()))
+    assert groups(whole, by_columns, (8, 8), range(4)) == [(0, 1, 2, 3)]
+    assert groups(whole, by_rows, (8, 8), range(4)) == [(0,), (1,), (2,), (3,)]
+    assert groups(by_columns, by_columns, (8, 8), range(4)) == [(0,), (1,), (2,), (3,)]
+    both = Layout((2, 2), ((1,), (0,)))
+    assert groups(whole, both, (8, 8), range(4)) == [(0, 1), (2, 3)]
+    assert groups(whole, by_columns, (8, 8), [1, 3]) == [(1, 3)]
+
+
+def test_a_group_has_a_bounded_number_of_members() -> None:
+    whole, wide = Layout((), ((), ())), Layout((40,), ((), (0,)))
+    assert [len(members) for members in groups(whole, wide, (4, 40), range(40))] == [16, 16, 8]
