@@ -6,7 +6,7 @@ VENV = .venv
 CONFORMANCE = .venv-conformance
 MINDSPORE = 2.7.0
 
-.PHONY: help demo test test-all check conformance clean
+.PHONY: help demo test test-all check conformance bench clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
@@ -14,6 +14,7 @@ help:
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against a real MindSpore $(MINDSPORE), in an environment of its own'
+	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (some minutes, 10 GB of memory)'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
@@ -38,6 +39,10 @@ check:
 conformance:
 	@python=$$(.ci/conformance-python $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
 	@$(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
+
+bench:
+	@.ci/venv $(VENV) $(PYTHON) test
+	@$(VENV)/bin/python -m benchmarks
 
 clean:
 	rm -rf out pp2 dp2 merged survivors local_*

@@ -1,1 +1,1 @@
-"""Speed and memory, shown as ratios measured in one run; see docs/benchmarks.md."""
+"""Speed and memory, shown as ratios measured in one run; `make bench` writes docs/benchmarks.md."""

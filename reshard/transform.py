@@ -113,6 +113,8 @@ def transform(
         check_disjoint(request.src, (), request.dst)
     with FileHandles() as handles:
         conversion = plan(request, handles, report)
+        # Every thread may have a whole group of targets open, beside its sources.
+        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * options.jobs)))
         _check_destination(request, conversion, options)
         files = [conversion.path(rank) for rank in conversion.ranks]
         if options.dry_run:

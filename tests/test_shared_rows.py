@@ -17,7 +17,7 @@ from reshard.plan.replicas import Holding
 from reshard.strategies import Stage
 from tests.reference import Strategy
 from tests.running import Argument, done
-from tests.trees import cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
+from tests.trees import cut_ranks, layout, read_tree, same_ranks, single, text, value, write_strategy, write_tree
 
 ROWS, COLUMNS = 48, 2400
 FULL = {name: value(name, (ROWS, COLUMNS)) for name in ("a", "b")}
@@ -97,3 +97,26 @@ def test_only_column_slices_of_the_same_rows_are_grouped() -> None:
 def test_a_group_has_a_bounded_number_of_members() -> None:
     whole, wide = Layout((), ((), ())), Layout((40,), ((), (0,)))
     assert [len(members) for members in groups(whole, wide, (4, 40), range(40))] == [16, 16, 8]
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("empty", ["0", "m", "z"])
+def test_an_empty_tensor_anywhere_in_a_group_stays_in_its_place(empty: str, ending: str, tmp_path: Path) -> None:
+    """The header of an empty tensor at the end of a .ckpt file once landed before the last tensor's data."""
+    full = {"b": value("b", (4, 8)), "w": value("w", (4, 8)), empty: value("e", (0, 8))}
+    new = single({name: layout([4], [-1, 0]) for name in full})
+    write_tree(tmp_path / "src", {0: full}, f"rank_{{rank}}/net-1_1.{ending}")
+    path = write_strategy(tmp_path / "new", new)
+    for output in ("ckpt", "safetensors"):
+        words: list[Argument] = [tmp_path / "src", tmp_path / output, "--src-strategy", "none", "--dst-strategy", path]
+        done("transform-dir", *words, "--format", output)
+        same_ranks(read_tree(tmp_path / output), cut_ranks(new, full))
+
+
+def test_copied_empty_text_at_the_end_of_a_group_stays_in_its_place(tmp_path: Path) -> None:
+    full = {"w": value("w", (4, 8))}
+    new = single({"w": layout([4], [-1, 0])})
+    write_tree(tmp_path / "src", {0: {**full, "z": text("")}}, "rank_{rank}/net-1_1.ckpt")
+    path = write_strategy(tmp_path / "new", new)
+    done("transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", path)
+    same_ranks(read_tree(tmp_path / "dst"), cut_ranks(new, full, {"z": text("")}))

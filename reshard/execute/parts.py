@@ -121,8 +121,12 @@ def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
         pending.append(segment)
         if isinstance(segment, Data):
             last = segment.tensor
-    if pending:
-        yield last, pending
+    # Headers of empty tensors at the end of the file follow the last data and must stay behind it.
+    data = max((n + 1 for n, s in enumerate(pending) if isinstance(s, Data)), default=0)
+    if pending[:data]:
+        yield last, pending[:data]
+    if pending[data:]:
+        yield -1, pending[data:]
 
 
 def _split(segments: list[Segment], target: TargetFile) -> Iterator[list[Segment]]:
@@ -152,7 +156,10 @@ def _shared_rows(
     """The rows of a tensor that members share, or None where reading them once gains nothing."""
     data = [[segment for segment in mine if isinstance(segment, Data)] for mine in segments]
     first = tensors[0]
-    if any(len(mine) != 1 for mine in data) or any(tensor.item_size != first.item_size for tensor in tensors):
+    if any(len(mine) != 1 or mine[0] is not all_of_it[-1] for mine, all_of_it in zip(data, segments)):
+        # Several records, or something behind the data: only what comes before it can go before the rows.
+        return None
+    if any(tensor.item_size != first.item_size for tensor in tensors):
         return None
     axis = next((a for a, bounds in enumerate(zip(*(t.box for t in tensors))) if len(set(bounds)) > 1), None)
     if axis is None:
@@ -160,21 +167,20 @@ def _shared_rows(
         axis = len(first.box) - 1
     if axis < 1:
         return None
-    uses: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[StoredSlice, list[tuple[int, Box]]]] = {}
+    uses: dict[StoredSlice, list[tuple[int, Box]]] = {}
     for member, tensor in enumerate(tensors):
         for piece in tensor.pieces:
-            key = (piece.source.path, piece.source.extents)
-            uses.setdefault(key, (piece.source, []))[1].append((member, piece.box))
+            uses.setdefault(piece.source, []).append((member, piece.box))
     read = written = 0
-    for source, taken in uses.values():
+    for source, taken in uses.items():
         read += math.prod(stop - start for start, stop in source.box[axis:])
         written += sum(math.prod(stop - start for start, stop in box[axis:]) for _, box in taken)
-    if all(len({member for member, _ in taken}) < 2 for _, taken in uses.values()) or written < read * _LEAST_SHARE:
+    if all(len({member for member, _ in taken}) < 2 for taken in uses.values()) or written < read * _LEAST_SHARE:
         return None
     outer = first.box[:axis]
     rows = math.prod(stop - start for start, stop in outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
-    return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.values()))
+    return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.items()))
 
 
 def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...]) -> Iterator[Stretch]:

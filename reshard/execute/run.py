@@ -209,6 +209,7 @@ class _Run:
             else:
                 for buffer, segments in zip(buffers, stretch.segments):
                     for segment in segments:
+                        buffer.expect(segment.offset)
                         if isinstance(segment, Literal):
                             buffer.put(segment.data)
                 self._write_shared(stretch.shared, buffers, filler)
@@ -221,6 +222,7 @@ class _Run:
         self, segments: Sequence[Union[Literal, Data]], target: TargetFile, buffer: PartBuffer, filler: BlockFiller
     ) -> None:
         for segment in segments:
+            buffer.expect(segment.offset)
             if isinstance(segment, Literal):
                 buffer.put(segment.data)
                 continue
@@ -242,7 +244,7 @@ class _Run:
         if most < 1:
             # Not even a row fits for everyone at once: each member by itself.
             for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
-                data = Data(0, 0, shared.first * row, shared.last * row)
+                data = Data(buffer.position, 0, shared.first * row, shared.last * row)
                 self._write_alone([data], _only(tensor), buffer, filler)
             return
         for rows in boxes_of_range(shared.outer_shape, shared.first, shared.last, most):

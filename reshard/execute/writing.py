@@ -169,6 +169,19 @@ class PartBuffer:
         self._used += count
         return room
 
+    @property
+    def position(self) -> int:
+        """Where in the file the next byte goes."""
+        return self._offset + self._used
+
+    def expect(self, offset: int) -> None:
+        """Insist that what comes next belongs at this offset of the file.
+
+        A mistake in the order of segments would keep the size and so pass unseen; it ends the run.
+        """
+        if self.position != offset:
+            raise RuntimeError(f"bytes for offset {offset} came at {self.position}")
+
     def put(self, data: bytes) -> None:
         """Append bytes."""
         for start in range(0, len(data), self.size):

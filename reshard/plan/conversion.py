@@ -31,7 +31,7 @@ from reshard.checkpoints import (
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.plan.copies import CopiedValues
 from reshard.plan.cuts import Cut, Cuts
-from reshard.plan.groups import reading_groups
+from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.parameters import Parameter, one_error
 from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
@@ -140,6 +140,7 @@ class Conversion:
         ranks: target ranks to write, ascending.
         format: format of the target files.
         sorted: the parameters by what becomes of them.
+        most_together: target files that are written together at the most.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Conversion:
         self._report = report
         self._cuts = Cuts(request.target)
         self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
+        self.most_together = MOST_MEMBERS
         self.format = self._format()
         self._copies = CopiedValues(
             request.source, request.target, self.step, selection.listed, request.filters, handles, report
@@ -182,7 +184,7 @@ class Conversion:
         for stage in self._stages.values():
             found = (self._cuts.of(self._parameters[name], stage) for name in self._resharded_of(stage))
             cuts = {cut.number: cut for cut in found}.values()
-            for members in reading_groups(self._ranks_of(stage), stage, cuts):
+            for members in reading_groups(self._ranks_of(stage), stage, cuts, self.most_together):
                 yield [self.target_file(rank, members[0]) for rank in members]
 
     def data_bytes(self) -> int:

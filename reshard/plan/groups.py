@@ -17,13 +17,16 @@ from reshard.strategies import Stage
 MOST_MEMBERS = 16
 
 
-def reading_groups(ranks: Sequence[int], stage: Stage, cuts: Iterable[Cut]) -> Iterator[tuple[int, ...]]:
+def reading_groups(
+    ranks: Sequence[int], stage: Stage, cuts: Iterable[Cut], most: int = MOST_MEMBERS
+) -> Iterator[tuple[int, ...]]:
     """Groups of target ranks that read the same rows, each ascending.
 
     Args:
         ranks: target ranks of one stage, ascending.
         stage: that stage.
         cuts: how its parameters are cut, each kind once.
+        most: members of a group at the most.
     """
     leader = {rank: rank for rank in ranks}
 
@@ -45,8 +48,8 @@ def reading_groups(ranks: Sequence[int], stage: Stage, cuts: Iterable[Cut]) -> I
     for rank in ranks:
         linked.setdefault(find(rank), []).append(rank)
     for members in linked.values():
-        for start in range(0, len(members), MOST_MEMBERS):
-            yield tuple(members[start : start + MOST_MEMBERS])
+        for start in range(0, len(members), most):
+            yield tuple(members[start : start + most])
 
 
 def _splits_rows(cut: Cut) -> bool:
