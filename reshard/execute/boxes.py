@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-Box = tuple[tuple[int, int], ...]
+from reshard.plan.pieces import Box
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.boxes import Box, intersection
+from reshard.execute.boxes import intersection
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import Reader
-from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.execute.reading import Bytes, Reader
+from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor
 
-Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
 
 # A request costs about as much as copying this many bytes that are not needed.

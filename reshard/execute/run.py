@@ -19,12 +19,12 @@ from typing import NamedTuple, Optional, Union
 
 import numpy as np
 
-from reshard.checkpoints import Data, FileHandles, Literal, OutputLayout
+from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range
-from reshard.execute.filling import BlockFiller, Bytes
+from reshard.execute.filling import BlockFiller
 from reshard.execute.parts import Part, SharedRows, parts_of
-from reshard.execute.reading import Reader, make_reader
+from reshard.execute.reading import Bytes, Reader, make_reader
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.plan.pieces import TargetFile, TargetTensor
 
@@ -75,7 +75,6 @@ def convert(
     handles: FileHandles,
     options: ExecutionOptions,
     progress: Progress,
-    stop: Optional[threading.Event] = None,
 ) -> None:
     """Write all target files.
 
@@ -84,23 +83,21 @@ def convert(
         handles: open source files.
         options: how.
         progress: told of bytes written and files committed.
-        stop: when set, nothing more is begun and nothing more committed.
 
     Raises:
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(handles, options, progress, stop or threading.Event()).run(groups)
+    _Run(handles, options, progress).run(groups)
 
 
 class _Run:
-    def __init__(
-        self, handles: FileHandles, options: ExecutionOptions, progress: Progress, stop: threading.Event
-    ) -> None:
+    def __init__(self, handles: FileHandles, options: ExecutionOptions, progress: Progress) -> None:
         self._handles = handles
         self._options = options
         self._progress = progress
-        self._stop = stop
+        # When set, nothing more is begun and nothing more committed.
+        self._stop = threading.Event()
         self._parts: queue.Queue[_Task] = queue.Queue(maxsize=2 * options.jobs)
         # Set when no further part will come.
         self._planned = threading.Event()
@@ -205,7 +202,7 @@ class _Run:
         for stretch in task.part.stretches:
             if stretch.shared is None:
                 for buffer, writer, segments in zip(buffers, task.writers, stretch.segments):
-                    self._write_alone(segments, writer.target, buffer, filler)
+                    self._write_alone(segments, writer.target.tensors, buffer, filler)
             else:
                 for buffer, segments in zip(buffers, stretch.segments):
                     for segment in segments:
@@ -219,14 +216,18 @@ class _Run:
             buffer.flush()
 
     def _write_alone(
-        self, segments: Sequence[Union[Literal, Data]], target: TargetFile, buffer: PartBuffer, filler: BlockFiller
+        self,
+        segments: Sequence[Union[Literal, Data]],
+        tensors: Sequence[TargetTensor],
+        buffer: PartBuffer,
+        filler: BlockFiller,
     ) -> None:
         for segment in segments:
             buffer.expect(segment.offset)
             if isinstance(segment, Literal):
                 buffer.put(segment.data)
                 continue
-            tensor = target.tensors[segment.tensor]
+            tensor = tensors[segment.tensor]
             first, last = segment.start // tensor.item_size, segment.stop // tensor.item_size
             most = max(1, buffer.size // tensor.item_size)
             for box in boxes_of_range(tensor.shape, first, last, most):
@@ -245,7 +246,7 @@ class _Run:
             # Not even a row fits for everyone at once: each member by itself.
             for tensor, row, buffer in zip(shared.tensors, shared.row_bytes, buffers):
                 data = Data(buffer.position, 0, shared.first * row, shared.last * row)
-                self._write_alone([data], _only(tensor), buffer, filler)
+                self._write_alone([data], (tensor,), buffer, filler)
             return
         for rows in boxes_of_range(shared.outer_shape, shared.first, shared.last, most):
             if self._stop.is_set():
@@ -279,11 +280,6 @@ class _Task(NamedTuple):
 
     part: Part
     writers: Sequence[TargetWriter]
-
-
-def _only(tensor: TargetTensor) -> TargetFile:
-    """A tensor as a file of its own, so that one way of writing serves both."""
-    return TargetFile(0, "", (), OutputLayout(0, ()), (tensor,))
 
 
 def _example(writers: Sequence[TargetWriter]) -> str:

@@ -245,9 +245,7 @@ class Conversion:
         else:
             made.sort(key=lambda pair: pair[0].name)
         outputs = tuple(output for output, _ in made)
-        return TargetFile(
-            rank, self.path(rank), outputs, self._lay_out(outputs), tuple(tensor for _, tensor in made)
-        )
+        return TargetFile(rank, self.path(rank), self._lay_out(outputs), tuple(tensor for _, tensor in made))
 
     def _lay_out(self, outputs: tuple[OutputTensor, ...]) -> OutputLayout:
         """The file's layout; ranks of one stage mostly have the same, so the last one is kept."""

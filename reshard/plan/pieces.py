@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.checkpoints import OutputLayout, OutputTensor
+from reshard.checkpoints import OutputLayout
 
 Box = tuple[tuple[int, int], ...]
 
@@ -70,6 +70,5 @@ class TargetFile:
 
     rank: int
     path: str
-    outputs: tuple[OutputTensor, ...]
     layout: OutputLayout
     tensors: tuple[TargetTensor, ...]
