@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc
+from reshard.checkpoints.storage import LOCAL, storage_of
+from reshard.defaults import MAX_MEMORY
 from reshard.errors import UsageError
 from reshard.execute import Destination, ExecutionOptions, Progress, convert
 from reshard.execute.destination import check_disjoint, check_space
@@ -17,8 +19,6 @@ from reshard.plan.conversion import Conversion, Request, plan
 from reshard.plan.pieces import TargetFile
 from reshard.report import Report
 from reshard.wording import number_ranges, plural, some_names
-
-DEFAULT_MEMORY = 256 << 20
 
 
 def usable_cpus() -> int:
@@ -31,7 +31,7 @@ class Options:
     """How a conversion is carried out; none of this changes the bytes written.
 
     Attributes:
-        jobs: threads; by default the CPUs this process may use.
+        jobs: CPUs to keep busy; by default those this process may use.
         max_memory: bytes for all buffers together.
         io: ``auto``, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
@@ -41,7 +41,7 @@ class Options:
     """
 
     jobs: int = field(default_factory=usable_cpus)
-    max_memory: int = DEFAULT_MEMORY
+    max_memory: int = MAX_MEMORY
     io: str = "auto"
     crc: str = "auto"
     overwrite: bool = False
@@ -113,14 +113,15 @@ def transform(
         check_disjoint(request.src, (), request.dst)
     with FileHandles() as handles:
         conversion = plan(request, handles, report)
+        execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
-        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * options.jobs)))
+        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * execution.threads)))
         _check_destination(request, conversion, options)
         files = [conversion.path(rank) for rank in conversion.ranks]
         if options.dry_run:
             written = sum(target.layout.size for group in conversion.target_groups() for target in group)
         else:
-            written = _write(conversion, options, handles, report, progress)
+            written = _write(conversion, execution, options.crc, handles, report, progress)
         return Summary(
             step=str(conversion.step.step) if conversion.step.step is not None else None,
             ranks=list(conversion.ranks),
@@ -139,14 +140,24 @@ def transform(
         )
 
 
+def _execution(conversion: Conversion, options: Options) -> ExecutionOptions:
+    example = next(iter(conversion.step.files.values()), None)
+    storage = storage_of(example) if example is not None else LOCAL
+    return ExecutionOptions(options.jobs, options.max_memory, options.io, storage)
+
+
 def _write(
-    conversion: Conversion, options: Options, handles: FileHandles, report: Report, progress: Progress
+    conversion: Conversion,
+    execution: ExecutionOptions,
+    crc: str,
+    handles: FileHandles,
+    report: Report,
+    progress: Progress,
 ) -> int:
     """Write all target files and return their size together, in bytes."""
     total = conversion.data_bytes()
     check_space(conversion.request.dst, total)
-    execution = ExecutionOptions(options.jobs, options.max_memory, options.io)
-    if options.crc != "never":
+    if crc != "never":
         _check_crcs(conversion, execution, handles, report)
     counted = _Counted(progress)
     progress.begin(total)
@@ -239,7 +250,7 @@ def _check_crcs(
         if not outcome.checked:
             report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")
 
-    with ThreadPoolExecutor(execution.jobs) as pool:
+    with ThreadPoolExecutor(execution.threads) as pool:
         try:
             for done in as_completed([pool.submit(check, index) for index in whole]):
                 done.result()

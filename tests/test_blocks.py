@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.storage import LOCAL, REMOTE, Storage, file_system_of
 from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range, intersection
 from reshard.execute.filling import BlockFiller
-from reshard.execute.reading import ExplicitReader, MappedReader, Reader, file_system_of
+from reshard.execute.reading import Reader, make_reader
 from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor
 
+READERS = pytest.mark.parametrize(("storage", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
 
@@ -74,8 +77,12 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     return TargetTensor("w", item_size, box, tuple(pieces)), full[tuple(slice(*interval) for interval in box)]
 
 
-@pytest.mark.parametrize("kind", [ExplicitReader, MappedReader])
-def test_a_tensor_is_the_same_through_any_reader_and_buffer(kind: type[Reader], tmp_path: Path) -> None:
+def reader(storage: Storage, mapped: bool, handles: FileHandles) -> Reader:
+    return make_reader(storage, mapped, handles, window_bytes=1 << 20, most_maps=4)
+
+
+@READERS
+def test_a_tensor_is_the_same_through_any_reader_and_buffer(storage: Storage, mapped: bool, tmp_path: Path) -> None:
     @settings(max_examples=150)
     @given(st.data())
     def check(data: st.DataObject) -> None:
@@ -84,7 +91,7 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer(kind: type[Reader], 
         most = max(1, data.draw(st.sampled_from([1, 16, 64, 1 << 20])) // tensor.item_size)
         out = b""
         with FileHandles() as handles:
-            filler = BlockFiller(kind(handles), scratch)  # type: ignore[call-arg]
+            filler = BlockFiller(reader(storage, mapped, handles), scratch)
             for block in boxes_of_range(tensor.shape, 0, math.prod(tensor.shape), most):
                 room = bytearray(math.prod(high - low for low, high in block) * tensor.item_size)
                 filler.fill(tensor, block, memoryview(room))
@@ -94,14 +101,14 @@ def test_a_tensor_is_the_same_through_any_reader_and_buffer(kind: type[Reader], 
     check()
 
 
-@pytest.mark.parametrize("kind", [ExplicitReader, MappedReader])
-def test_a_file_that_shrinks_is_an_error_that_names_it(kind: type[Reader], tmp_path: Path) -> None:
+@READERS
+def test_a_file_that_shrinks_is_an_error_that_names_it(storage: Storage, mapped: bool, tmp_path: Path) -> None:
     path = tmp_path / "net-1_10.ckpt"
     path.write_bytes(bytes(64))
     source = StoredSlice(str(path), 3, ((0, 128),), ((0, 16), (0, 8)))
     tensor = TargetTensor("w", 1, ((0, 16), (0, 4)), (Piece(source, ((0, 16), (0, 4))),))
     with FileHandles() as handles, pytest.raises(RetryableError, match=r"net-1_10\.ckpt.*rank 3"):
-        BlockFiller(kind(handles), np.empty(4096, dtype=np.uint8)).fill(  # type: ignore[call-arg]
+        BlockFiller(reader(storage, mapped, handles), np.empty(4096, dtype=np.uint8)).fill(
             tensor, ((0, 16), (0, 4)), memoryview(bytearray(64))
         )
 

@@ -8,6 +8,7 @@ share one description, so that a thousand ranks take the memory of a few.
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from typing import NamedTuple, Optional
 
@@ -35,9 +36,10 @@ class _Structure(NamedTuple):
 
 
 class KnownStructures:
-    """The structures of files read before, by format and size."""
+    """The structures of files read before, by format and size; for any number of threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
     def find(self, fd: int, path: str, format: str, size: int) -> Optional[CheckpointIndex]:
@@ -46,7 +48,9 @@ class KnownStructures:
         Raises:
             OSError: reading failed.
         """
-        for structure in self._known.get((format, size), ()):
+        with self._lock:
+            structures = tuple(self._known.get((format, size), ()))
+        for structure in structures:
             if all(_matches(fd, read) for read in structure.reads):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
@@ -67,12 +71,13 @@ class KnownStructures:
         for offset, length, gaps in _gaps(index):
             data = os.pread(fd, length, offset)
             reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
-        structures = self._known.setdefault((index.format, index.size), [])
-        self._known.move_to_end((index.format, index.size))
-        structures.insert(0, _Structure(index, reads))
-        del structures[_MOST_STRUCTURES:]
-        if len(self._known) > _MOST_STRUCTURES:
-            self._known.popitem(last=False)
+        with self._lock:
+            structures = self._known.setdefault((index.format, index.size), [])
+            self._known.move_to_end((index.format, index.size))
+            structures.insert(0, _Structure(index, reads))
+            del structures[_MOST_STRUCTURES:]
+            if len(self._known) > _MOST_STRUCTURES:
+                self._known.popitem(last=False)
 
 
 def _matches(fd: int, read: _Read) -> bool:

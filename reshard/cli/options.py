@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional, TypeVar
 import click
 
 from reshard.cli.errors import set_debug
+from reshard.defaults import MAX_MEMORY
 from reshard.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,10 +126,14 @@ def conversion(command: F) -> F:
             "--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins)."
         ),
         click.option(
-            "--jobs", type=click.IntRange(min=1, max=1024), help="Threads.  [default: the CPUs it may use]"
+            "--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]"
         ),
         click.option(
-            "--max-memory", type=Size(), default="256M", show_default=True, help="Memory for all buffers together."
+            "--max-memory",
+            type=Size(),
+            default=f"{MAX_MEMORY >> 20}M",
+            show_default=True,
+            help="Memory for all buffers together.",
         ),
         click.option(
             "--io",

@@ -21,8 +21,6 @@ from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor
 
 Words = npt.NDArray[Any]
 
-# A request costs about as much as copying this many bytes that are not needed.
-_WORTH_SKIPPING = 16 << 10
 _WORDS = (8, 4, 2, 1)
 
 
@@ -133,7 +131,8 @@ class BlockFiller:
         if mapped is not None:
             gather(mapped, counts, strides, out)
             return
-        if span <= len(self._scratch) and span - needed <= _WORTH_SKIPPING * max(1, runs(counts, strides, item_size)):
+        skipped = self._reader.worth_skipping * max(1, runs(counts, strides, item_size))
+        if span <= len(self._scratch) and span - needed <= skipped:
             self._reader.read_into(source, start, self._scratch[:span].data)
             gather(self._scratch[:span], counts, strides, out)
             return
@@ -148,7 +147,7 @@ class BlockFiller:
         row_span = sum((count - 1) * stride for count, stride in zip(counts[axis + 1 :], strides[axis + 1 :]))
         row_span += item_size
         gap = strides[axis] - row_span
-        rows = 1 if gap > _WORTH_SKIPPING else max(1, (len(self._scratch) - row_span) // strides[axis] + 1)
+        rows = 1 if gap > self._reader.worth_skipping else max(1, (len(self._scratch) - row_span) // strides[axis] + 1)
         if rows >= counts[axis]:
             rows = max(1, counts[axis] // 2)
         head = tuple((0, 1) for _ in counts[:axis])

@@ -17,7 +17,9 @@ from reshard.plan.pieces import Box, StoredSlice, TargetFile, TargetTensor
 Segment = Union[Literal, Data]
 
 # Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
-PART_BYTES = 64 << 20
+MOST_PART_BYTES = 64 << 20
+LEAST_PART_BYTES = 4 << 20
+_PARTS_PER_THREAD = 4
 # Rows are read whole for all members, so they must need most of them between them.
 _LEAST_SHARE = 0.5
 
@@ -68,27 +70,34 @@ class Part(NamedTuple):
     stretches: list[Stretch]
 
 
-def parts_of(group: Sequence[TargetFile]) -> Iterator[Part]:
-    """Cut the files of a group into parts of about `PART_BYTES`, at element boundaries."""
+def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
+    """Cut the files of a group into parts, at element boundaries; at least one.
+
+    Args:
+        group: the files.
+        threads: how many threads may come to help; large files are cut into some parts for each.
+    """
+    share = sum(target.layout.size for target in group) // (_PARTS_PER_THREAD * threads)
+    part_bytes = max(LEAST_PART_BYTES, min(MOST_PART_BYTES, share))
     offsets = [0] * len(group)
     start, stretches, size = tuple(offsets), list[Stretch](), 0
-    for stretch in _stretches(group):
+    for stretch in _stretches(group, part_bytes):
         stretches.append(stretch)
         for member, segments in enumerate(stretch.segments):
             count = sum(len(s.data) if isinstance(s, Literal) else s.stop - s.start for s in segments)
             offsets[member] += count
             size += count
-        if size >= PART_BYTES:
+        if size >= part_bytes:
             yield Part(start, stretches)
             start, stretches, size = tuple(offsets), [], 0
-    if stretches:
+    if stretches or not any(offsets):
         yield Part(start, stretches)
 
 
-def _stretches(group: Sequence[TargetFile]) -> Iterator[Stretch]:
+def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch]:
     if len(group) == 1:
         for _, segments in _by_tensor(group[0]):
-            for piece in _split(segments, group[0]):
+            for piece in _split(segments, group[0], part_bytes):
                 yield Stretch((piece,))
         return
     files = [list(_by_tensor(target)) for target in group]
@@ -105,7 +114,7 @@ def _stretches(group: Sequence[TargetFile]) -> Iterator[Stretch]:
         if shared is None:
             yield Stretch(side_by_side)
         else:
-            yield from _split_shared(shared, side_by_side)
+            yield from _split_shared(shared, side_by_side, part_bytes)
 
 
 def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
@@ -129,17 +138,17 @@ def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:
         yield -1, pending[data:]
 
 
-def _split(segments: list[Segment], target: TargetFile) -> Iterator[list[Segment]]:
+def _split(segments: list[Segment], target: TargetFile, part_bytes: int) -> Iterator[list[Segment]]:
     """Cut a large tensor of a single file at element boundaries, as whole rows where they are small."""
     pending: list[Segment] = []
     for segment in segments:
-        if isinstance(segment, Literal) or segment.stop - segment.start <= PART_BYTES:
+        if isinstance(segment, Literal) or segment.stop - segment.start <= part_bytes:
             pending.append(segment)
             continue
         tensor = target.tensors[segment.tensor]
         row = math.prod(tensor.shape[1:]) * tensor.item_size
-        unit = row if row <= PART_BYTES else tensor.item_size
-        step = max(unit, PART_BYTES // unit * unit)
+        unit = row if row <= part_bytes else tensor.item_size
+        step = max(unit, part_bytes // unit * unit)
         start = segment.start
         while start < segment.stop:
             stop = min(segment.stop, (start // step + 1) * step)
@@ -183,9 +192,11 @@ def _shared_rows(
     return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.items()))
 
 
-def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...]) -> Iterator[Stretch]:
+def _split_shared(
+    shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int
+) -> Iterator[Stretch]:
     """Cut shared rows where all members together take more than a part's bytes."""
-    step = max(1, PART_BYTES // sum(shared.row_bytes))
+    step = max(1, part_bytes // sum(shared.row_bytes))
     for first in range(0, shared.last, step):
         last = min(shared.last, first + step)
         cut = tuple(

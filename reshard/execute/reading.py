@@ -19,28 +19,25 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.errors import RetryableError
 from reshard.plan.pieces import StoredSlice
 
 Bytes = npt.NDArray[np.uint8]
 
-# Local file systems, where a page fault is a memory access or a disk read and never a round trip.
-LOCAL_FILE_SYSTEMS = frozenset(
-    ["ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "zfs", "f2fs", "overlay", "bcachefs", "jfs", "reiserfs"]
-)
-
 # After this many bytes through a map its pages are given back, so that resident memory stays flat.
 _GIVE_BACK = 64 << 20
 _MAPS = 64
-
-# Requests up to this size are answered from windows; see `benchmarks/many_ranks.py`.
-_SMALL = 16 << 10
-_WINDOW = 64 << 10
 _MOST_WINDOWS = 32
 
-
 class Reader(Protocol):
-    """Reads bytes of stored slices; offsets count from the slice's first byte."""
+    """Reads bytes of stored slices; offsets count from the slice's first byte.
+
+    Attributes:
+        worth_skipping: a request costs about as much as reading this many bytes that are not needed.
+    """
+
+    worth_skipping: int
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on.
@@ -58,10 +55,19 @@ class ExplicitReader:
 
     Small tensors lie close together, and a request costs as much as copying many of them, so small
     requests are answered from windows of the file that are kept for a while.
+
+    Args:
+        handles: open source files.
+        storage: what they lie on.
+        window_bytes: memory for windows; room for one there is always.
     """
 
-    def __init__(self, handles: FileHandles) -> None:
+    def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
+        self.worth_skipping = storage.worth_skipping
         self._handles = handles
+        self._window_size = storage.window
+        self._small = storage.small
+        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // storage.window))
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
@@ -69,25 +75,25 @@ class ExplicitReader:
         done = 0
         for offset, length in file_ranges(source, start, len(out)):
             part = out[done : done + length]
-            if length > _SMALL or not self._read_small(source, offset, part):
+            if length > self._small or not self._read_small(source, offset, part):
                 self._read(source, offset, part)
             done += length
 
     def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
         """Fill ``out`` from a window; False where it does not lie in one."""
-        number, inside = divmod(offset, _WINDOW)
-        if inside + len(out) > _WINDOW:
+        number, inside = divmod(offset, self._window_size)
+        if inside + len(out) > self._window_size:
             return False
         key = (source.path, number)
         window = self._windows.get(key)
         if window is None:
             try:
                 with self._handles.borrow(source.path) as fd:
-                    window = os.pread(fd, _WINDOW, number * _WINDOW)
+                    window = os.pread(fd, self._window_size, number * self._window_size)
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
-            if len(self._windows) > _MOST_WINDOWS:
+            if len(self._windows) > self._most_windows:
                 self._windows.popitem(last=False)
         if inside + len(out) > len(window):
             return False
@@ -114,10 +120,11 @@ class ExplicitReader:
 class MappedReader:
     """Looks at files through memory maps, and gives their pages back; for one thread."""
 
-    def __init__(self, handles: FileHandles, most_maps: int = 64) -> None:
-        """Args: handles: open files. most_maps: files mapped at a time; a map holds a descriptor."""
+    def __init__(self, handles: FileHandles, explicit: Reader, most_maps: int = _MAPS) -> None:
+        """Args: handles: open files. explicit: for what is read. most_maps: files mapped at a time."""
+        self.worth_skipping = explicit.worth_skipping
         self._handles = handles
-        self._explicit = ExplicitReader(handles)
+        self._explicit = explicit
         self._maps = _Maps(most_maps)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
@@ -199,29 +206,18 @@ def file_ranges(source: StoredSlice, start: int, length: int) -> Iterator[tuple[
         number += 1
 
 
-def file_system_of(path: str) -> str:
-    """The type of the file system that a path lies on, as the kernel names it; empty if unknown."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-            lines = mounts.read().splitlines()
-    except OSError:
-        return ""
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split(" ")[4].replace("\\040", " ")
-        inside = point == "/" or real == point or real.startswith(point + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, after.split(" ")[0]
-    return kind
+def make_reader(storage: Storage, mapped: bool, handles: FileHandles, window_bytes: int, most_maps: int) -> Reader:
+    """A reader for one thread.
 
-
-def make_reader(kind: str, handles: FileHandles, example: str, most_maps: int) -> Reader:
-    """A reader for one thread: ``mmap``, ``pread`` or, by the file system of an example file, ``auto``."""
-    if kind == "auto":
-        kind = "mmap" if file_system_of(example) in LOCAL_FILE_SYSTEMS else "pread"
-    return MappedReader(handles, min(_MAPS, most_maps)) if kind == "mmap" else ExplicitReader(handles)
+    Args:
+        storage: what the source files lie on.
+        mapped: look at files through memory maps where that spares copying.
+        handles: open source files.
+        window_bytes: memory for windows, in which small requests are answered.
+        most_maps: files mapped at a time; a map holds a descriptor.
+    """
+    explicit = ExplicitReader(handles, storage, window_bytes)
+    return MappedReader(handles, explicit, min(_MAPS, most_maps)) if mapped else explicit
 
 
 def shrunk(source: StoredSlice) -> RetryableError:

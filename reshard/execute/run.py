@@ -1,36 +1,39 @@
 """Running a conversion: target files in, bytes out.
 
-Target files are planned a group at a time and cut into parts of some tens of MiB. A few threads take
-the parts in order, so a few target files are open at any moment, each written front to back; copying
-and I/O leave the interpreter lock alone. Whoever writes the last part of a file commits it.
+Target files are planned a group at a time and cut into parts of some tens of MiB, which a few threads
+take (see `schedule`); copying and I/O leave the interpreter lock alone. Whoever writes the last part
+of a file commits it.
 
-Memory: every thread owns one block buffer and one scratch buffer of equal size, and nothing else
-that grows with the checkpoint.
+Memory: every thread owns one block buffer, one scratch buffer of equal size and some windows for small
+reads, and nothing else that grows with the checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-import queue
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 import numpy as np
 
 from reshard.checkpoints import Data, FileHandles, Literal
+from reshard.checkpoints.storage import LOCAL, Storage
+from reshard.defaults import MAX_MEMORY
 from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
-from reshard.execute.parts import Part, SharedRows, parts_of
-from reshard.execute.reading import Bytes, Reader, make_reader
+from reshard.execute.parts import SharedRows
+from reshard.execute.reading import Bytes, make_reader
+from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import PartBuffer, TargetWriter
 from reshard.plan.pieces import TargetFile, TargetTensor
 
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20
 LEAST_BLOCK_BYTES = 4 << 10
+_MOST_WAITING = 64
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,36 @@ class ExecutionOptions:
     """How bytes are moved; none of this changes what is written.
 
     Attributes:
-        jobs: threads.
+        jobs: CPUs to keep busy.
         max_memory: bytes that all buffers together may take.
         io: ``auto``, ``mmap`` or ``pread``.
+        storage: what the source files lie on.
     """
 
     jobs: int
-    max_memory: int = 256 << 20
+    max_memory: int = MAX_MEMORY
     io: str = "auto"
+    storage: Storage = LOCAL
+
+    @property
+    def threads(self) -> int:
+        """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
+        return max(self.jobs, min(_MOST_WAITING, self.jobs * self.storage.in_flight))
+
+    @property
+    def mapped(self) -> bool:
+        """Whether sources are looked at through memory maps."""
+        return self.io == "mmap" or (self.io == "auto" and not self.storage.remote)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a thread's windows for small reads: an eighth of its share."""
+        return self.max_memory // (8 * self.threads)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = self.max_memory // (2 * self.jobs)
+        share = (self.max_memory // self.threads - self.window_bytes) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
 
@@ -88,47 +108,48 @@ def convert(
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(handles, options, progress).run(groups)
+    _Run(groups, handles, options, progress).run()
 
 
 class _Run:
-    def __init__(self, handles: FileHandles, options: ExecutionOptions, progress: Progress) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Sequence[TargetFile]],
+        handles: FileHandles,
+        options: ExecutionOptions,
+        progress: Progress,
+    ) -> None:
+        self._schedule = Schedule(groups, options.threads)
         self._handles = handles
         self._options = options
         self._progress = progress
         # When set, nothing more is begun and nothing more committed.
         self._stop = threading.Event()
-        self._parts: queue.Queue[_Task] = queue.Queue(maxsize=2 * options.jobs)
-        # Set when no further part will come.
-        self._planned = threading.Event()
         self._lock = threading.Lock()
-        self._writers: set[TargetWriter] = set()
         self._error: Optional[BaseException] = None
 
-    def run(self, groups: Iterable[Sequence[TargetFile]]) -> None:
+    def run(self) -> None:
+        """Start the threads and wait until everything is written, or something failed."""
         threads = [
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
-            for number in range(self._options.jobs)
+            for number in range(self._options.threads)
         ]
         started = []
         try:
             for thread in threads:
                 thread.start()
                 started.append(thread)
-            for group in groups:
-                if self._stop.is_set():
-                    break
-                self._hand_out(group)
-            self._planned.set()
-            for thread in started:
-                # With a timeout, so that a signal is handled while waiting.
-                while thread.is_alive():
-                    thread.join(0.2)
+            _join(started)
         except BaseException as error:
             self._fail(error)
         finally:
-            self._stop_threads(started)
-            left = list(self._writers)
+            # Also when asked to hurry: they may still be writing.
+            while any(thread.is_alive() for thread in started):
+                try:
+                    _join(started)
+                except BaseException as error:
+                    self._fail(error)
+            left = self._schedule.unfinished()
             for writer in left:
                 writer.discard()
         if self._error is not None:
@@ -140,35 +161,6 @@ class _Run:
                 f"{target.path}: was not finished (rank {target.rank})", file=target.path, rank=target.rank
             )
 
-    def _stop_threads(self, threads: Iterable[threading.Thread]) -> None:
-        """Wait for the threads to end, also when asked to hurry: they may still be writing."""
-        if not self._planned.is_set():
-            self._stop.set()
-            self._planned.set()
-        for thread in threads:
-            while thread.is_alive():
-                try:
-                    thread.join(0.2)
-                except BaseException as error:
-                    self._fail(error)
-
-    def _hand_out(self, group: Sequence[TargetFile]) -> None:
-        writers = [TargetWriter(target) for target in group]
-        with self._lock:
-            self._writers.update(writers)
-        for part in parts_of(group):
-            for writer in writers:
-                writer.add_part()
-            while not self._stop.is_set():
-                try:
-                    self._parts.put(_Task(part, writers), timeout=0.2)
-                    break
-                except queue.Full:
-                    continue
-        for writer in writers:
-            if writer.seal():
-                self._commit(writer)
-
     def _work(self) -> None:
         try:
             self._write_parts()
@@ -176,25 +168,21 @@ class _Run:
             self._fail(error)
 
     def _write_parts(self) -> None:
-        reader: Optional[Reader] = None
-        block = np.empty(self._options.block_bytes, dtype=np.uint8)
-        scratch = np.empty(self._options.block_bytes, dtype=np.uint8)
+        options = self._options
+        maps = max(1, self._handles.limit // (4 * options.threads))
+        reader = make_reader(options.storage, options.mapped, self._handles, options.window_bytes, maps)
+        block = np.empty(options.block_bytes, dtype=np.uint8)
+        filler = BlockFiller(reader, np.empty(options.block_bytes, dtype=np.uint8))
         while not self._stop.is_set():
-            try:
-                task = self._parts.get(timeout=0.05)
-            except queue.Empty:
-                if self._planned.is_set():
-                    return
-                continue
-            if reader is None:
-                maps = self._handles.limit // (4 * self._options.jobs)
-                reader = make_reader(self._options.io, self._handles, _example(task.writers), maps)
-            self._write_part(task, block, BlockFiller(reader, scratch))
+            task = self._schedule.next()
+            if task is None:
+                return
+            self._write_part(task, block, filler)
             for writer in task.writers:
                 if writer.part_done():
                     self._commit(writer)
 
-    def _write_part(self, task: _Task, block: Bytes, filler: BlockFiller) -> None:
+    def _write_part(self, task: Task, block: Bytes, filler: BlockFiller) -> None:
         share = len(block) // len(task.writers)
         buffers = [PartBuffer(block[n * share : (n + 1) * share]) for n in range(len(task.writers))]
         for buffer, writer, offset in zip(buffers, task.writers, task.part.offsets):
@@ -264,8 +252,8 @@ class _Run:
         if self._stop.is_set():
             return
         writer.commit()
+        self._schedule.committed(writer)
         with self._lock:
-            self._writers.discard(writer)
             self._progress.committed(writer.target)
 
     def _fail(self, error: BaseException) -> None:
@@ -275,17 +263,8 @@ class _Run:
         self._stop.set()
 
 
-class _Task(NamedTuple):
-    """A part of the files of a group, and their writers."""
-
-    part: Part
-    writers: Sequence[TargetWriter]
-
-
-def _example(writers: Sequence[TargetWriter]) -> str:
-    """A source file, to know the kind of its file system."""
-    for writer in writers:
-        for tensor in writer.target.tensors:
-            for piece in tensor.pieces:
-                return piece.source.path
-    return writers[0].target.path
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads, with a timeout each time, so that a signal is handled while waiting."""
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)

@@ -46,11 +46,10 @@ class TargetWriter:
         with self._lock:
             self._open_parts += 1
 
-    def seal(self) -> bool:
-        """No more parts will be added; whether all of them are written already."""
+    def seal(self) -> None:
+        """No more parts will be added."""
         with self._lock:
             self._sealed = True
-            return self._open_parts == 0
 
     def part_done(self) -> bool:
         """A part is written; whether it was the last one."""

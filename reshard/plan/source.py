@@ -7,9 +7,12 @@ warning; an encrypted or unreadable one is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Union
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles, read_index
+from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
 from reshard.strategies import Stage
@@ -53,24 +56,12 @@ class SourceStep:
         Returns:
             Whether anything was read that was not known before.
         """
-        news = False
-        for rank in sorted(ranks):
-            path = self.files.get(rank)
-            if path is None or rank in self.indexes or rank in self.damaged:
+        wanted = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
+        for rank, index in zip(wanted, self._read(wanted)):
+            if isinstance(index, DamagedCheckpointError):
+                self.damaged[rank] = index.message
+                self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
-            news = True
-            try:
-                index = read_index(self._handles, path, self._known)
-            except DamagedCheckpointError as error:
-                self.damaged[rank] = error.message
-                self._report.warn(f"{error.message}; rank {rank} counts as absent at {self.label}")
-                continue
-            except CheckpointError as error:
-                if os.path.lexists(path):
-                    raise
-                raise RetryableError(
-                    f"{path}: vanished while the checkpoint was read (rank {rank})", file=path, rank=rank
-                ) from error
             self.indexes[rank] = index
             # Files built alike share their tensors, so most sets of names are known by identity.
             number = self._set_of_tensors.get(id(index.tensors))
@@ -79,7 +70,37 @@ class SourceStep:
                 self._set_of_tensors[id(index.tensors)] = number
             self._set_of_rank[rank] = number
             self._presence.clear()
-        return news
+        return bool(wanted)
+
+    def _read(self, ranks: list[int]) -> Iterator[Union[CheckpointIndex, DamagedCheckpointError]]:
+        """Indexes of these ranks' files, in order."""
+        # The first file is read alone, so that others that are built like it are only compared with it.
+        yield from map(self._index, ranks[:1])
+        threads = storage_of(self.files[ranks[0]]).in_flight if len(ranks) > 1 else 1
+        if threads == 1:
+            yield from map(self._index, ranks[1:])
+            return
+        with ThreadPoolExecutor(2 * threads) as pool:
+            coming = [pool.submit(self._index, rank) for rank in ranks[1:]]
+            try:
+                for future in coming:
+                    yield future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _index(self, rank: int) -> Union[CheckpointIndex, DamagedCheckpointError]:
+        path = self.files[rank]
+        try:
+            return read_index(self._handles, path, self._known)
+        except DamagedCheckpointError as error:
+            return error
+        except CheckpointError as error:
+            if os.path.lexists(path):
+                raise
+            raise RetryableError(
+                f"{path}: vanished while the checkpoint was read (rank {rank})", file=path, rank=rank
+            ) from error
 
     def loaded(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read, ascending."""
