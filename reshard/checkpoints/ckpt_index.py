@@ -46,9 +46,10 @@ _LEAST_WINDOW = 1 << 10
 _MOST_WINDOW = 1 << 18
 _NEAR = 1 << 15
 
-# Far beyond any real file (a million tensors, names of a hundred bytes), and still a bound.
-_MOST_FIELDS = 1 << 23
-_MOST_NAME_BYTES = 1 << 26
+# Far beyond any real file (a quarter of a million tensors, names of a hundred bytes), and still a
+# bound: some seconds, some hundred MB.
+_MOST_FIELDS = 1 << 21
+_MOST_NAME_BYTES = 1 << 25
 _LONGEST_NAME = 1 << 14
 _MOST_DIMS = 64
 _LONGEST_VARINT = 10

@@ -27,6 +27,8 @@ _LASTING = {
     errno.EISDIR: "is a directory",
     errno.ELOOP: "is a loop of symbolic links",
     errno.ENAMETOOLONG: "has too long a name",
+    errno.ENXIO: "is not a file",
+    errno.ENODEV: "is not a file",
 }
 
 
@@ -107,7 +109,8 @@ class FileHandles:
         self.close()
 
     def _open(self, path: str) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        # Opening a FIFO would wait for its writer; regular files are read as ever.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             fd = os.open(path, flags)
         except OSError as error:

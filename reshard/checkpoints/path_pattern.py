@@ -48,11 +48,7 @@ def _descend(
         else:
             yield rank, naming, directory
         return
-    try:
-        expression = _expression(part)
-    except re.error:
-        # A set such as [z-a] matches nothing, as in a shell.
-        return
+    expression = _expression(part)
     for name in sorted(os.listdir(directory or os.curdir)):
         match = expression.fullmatch(name)
         if match is None or (name.startswith(".") and not part.startswith(".")):
@@ -85,18 +81,38 @@ def _expression(part: str) -> re.Pattern[str]:
             continue
         character = part[position]
         position += 1
-        closing = part.find("]", position + 1) if character == "[" else -1
+        # A bracket that comes first in a set belongs to it.
+        first = position + (part[position : position + 1] in ("!", "^"))
+        closing = part.find("]", first + 1) if character == "[" else -1
         if character == "*":
             out.append(".*")
         elif character == "?":
             out.append(".")
         elif closing > 0:
-            inside = part[position:closing].replace("\\", r"\\").replace("[", r"\[")
-            out.append("[" + ("^" + inside[1:] if inside[0] == "!" else inside) + "]")
+            out.append(_set(part[position:closing]))
             position = closing + 1
         else:
             out.append(re.escape(character))
     return re.compile("".join(out), re.DOTALL)
+
+
+def _set(inside: str) -> str:
+    """The regular expression of what stands between brackets."""
+    negated = inside[0] in "!^"
+    members = []
+    position = int(negated)
+    while position < len(inside):
+        first, last = inside[position], inside[position]
+        if inside[position + 1 : position + 2] == "-" and position + 2 < len(inside):
+            last = inside[position + 2]
+            position += 2
+        position += 1
+        # A range such as z-a holds nothing, as in a shell.
+        if first <= last:
+            members.append(f"{re.escape(first)}-{re.escape(last)}")
+    if not members:
+        return "." if negated else "(?!)"
+    return f"[{'^' if negated else ''}{''.join(members)}]"
 
 
 def _blanked(match: re.Match[str]) -> str:

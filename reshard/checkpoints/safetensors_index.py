@@ -20,8 +20,15 @@ from reshard.errors import CheckpointError, DamagedCheckpointError
 
 METADATA = "__metadata__"
 LENGTH_SIZE = 8
-LONGEST_HEADER = 100_000_000
-"""The library's own bound on the header, in bytes."""
+LONGEST_HEADER = 1 << 25
+"""Most bytes of a header. The library allows three times as much, but Python's objects take ten
+times the bytes, and a quarter of a million tensors fit in this."""
+
+# A tensor has about eight; each may take a hundred bytes when parsed.
+_MOST_VALUES = 1 << 21
+_LONGEST_NAME = 1 << 14
+_MOST_DIMS = 64
+_SHOWN = 100
 
 _KNOWN_TYPES = FROM_SAFETENSORS.keys() | SUB_BYTE_TYPES
 _LARGEST_NUMBER = (1 << 64) - 1
@@ -83,6 +90,8 @@ def _read_header(fd: int, path: str, size: int) -> tuple[dict[str, Any], int]:
         raise _damaged(path, "it ends inside the header: it is truncated")
     if text[:1] != b"{":
         raise _damaged(path, "its header does not begin with '{'")
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:
+        raise _damaged(path, f"its header holds more than {_MOST_VALUES} values")
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no JSON")
@@ -102,7 +111,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name!r} occurs twice")
+            raise ValueError(f"the key {name[:_SHOWN]!r} occurs twice")
         found[name] = value
     return found
 
@@ -119,20 +128,30 @@ def _metadata(found: Any, path: str) -> dict[str, str]:
         return {}
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise _damaged(path, f"{METADATA} is not a map of texts")
+    for key, value in found.items():
+        _check_text(key, path)
+        _check_text(value, path)
     return found
+
+
+def _check_text(text: str, path: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can name and no output can show."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _damaged(path, f"{text[:_SHOWN]!r} is no text") from error
 
 
 def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], int, int]:
     """Name, dtype, shape and range in the data of one tensor, each checked by itself."""
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise _damaged(path, f"the name {name!r} is no text") from error
+    _check_text(name, path)
+    if len(name) > _LONGEST_NAME:
+        raise _damaged(path, f"the name {name[:_SHOWN]!r}... is too long")
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise _damaged(path, f"{name} needs dtype, shape and data_offsets", name)
     stored, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(stored, str) or stored not in _KNOWN_TYPES:
-        raise _damaged(path, f"{name} has the unknown type {stored!r}", name)
+        raise _damaged(path, f"{name} has the unknown type {str(stored)[:_SHOWN]!r}", name)
     if stored in SUB_BYTE_TYPES:
         raise CheckpointError(
             f"{path}: {name} has type {stored}, whose elements are not whole bytes; it cannot be converted",
@@ -140,7 +159,7 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], 
             parameter=name,
         )
     dtype = FROM_SAFETENSORS[stored]
-    if not _are_numbers(shape):
+    if not _are_numbers(shape) or len(shape) > _MOST_DIMS:
         raise _damaged(path, f"the shape of {name} is not a list of sizes", name)
     if not _are_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(path, f"the data_offsets of {name} are not a range", name)

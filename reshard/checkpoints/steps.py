@@ -17,7 +17,8 @@ from typing import Optional
 
 from reshard.errors import UsageError
 
-_STEP = re.compile(r"([0-9]+)_([0-9]+)")
+# Python refuses to read numbers of thousands of digits, which no file's name can hold.
+_STEP = re.compile(r"([0-9]{1,255})_([0-9]{1,255})")
 # Saves at a fault carry a mark behind the step.
 _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
 _NUMBERS = re.compile(r"([0-9]+)")

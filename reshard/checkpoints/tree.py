@@ -8,12 +8,14 @@ complete is not known here; `SourceTree.candidates` gives the steps to try, newe
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.open import FORMATS, format_of
@@ -169,6 +171,8 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         CheckpointError: there is nothing, nothing readable, or a form that is not supported.
         RetryableError: listing failed in a way that may pass.
     """
+    if "\0" in src:
+        raise CheckpointError(f"{src!r} is no path: it holds a NUL", file=src)
     try:
         if RANK in src and not os.path.lexists(src):
             _refuse_unfinished(fixed_directory(src))
@@ -267,27 +271,56 @@ def _refuse_unfinished(directory: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn what the file system says into an error that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
+def _is_directory(path: str) -> bool:
+    """Whether a path is a directory. One that cannot be looked at is an error, not a rank without files."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
 def _subdirectories(directory: str) -> list[str]:
-    with os.scandir(directory) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir())
+    with _reading(directory), os.scandir(directory) as entries:
+        return sorted(entry.name for entry in entries if _leads_to(entry.is_dir))
 
 
 def _checkpoints(path: str) -> Iterator[str]:
     """The checkpoint files directly in a directory, by name; or the path itself, if it is one."""
-    if not os.path.isdir(path):
+    if not _is_directory(path):
         if os.path.splitext(path)[1] in FORMATS:
             yield path
         return
-    with os.scandir(path) as entries:
+    with _reading(path), os.scandir(path) as entries:
         names = [
             entry.name
             for entry in entries
             if not entry.name.startswith(".")
             and os.path.splitext(entry.name)[1] in FORMATS
-            and entry.is_file()
+            and _leads_to(entry.is_file)
         ]
     for name in sorted(names):
         yield os.path.join(path, name)
+
+
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of a kind; a loop of links, as a link to nowhere, is of none."""
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _rank_files(found: Iterable[tuple[int, str, str]]) -> Iterator[RankFile]:

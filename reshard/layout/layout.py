@@ -172,13 +172,12 @@ class Layout:
 
     @cached_property
     def _tensor_slices(self) -> IntArray:
-        coordinates = np.unravel_index(np.arange(self.device_count), self.device_matrix or (1,))
-        from_right = coordinates[::-1]
+        ranks = np.arange(self.device_count, dtype=np.int64)
         sizes = self.device_matrix[::-1]
         slices = np.zeros(self.device_count, dtype=np.int64)
         for axes in self.tensor_map:
             for axis in axes:
-                slices = slices * sizes[axis] + from_right[axis]
+                slices = slices * sizes[axis] + ranks // math.prod(sizes[:axis]) % sizes[axis]
         slices.setflags(write=False)
         return slices
 

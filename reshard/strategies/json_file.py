@@ -16,6 +16,8 @@ _SECTIONS = ("parallel_layout_item", "parallel_strategy_item")
 _INT32 = 2**31
 _UINT32 = 2**32
 _INT64 = 2**63
+# A parameter has about twenty. Every one may cost a hundred bytes when parsed.
+_MOST_VALUES = 2**22
 
 
 def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
@@ -152,6 +154,9 @@ class _Taker:
 
 
 def _decoded(data: bytes, path: str) -> Any:
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > _MOST_VALUES:
+        raise StrategyError(f"{path} holds more values than any strategy file ({_MOST_VALUES})", file=path)
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name, value in pairs:

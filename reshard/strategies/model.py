@@ -18,7 +18,7 @@ from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
-MOST_DEVICES = 2**24
+MOST_DEVICES = 2**20
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
 MOST_ENTRIES = 64
 # Each may double the readings of an expanded map; what MindSpore writes has one or two.
@@ -97,7 +97,7 @@ class RecordedLayout:
         entries = self.dimensions
         sizes = self.device_matrix[::-1]
         return sum(
-            bool(axes and after and axes[0] < len(sizes) and size == sizes[axes[0]])
+            bool(axes and after and 0 <= axes[0] < len(sizes) and size == sizes[axes[0]])
             for axes, after, size in zip(entries, entries[1:], self.tensor_shape)
         )
 

@@ -20,10 +20,10 @@ from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 
-# Real ones have a few KB per hundred parameters. Parsed JSON takes several times its size.
-LARGEST_PROTOBUF = 2**30
-LARGEST_JSON = 2**28
-LARGEST_GROUP_INFO = 2**24
+# Real ones have some ten KB per hundred parameters. Parsed JSON takes several times its size.
+LARGEST_PROTOBUF = 2**26
+LARGEST_JSON = 2**26
+LARGEST_GROUP_INFO = 2**23
 _HEAD = 32
 _CIPHER_MARKS = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")
 # The bytes that begin the parts of a Checkpoint's Value: its tag, tensor or map tensor.

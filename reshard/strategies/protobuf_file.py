@@ -8,7 +8,7 @@ are declared as bytes, which look the same on the wire, so that invalid UTF-8 is
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
@@ -39,12 +39,13 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("parallel_layout_item", 3, "ParallelLayoutItem*"),
     ),
     "ParallelGroupItem": (("group_name", 1, "bytes"), ("parallel_group_ranks", 2, "ParallelGroupRanks")),
-    "ParallelGroupMap": (
-        ("parallel_group_item", 1, "ParallelGroupItem*"),
-        ("ckpt_restore_rank_list", 2, "ParallelGroupRanks"),
-    ),
 }
 _PACKAGE = "reshard.strategies"
+# Beyond any real file, and still a bound: some seconds, some hundred MB. An item has some hundred
+# bytes, a list of ranks some hundred KB.
+_LARGEST_FIELD = 1 << 22
+_MOST_FIELDS = 1 << 19
+_MOST_NUMBERS = 1 << 22
 Ranks = tuple[int, ...]
 
 
@@ -54,21 +55,34 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
     Raises:
         StrategyError: the message is one, but what it says is damaged.
     """
-    message = _parsed("ParallelStrategyMap", data)
-    if message is None:
+    outer = _outer_fields(data)
+    stages = [value for number, value in outer or () if number == 1 and isinstance(value, int)]
+    if outer is None or not stages:
         return None
-    items = []
-    for item in message.parallel_strategy_item:
-        strategys = item.parallel_strategys
-        strategies = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
-        items.append(StrategyItem(_text(item.node_name, path), strategys.stage, strategies))
+    items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
-    for item in message.parallel_layout_item:
-        name = _text(item.param_name, path)
-        if name in layouts:
-            raise StrategyError(f"{path} lists parameter {name} twice", file=path, parameter=name)
-        layouts[name] = _recorded(item.parallel_layouts, path, name)
-    return StrategyFile(path, "protobuf", tuple(items), layouts, message.current_stage)
+    numbers = 0
+    for number, value in outer:
+        if number not in (2, 3) or isinstance(value, int):
+            continue
+        item = _parsed("ParallelStrategyItem" if number == 2 else "ParallelLayoutItem", value)
+        if item is None:
+            return None
+        if number == 2:
+            strategys = item.parallel_strategys
+            strategies = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
+            items.append(StrategyItem(_text(item.node_name, path), strategys.stage, strategies))
+            numbers += sum(len(entry) + 1 for entry in strategies)
+        else:
+            name = _text(item.param_name, path)
+            if name in layouts:
+                raise StrategyError(f"{path} lists parameter {name} twice", file=path, parameter=name)
+            recorded = layouts[name] = _recorded(item.parallel_layouts, path, name)
+            numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
+            numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
+        if numbers > _MOST_NUMBERS:
+            raise StrategyError(f"{path} holds more numbers than any strategy file ({_MOST_NUMBERS})", file=path)
+    return StrategyFile(path, "protobuf", tuple(items), layouts, stages[-1] & 0xFFFFFFFF)
 
 
 def serialize_strategy(file: StrategyFile) -> bytes:
@@ -110,13 +124,17 @@ def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple
     Raises:
         StrategyError: a group's name is damaged.
     """
-    message = _parsed("ParallelGroupMap", data)
-    if message is None:
+    outer = _outer_fields(data)
+    lists = [value for number, value in outer or () if number == 2 and isinstance(value, bytes)]
+    if outer is None or not lists:
         return None
-    groups = tuple(
-        (_text(item.group_name, path), tuple(item.parallel_group_ranks.dim)) for item in message.parallel_group_item
-    )
-    return tuple(message.ckpt_restore_rank_list.dim), groups
+    # Parts of one message, as the wire format has it.
+    restore = _parsed("ParallelGroupRanks", b"".join(lists))
+    items = [_parsed("ParallelGroupItem", value) for number, value in outer if number == 1 and isinstance(value, bytes)]
+    if restore is None or any(item is None for item in items):
+        return None
+    groups = tuple((_text(item.group_name, path), tuple(item.parallel_group_ranks.dim)) for item in items)
+    return tuple(restore.dim), groups
 
 
 def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
@@ -136,6 +154,49 @@ def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
         split_sizes=only(layouts.param_split_shape, "param_split_shape"),
         split_offsets=only(layouts.indices_offset, "indices_offset"),
     )
+
+
+def _outer_fields(data: bytes) -> Optional[list[tuple[int, Union[int, bytes]]]]:
+    """Number and value of every field of the outermost message; None where the bytes are damaged.
+
+    The library may take fifty times the bytes of a message that holds millions of empty messages,
+    so it gets them one by one.
+    """
+    fields: list[tuple[int, Union[int, bytes]]] = []
+    position, end = 0, len(data)
+
+    def varint() -> int:
+        nonlocal position
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ValueError
+
+    try:
+        while position < end:
+            key = varint()
+            wire_type = key & 7
+            if wire_type == 0:
+                fields.append((key >> 3, varint()))
+            elif wire_type == 2:
+                length = varint()
+                if length > _LARGEST_FIELD:
+                    return None
+                fields.append((key >> 3, data[position : position + length]))
+                position += length
+            elif wire_type in (1, 5):
+                position += 8 if wire_type == 1 else 4
+            else:
+                return None
+            if position > end or len(fields) > _MOST_FIELDS or not 0 < key >> 3 < 1 << 29:
+                return None
+    except (IndexError, ValueError):
+        return None
+    return fields
 
 
 def _text(name: bytes, path: str) -> str:

@@ -1,0 +1,52 @@
+"""replicas: groups of ranks with identical checkpoints."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import click
+
+from reshard.cli import options
+from reshard.cli.output import echo_json
+from reshard.errors import UsageError
+
+
+@click.command("replicas")
+@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy the checkpoint was saved with.")
+@click.option(
+    "--group-info", "group_info", multiple=True, metavar="FILE", help="group_info file of one rank (repeatable)."
+)
+@click.argument("more", nargs=-1, metavar="[FILE...]")
+@options.json_output
+@options.debug
+def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...], as_json: bool) -> None:
+    """Print the groups of ranks with identical checkpoints, one per line, lone ranks too.
+
+    A strategy tells exactly. What group_info files list is true but need not be all: lists that
+    share a rank are joined, and ranks that no list holds are left out. With --json, a list of
+    {"ranks": [...], "stage": n}, where the stage is null if only group_info files were read.
+
+    \b
+    Examples:
+      reshard replicas --strategy src_strategy.ckpt
+      reshard replicas --group-info ckpt_dir*/group_info.pb
+    """
+    from reshard.strategies import read_group_info, read_strategy
+    from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
+
+    if more and not group_info:
+        raise UsageError(f"{more[0]}: name a strategy with --strategy, or group_info files with --group-info")
+    if (strategy is None) == (not group_info):
+        raise UsageError("pass either --strategy or --group-info")
+    if strategy is not None:
+        found = replicas_of_strategy(read_strategy(strategy))
+    else:
+        # A shell expands a pattern after --group-info to several words.
+        found = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in found.groups])
+        return
+    for group in found.groups:
+        click.echo(str(list(group.ranks)))

@@ -1,0 +1,178 @@
+"""Groups of ranks whose checkpoints are identical, from a strategy or from group_info files.
+
+A strategy tells exactly: ranks of one stage are replicas where they hold the same slice of every
+parameter that the stage lists. What a group_info file lists is true but need not be all, and may be
+nothing at all; so its lists are joined, and what they leave open stays open.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+
+from reshard.errors import StrategyError
+from reshard.layout.layout import IntArray, Layout
+from reshard.strategies.groups import GroupInfo
+from reshard.strategies.model import MOST_DEVICES, Stage, Strategy
+from reshard.wording import number_ranges, rank_ranges, some_names
+
+_ACCUMULATED = "accu_grads."
+_OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
+_OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Ranks whose checkpoints are identical.
+
+    Attributes:
+        ranks: global ranks, ascending; one alone where no other rank is known to be its replica.
+        stage: their pipeline stage; None where only group_info files were read.
+    """
+
+    ranks: tuple[int, ...]
+    stage: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """All groups, ordered by their first rank, and what a user should know about them."""
+
+    groups: tuple[ReplicaGroup, ...]
+    notes: tuple[str, ...] = ()
+
+
+def replicas_of_strategy(strategy: Strategy) -> Replicas:
+    """The groups that a strategy's layouts make; every rank is in one of them."""
+    groups: list[ReplicaGroup] = []
+    notes = list(strategy.notes)
+    for stage in strategy.stages:
+        keys = _slices_held(stage.layouts.values(), stage.device_count)
+        groups += _groups(stage, keys)
+        plain = {
+            name: layout.without_shards() if name.startswith(_ACCUMULATED) else layout
+            for name, layout in stage.layouts.items()
+        }
+        claimed = [name for name, layout in stage.layouts.items() if layout.shards != plain[name].shards]
+        if claimed and keys.max() != _slices_held(plain.values(), stage.device_count).max():
+            notes.append(
+                f"stage {stage.number}: without the optimizer shards that are recorded for {some_names(claimed, 3)}, "
+                "and often not made, more ranks would be replicas"
+            )
+    return Replicas(tuple(groups), tuple(notes))
+
+
+def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
+    """The groups that group_info files tell of, lists that share a rank joined.
+
+    Ranks that no list holds are in no group.
+
+    Raises:
+        StrategyError: files contradict each other, or their own place.
+    """
+    notes: list[str] = []
+    said: dict[int, GroupInfo] = {}
+    joined = _Joined()
+    for info in infos:
+        own = _own_rank(info.file)
+        if not info.restore_ranks:
+            whose = "" if own is None else f" of rank {own}"
+            notes.append(f"{info.file}: lists no ranks: the replicas{whose} are unknown")
+            continue
+        _check(info, own)
+        if own is not None:
+            earlier = said.setdefault(own, info)
+            if set(earlier.restore_ranks) != set(info.restore_ranks):
+                raise StrategyError(
+                    f"rank {own}: {earlier.file} says {sorted(earlier.restore_ranks)}, "
+                    f"but {info.file} says {sorted(info.restore_ranks)}",
+                    file=info.file,
+                    rank=own,
+                    hint="pass the files of one run",
+                )
+        joined.add(info, notes)
+    if joined.sets:
+        notes.append("group_info files need not list every replica; --strategy tells exactly")
+    groups = sorted(tuple(sorted(ranks)) for ranks in joined.sets)
+    return Replicas(tuple(ReplicaGroup(ranks) for ranks in groups), tuple(notes))
+
+
+def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
+    """A number per local rank, shape (devices,); equal where ranks hold the same slice of everything."""
+    keys = np.zeros(devices, dtype=np.int64)
+    # Thousands of parameters share tens of layouts.
+    for layout in set(layouts):
+        # Numbered anew each time, so that the product stays below the square of the device count.
+        keys = np.unique(keys * layout.slice_count + layout.slice_of_rank, return_inverse=True)[1].reshape(-1)
+        if int(keys.max()) == devices - 1:
+            break
+    return keys
+
+
+def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
+    order = np.argsort(keys, kind="stable")
+    edges = np.flatnonzero(np.diff(keys[order])) + 1
+    members = np.split(order + stage.first_rank, edges)
+    members.sort(key=lambda ranks: int(ranks[0]))
+    return [ReplicaGroup(tuple(ranks.tolist()), stage.number) for ranks in members]
+
+
+def _own_rank(path: str) -> Optional[int]:
+    """The rank that a group_info file was written by, where its path tells."""
+    directory, name = os.path.split(os.path.abspath(path))
+    match = _OWN_DIRECTORY.fullmatch(os.path.basename(directory)) or _OWN_NAME.fullmatch(os.path.splitext(name)[0])
+    return int(match[1]) if match is not None else None
+
+
+def _check(info: GroupInfo, own: Optional[int]) -> None:
+    largest = max(info.restore_ranks)
+    if largest >= MOST_DEVICES:
+        problem = f"{info.file} is damaged: it lists rank {largest}, and no cluster has that many"
+        raise StrategyError(problem, file=info.file, rank=largest)
+    if own is not None and own not in info.restore_ranks:
+        raise StrategyError(
+            f"{info.file} lies where rank {own} would write it, but lists {rank_ranges(info.restore_ranks)}",
+            file=info.file,
+            rank=own,
+            hint="pass the files of one run, each where its rank wrote it",
+        )
+
+
+class _Joined:
+    """Disjoint sets of ranks, of which each list that is added makes one.
+
+    Attributes:
+        sets: the sets so far.
+    """
+
+    def __init__(self) -> None:
+        self.sets: list[set[int]] = []
+        self._set_of: dict[int, set[int]] = {}
+        self._said: dict[frozenset[int], str] = {}
+        self._file_of: dict[int, str] = {}
+
+    def add(self, info: GroupInfo, notes: list[str]) -> None:
+        """Join the list with those that it shares a rank with; a note names one that it differs from."""
+        ranks = frozenset(info.restore_ranks)
+        if ranks in self._said:
+            return
+        self._said[ranks] = info.file
+        shared = min((rank for rank in ranks if rank in self._set_of), default=None)
+        if shared is not None:
+            notes.append(
+                f"{self._file_of[shared]} and {info.file} both list rank {shared}, with different replicas: "
+                f"joined to {number_ranges(self._set_of[shared] | ranks)}"
+            )
+        merged = set(ranks)
+        for rank in ranks:
+            merged |= self._set_of.get(rank, set())
+            self._file_of.setdefault(rank, info.file)
+        self.sets = [kept for kept in self.sets if kept.isdisjoint(merged)]
+        self.sets.append(merged)
+        for rank in merged:
+            self._set_of[rank] = merged

@@ -1,0 +1,147 @@
+"""Damaging valid files: blindly at bytes, and knowingly at the structure of protobuf and JSON."""
+
+from __future__ import annotations
+
+import json
+import struct
+from random import Random
+from typing import Any, Union
+
+from tests.wire import fields, varint
+
+NUMBERS = [0, 1, 2, 3, 5, 8, 63, 64, 127, 128, 255, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1]
+NAMES = ["w", "", "0-w", "1-w", "\0", "../x", "é", "crc_num", "__metadata__", "Int4", "str", "Float32", "U8", "x" * 99]
+
+Node = tuple[int, int, Any]
+
+
+def mutated(seed: bytes, others: list[bytes], random: Random) -> bytes:
+    """One to four changes of a valid file, of which parts of the others may become a part."""
+    data = seed
+    for _ in range(random.choice([1, 1, 1, 2, 4])):
+        if data[:1] == b"{" and random.random() < 0.7:
+            data = changed_json(data, random)
+        elif data[8:9] == b"{" and random.random() < 0.7:
+            header = changed_json(data[8 : 8 + int.from_bytes(data[:8], "little")], random)
+            data = struct.pack("<Q", len(header)) + header + data[8 + int.from_bytes(data[:8], "little") :]
+        elif random.random() < 0.5:
+            data = changed_message(data, random)
+        else:
+            data = changed_bytes(data, others, random)
+    return data[: 1 << 16]
+
+
+def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
+    """The bytes with one blind change."""
+    at = random.randrange(len(data) + 1)
+    end = min(len(data), at + random.choice([1, 1, 2, 4, 8, 16, 100]))
+    kind = random.randrange(8)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + data[end:]
+    if kind == 2:
+        return data[:end] + data[at:end] * random.choice([1, 2, 40]) + data[end:]
+    if kind == 3:
+        other = random.choice(others)
+        begin = random.randrange(len(other) + 1)
+        return data[:at] + other[begin : begin + random.choice([4, 20, 10**6])] + data[end:]
+    if kind == 4:
+        return data[:at] + varint(random.choice(NUMBERS)) + data[end:]
+    if kind == 5:
+        odd = [b"\0", b"\x7f", b"\x80", b"\xff", b"{", b"[", b'"', b"\xff" * 11]
+        return data[:at] + random.choice(odd) + data[end:]
+    if kind == 6 and at < len(data):
+        return data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :]
+    return data[:at] + bytes(random.randrange(256) for _ in range(random.randrange(9))) + data[at:]
+
+
+def tree_of(message: bytes, depth: int = 5) -> Union[list[Node], bytes]:
+    """The fields of a message, each (number, wire type, value); bytes that are no message as they are."""
+    try:
+        found = list(fields(message))
+    except (AssertionError, IndexError):
+        return message
+    if any(number == 0 for number, _ in found) or not found or not depth:
+        return message
+    return [
+        (number, 0, value) if isinstance(value, int) else (number, 2, tree_of(value, depth - 1))
+        for number, value in found
+    ]
+
+
+def bytes_of(tree: Union[list[Node], bytes]) -> bytes:
+    """The message of a tree, every length as it has to be."""
+    if isinstance(tree, bytes):
+        return tree
+    out = b""
+    for number, kind, value in tree:
+        out += varint(number << 3 | kind)
+        if kind == 0:
+            out += varint(value)
+        elif kind == 2:
+            inner = bytes_of(value)
+            out += varint(len(inner)) + inner
+        else:
+            out += bytes(8 if kind == 1 else 4 if kind == 5 else 0)
+    return out
+
+
+def changed_message(data: bytes, random: Random) -> bytes:
+    """A message with one field dropped, doubled, moved or given another value or type; bytes otherwise."""
+    tree = tree_of(data)
+    if isinstance(tree, bytes):
+        return changed_bytes(data, [data], random)
+    here = tree
+    while True:
+        place = random.randrange(len(here))
+        number, kind, value = here[place]
+        if kind != 2 or not isinstance(value, list) or random.random() < 0.25:
+            break
+        here = value
+    change = random.randrange(7)
+    if change == 0:
+        del here[place]
+    elif change == 1:
+        here[place:place] = [here[place]] * random.choice([1, 1, 2, 70])
+    elif change == 2:
+        here.append(here.pop(random.randrange(len(here))))
+    elif change == 3:
+        here[place] = (random.choice([1, 2, 3, 4, 7, 15, 2**28]), kind, value)
+    elif change == 4:
+        here[place] = (number, random.choice([1, 3, 4, 5, 6, 7]), value)
+    elif kind == 0:
+        here[place] = (number, 0, random.choice(NUMBERS))
+    else:
+        here[place] = (number, 2, random.choice(NAMES).encode() if change == 5 else b"")
+    return bytes_of(tree)
+
+
+def changed_json(data: bytes, random: Random) -> bytes:
+    """JSON with one value replaced, dropped or doubled; bytes where it is none."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return changed_bytes(data, [data], random)
+    here: Any = content
+    while isinstance(here, (dict, list)) and here:
+        place: Any = random.choice(list(here)) if isinstance(here, dict) else random.randrange(len(here))
+        inner = here[place]
+        if not (isinstance(inner, (dict, list)) and inner) or random.random() < 0.25:
+            change = random.randrange(4)
+            if change == 0:
+                del here[place]
+            elif change == 1 and isinstance(here, dict):
+                here[random.choice(NAMES)] = inner
+            elif isinstance(here, list) and change == 1:
+                here.extend([inner] * random.choice([1, 2, 70]))
+            else:
+                odd: list[Any] = [None, True, 1.5, -1, float("nan"), "", [], {}, [[]], [[1, 0]], {"a": 1}, [0] * 70]
+                here[place] = random.choice([*odd, *NUMBERS, *NAMES])
+            break
+        here = inner
+    text = json.dumps(content)
+    if random.random() < 0.1:
+        # What json.dumps would not write: a key twice, half of a surrogate pair.
+        text = text.replace('"w', '"\\ud800', 1) if random.random() < 0.5 else text.replace("{", '{"w":1,"w":2,', 1)
+    return text.encode()

@@ -1,0 +1,161 @@
+"""The readers that are fuzzed: what they start from, and what must hold of everything they accept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+
+from reshard.checkpoints import FileHandles, find_checkpoints, read_index
+from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
+from tests.checkpoint_writing import ckpt_bytes, map_record, random_arrays, safetensors_bytes, text
+from tests.strategy_writing import group_info, json_content, layout, protobuf
+
+
+class Reader(NamedTuple):
+    """Reads the content of one file, and checks what came of it.
+
+    Attributes:
+        name: of the file to write; also the directory of `fixtures/hostile` for what was found.
+        seeds: valid contents.
+        read: reads the file, which lies in a directory of its own.
+    """
+
+    name: str
+    seeds: list[bytes]
+    read: Callable[[Path], None]
+
+
+def read_checkpoint(path: Path) -> None:
+    size = path.stat().st_size
+    with FileHandles() as handles:
+        index = read_index(handles, str(path))
+    taken: list[tuple[int, int]] = []
+    for name, tensor in index.tensors.items():
+        name.encode()
+        assert name == tensor.name
+        assert tensor.nbytes == sum(length for _, length in tensor.extents)
+        assert all(dim >= 0 for dim in tensor.shape)
+        assert len(tensor.shape) <= 64
+        taken += tensor.extents
+    taken.sort()
+    assert all(start + length <= next_start for (start, length), (next_start, _) in zip(taken, taken[1:]))
+    assert all(start >= 0 and length > 0 and start + length <= size for start, length in taken)
+
+
+def read_a_strategy(path: Path) -> None:
+    strategy = read_strategy(str(path))
+    for stage in strategy.stages:
+        assert 0 < stage.device_count <= 2**20
+        for name, made in stage.layouts.items():
+            name.encode()
+            assert made.device_count == stage.device_count
+            assert made.slice_of_rank.shape == (stage.device_count,)
+            assert 0 <= int(made.slice_of_rank.min()) <= int(made.slice_of_rank.max()) < made.slice_count
+            made.regroupings()
+    assert sum(len(group.ranks) for group in replicas_of_strategy(strategy).groups) == strategy.device_count
+
+
+def merge_strategies(path: Path) -> None:
+    target = path.parent / "target" / "merged.json"
+    try:
+        merge_pipeline(str(path.parent), str(target))
+        again = read_strategy(str(target))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            target.unlink()
+    assert again.device_count == read_strategy(str(path.parent)).device_count
+
+
+def read_groups(path: Path) -> None:
+    info = read_group_info(str(path))
+    replicas_of_group_infos([info])
+    assert all(0 <= rank < 2**32 for rank in info.restore_ranks)
+
+
+def read_names(path: Path) -> None:
+    """The lines name a source, a suffix, and files that lie there."""
+    lines = [line.decode(errors="surrogateescape") for line in path.read_bytes().split(b"\n")]
+    src, suffix, *files = [*lines, "", ""]
+    root = path.parent / "tree"
+    made = [root / name for name in files[:12] if inside(name)]
+    for file in made:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    try:
+        if not inside(src):
+            src = ""
+        tree = find_checkpoints(os.path.join(str(root), src), suffix or None)
+        for step in tree.candidates():
+            for rank, found in step.files.items():
+                assert rank in tree.ranks
+                assert os.path.isfile(found)
+    finally:
+        for directory, directories, names in os.walk(root, topdown=False):
+            for name in names:
+                os.unlink(os.path.join(directory, name))
+            for name in directories:
+                os.rmdir(os.path.join(directory, name))
+
+
+def inside(name: str) -> bool:
+    """Whether a name, as part of a path, stays below the directory it is put in."""
+    return not name.startswith("/") and "\0" not in name and ".." not in name.split("/") and bool(name.strip("/."))
+
+
+def seeds_of_layouts() -> Iterator[dict[str, Any]]:
+    yield {"w": layout([2, 2], [0, -1], shape=[8, 6])}
+    yield {
+        "w": layout([2, 2, 2], [0, -1], step=2, size=-1, shape=[64, 6]),
+        "v-1": layout([2, 2, 2], [[1, 0], [-1]], shape=[8, 2]),
+        "t": layout([8], [0, -1], sizes=[10, 20, 30, 4, 1, 1, 1, 1], offsets=[0, 10, 30, 60, 64, 65, 66, 67]),
+        "accu_grads.w": layout([2, 2, 2], [-1, -1], step=1, size=8),
+        "s": layout([2, 2, 2], []),
+    }
+    yield {"0-w": layout([2], [0]), "1-v": layout([4], [-1, 0])}
+    yield {"x": layout([2, 2, 2], [-1, 1, 0], shape=[32, 2, 32])}
+
+
+def checkpoints() -> list[dict[str, Any]]:
+    arrays = random_arrays()
+    few = {name: arrays[name] for name in list(arrays)[:4]}
+    return [few, {"note": text("hello"), "w": np.arange(6, dtype="f4").reshape(2, 3)}]
+
+
+_CKPT = [ckpt_bytes(tensors, limit, crc) for tensors in checkpoints() for limit, crc in ((None, False), (8, True))]
+_SAFETENSORS = [
+    safetensors_bytes({name: tensor for name, tensor in tensors.items() if name != "note"}, metadata)
+    for tensors in checkpoints()
+    for metadata in (None, {"format": "ms", "crc_num": "123", "remove_redundancy": "False"})
+]
+_PROTOBUF = [protobuf(made, [0, 1] if "0-w" in made else [0]) for made in seeds_of_layouts()]
+_GROUPS = [group_info([0, 4], [("world", range(8)), ("pp", [0, 4]), ("pp", [1, 5])]), group_info([])]
+_NAMES = [
+    b"\n\nrank_0/net-1_10.ckpt\nrank_1/net-1_10.ckpt\nrank_0/net-1_9.ckpt\nrank_1/net-1_9.ckpt",
+    b"run/{rank}/*_rank_{rank}-[0-9]*.ckpt\n_10\nrun/0/a_rank_0-1_10.ckpt\nrun/1/a_rank_1-1_10.ckpt",
+    b"\n\n0/a_0.ckpt\n1/a_1.ckpt\n2/a_2.ckpt\nrank_3_tmp/x-1_2.ckpt\n1/.hidden.ckpt",
+    b"rank_{rank}/net*\n\nrank_0/net-1_2_breakpoint.ckpt\nrank_1/net-1_2_breakpoint.ckpt\nrank_1/net-1_1.ckpt",
+]
+
+
+def json_seeds() -> list[bytes]:
+    import json
+
+    return [json.dumps(json_content(made, [0, 1] if "0-w" in made else [0])).encode() for made in seeds_of_layouts()]
+
+
+READERS = {
+    "ckpt": Reader("x.ckpt", [*_CKPT, map_record("m", [np.arange(3)])], read_checkpoint),
+    "safetensors": Reader("x.safetensors", _SAFETENSORS, read_checkpoint),
+    "strategy": Reader("s.ckpt", _PROTOBUF, read_a_strategy),
+    "strategy-json": Reader("s.json", json_seeds(), read_a_strategy),
+    "merge": Reader("s.ckpt", [*_PROTOBUF, *json_seeds()], merge_strategies),
+    "group-info": Reader("group_info.pb", _GROUPS, read_groups),
+    "names": Reader("names.txt", _NAMES, read_names),
+}

@@ -1,0 +1,467 @@
+"""Input that is meant to do harm, or is something else than it should be: errors, never hangs or tracebacks.
+
+What the readers say of damaged content is tested with each reader; here are the commands as a whole,
+special files, sizes that would cost time or memory, and names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Callable, Optional
+
+import numpy as np
+import pytest
+
+from tests.checkpoint_writing import header_bytes, record, write_ckpt, write_sparse
+from tests.running import LAUNCHER, Argument, Result, done, fails, reshard
+from tests.small import World, tensors
+from tests.strategy_writing import layout, layout_message, numbers, protobuf
+from tests.wire import field, varint
+
+SECONDS = 5
+MEGABYTES = 300
+
+
+class TookTooLong(BaseException):
+    """So that nothing takes it for an error of the command."""
+
+
+@contextlib.contextmanager
+def within(seconds: int = SECONDS) -> Iterator[None]:
+    """Ends a hang."""
+
+    def stop(number: int, frame: Optional[FrameType]) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Result:
+    """The command fails so, in time, with few and short lines, none of them about a bug."""
+    with within():
+        result = fails(status, *words, says=says)
+    assert "internal error" not in result.err
+    assert len(result.err.splitlines()) < 10
+    assert len(result.err) < 5000
+    return result
+
+
+# Special files
+
+
+@contextlib.contextmanager
+def fifo(path: Path) -> Iterator[None]:
+    os.mkfifo(path)
+    yield
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[None]:
+    # The path of a socket may have some hundred bytes only.
+    place = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{place}/{path.name}")
+            yield
+    finally:
+        os.close(place)
+
+
+@contextlib.contextmanager
+def linked(target: str, path: Path) -> Iterator[None]:
+    path.symlink_to(target)
+    yield
+
+
+@contextlib.contextmanager
+def directory(path: Path) -> Iterator[None]:
+    path.mkdir()
+    yield
+
+
+SPECIAL: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
+    "fifo": fifo,
+    "socket": listening,
+    "endless device": lambda path: linked("/dev/zero", path),
+    "loop of links": lambda path: linked(path.name, path),
+    "directory": directory,
+    "missing": lambda path: linked("nowhere", path),
+}
+
+
+def uses_of_a_file(world: World, file: Path) -> dict[str, list[Argument]]:
+    """Every command that takes a file, given this one."""
+    out = world.root / "out"
+    strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
+    return {
+        "inspect": ["inspect", file],
+        "source": ["transform-dir", file, out, "--src-strategy", "none", "--dst-strategy", world.new],
+        "source of one rank": ["by-rank", 0, file, out, "--src-strategy", "none", "--dst-strategy", world.new],
+        "tree": ["transform-dir", file.parent.parent, out, *strategies],
+        "pattern": ["transform-dir", f"{file.parent.parent}/rank_{{rank}}/{file.name}", out, *strategies],
+        "source strategy": ["transform-dir", world.src, out, "--src-strategy", file, "--dst-strategy", world.new],
+        "target strategy": ["rank-list", 0, "--src-strategy", world.old, "--dst-strategy", file],
+        "shown strategy": ["strategy", "show", file],
+        "directory of strategies": ["strategy", "show", file.parent],
+        "merged directory": ["merge-pipeline", file.parent, world.root / "merged.ckpt"],
+        "group_info": ["group-info", "inspect", file],
+    }
+
+
+USES = [
+    "inspect", "source", "source of one rank", "tree", "pattern", "source strategy", "target strategy",
+    "shown strategy", "directory of strategies", "merged directory", "group_info",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("ending", [".ckpt", ".safetensors"])
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_refused_and_never_waited_for(world: World, kind: str, ending: str, use: str) -> None:
+    world.save(tensors())
+    file = world.root / "odd" / "rank_0" / f"net-1_10{ending}"
+    file.parent.mkdir(parents=True)
+    with SPECIAL[kind](file):
+        refused(3, *uses_of_a_file(world, file)[use])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
+def test_a_rank_directory_that_is_none_is_no_rank(world: World, kind: str) -> None:
+    (world.root / "odd").mkdir()
+    with SPECIAL[kind](world.root / "odd" / "rank_0"):
+        refused(3, *uses_of_a_file(world, world.root / "odd" / "rank_0" / "x.ckpt")["tree"])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "directory"])
+def test_merging_into_what_is_no_file_is_refused(world: World, kind: str) -> None:
+    target = world.root / "merged.ckpt"
+    with SPECIAL[kind](target):
+        refused(3, "merge-pipeline", world.old.parent, target, says=["is not replaced"])
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "endless device", "loop of links", "missing"])
+def test_special_files_beside_the_checkpoints_are_passed_over(world: World, kind: str) -> None:
+    world.save(tensors())
+    with SPECIAL[kind](world.src / "rank_0" / "net-9_99.ckpt"), within(20):
+        done(*world.words())
+    assert world.found().keys() == {0, 1}
+
+
+# Something else than it should be
+
+
+@pytest.mark.parametrize(
+    "use", ["inspect", "source", "source strategy", "target strategy", "shown strategy", "group_info"]
+)
+@pytest.mark.parametrize("given", ["checkpoint", "safetensors", "strategy", "group_info", "empty", "text", "zeros"])
+def test_one_kind_of_file_for_another_is_refused_by_name(world: World, given: str, use: str) -> None:
+    world.save(tensors())
+    contents = {
+        "checkpoint": (world.src / "rank_0" / "net-1_10.ckpt").read_bytes(),
+        "safetensors": header_bytes({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}) + b"x",
+        "strategy": world.old.read_bytes(),
+        "group_info": field(1, field(1, "g") + field(2, numbers([0, 1]))) + field(2, numbers([0])),
+        "empty": b"",
+        "text": b"just some words\n" * 10,
+        "zeros": bytes(4096),
+    }
+    right = {"inspect": ("checkpoint", "empty"), "source": ("checkpoint", "empty"), "group_info": ("group_info",)}
+    if given in right.get(use, ("strategy",)):
+        pytest.skip("the right kind; an empty file is a checkpoint of nothing")
+    file = world.root / "odd" / "rank_0" / "given.ckpt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(contents[given])
+    refused(3, *uses_of_a_file(world, file)[use], says=[file])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("use", USES)
+def test_what_may_not_be_read_is_refused(world: World, use: str) -> None:
+    world.save(tensors())
+    file = world.root / "odd" / "rank_0" / "given.ckpt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(world.old.read_bytes())
+    file.chmod(0)
+    refused(3, *uses_of_a_file(world, file)[use])
+
+
+# Names
+
+
+NAMES = ["a\0b", "../../etc/passwd", "/etc/passwd", "..", ".", " ", "a\nb", "\x1b[31mred", "\u202egnp", "-", "x" * 9999]
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("name", NAMES)
+def test_parameter_names_are_only_names(tmp_path: Path, name: str, ending: str) -> None:
+    write_ckpt(tmp_path / "one.ckpt", {name: np.arange(8, dtype="f4").reshape(2, 4)})
+    strategy = tmp_path / "s.ckpt"
+    strategy.write_bytes(protobuf({name: layout([2], [0, -1])}))
+    before = sorted(path for path in tmp_path.rglob("*"))
+    with within(20):
+        done("strategy", "show", strategy)
+        done(
+            "transform-dir", tmp_path / "one.ckpt", tmp_path / "out",
+            "--src-strategy", "none", "--dst-strategy", strategy, "--format", ending,
+        )  # fmt: skip
+        for rank in range(2):
+            (held,) = done("inspect", tmp_path / "out" / f"rank_{rank}" / f"checkpoint_{rank}.{ending}", "--json").json[
+                "tensors"
+            ]
+            assert (held["name"], held["shape"]) == (name, [1, 4])
+    assert all(tmp_path / "out" in [path, *path.parents] for path in {*tmp_path.rglob("*")} - {*before})
+
+
+@pytest.mark.parametrize("prefix", ["../x", "a/b", "/x", "../../rank_0/x"])
+def test_a_prefix_cannot_lead_elsewhere(world: World, prefix: str) -> None:
+    world.save(tensors())
+    before = sorted(world.root.rglob("*"))
+    refused(2, *world.words("--prefix", prefix), says=[prefix])
+    assert sorted(world.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\0/{rank}/x.ckpt", "x" * 300, "x/" * 1500 + "x{rank}"])
+def test_paths_that_cannot_exist_are_refused(world: World, path: str) -> None:
+    world.save(tensors())
+    for words in uses_of_a_file(world, Path(path)).values():
+        if any(path in str(word) for word in words):
+            refused(3, *words)
+
+
+def test_a_step_of_thousands_of_digits_is_wrong_usage(world: World) -> None:
+    world.save(tensors())
+    refused(2, *world.words("--step", "9" * 4500 + "_1"))
+
+
+@pytest.mark.parametrize("name", ["rank_" + "9" * 240, "rank_4294967296", "rank_00000000000000000000000000000000001"])
+def test_rank_directories_beyond_the_strategy_are_refused(world: World, name: str) -> None:
+    world.save(tensors())
+    (world.src / "rank_1").rename(world.src / name)
+    if int(name[5:]) == 1:
+        done(*world.words())
+    else:
+        refused(3, *world.words(), says=[world.src])
+
+
+@pytest.mark.parametrize("name", ["net-" + "9" * 120 + "_" + "9" * 120, "net\n-1_10", "net\x1b[31m-1_10"])
+def test_odd_file_names_are_read_like_any(world: World, name: str) -> None:
+    world.save(tensors(), pattern="rank_{rank}/" + name + ".ckpt")
+    done("inspect", world.src)
+    done("inspect", world.src, "--json")
+    world.convert()
+    assert world.found().keys() == {0, 1}
+
+
+def test_half_a_surrogate_pair_in_metadata_is_damage(tmp_path: Path) -> None:
+    for metadata in ('{"\\ud800":"x"}', '{"x":"\\udc00"}'):
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(header_bytes('{"__metadata__":' + metadata + "}"))
+        refused(3, "inspect", path, says=[path, "is no text"])
+        refused(3, "inspect", path, "--json", says=[path, "is no text"])
+
+
+@pytest.mark.parametrize("key", ["name", "dtype"])
+def test_errors_stay_short_whatever_a_header_says(tmp_path: Path, key: str) -> None:
+    long = "F" * 10**6
+    name, dtype = (long, "F32") if key == "name" else ("w", long)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(header_bytes({name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}))
+    refused(3, "inspect", path, says=[path, "FFFF"])
+
+
+def test_a_device_matrix_of_more_axes_than_numpy_has(tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(protobuf({"w": layout([2, *[1] * 60, 2], [61, -1])}))
+    # Axis 61 from the right is the first of the 62.
+    assert done("replicas", "--strategy", path).out == "[0, 1]\n[2, 3]\n"
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[!]", "[!]]", "[]a]", "[a--b]", "[0--[0-9]", "[z-a]", "[a&&b]", "[a~~b]", "[a||b]", "[[a]", "[\\w]"]
+)
+def test_sets_in_patterns_mean_what_they_mean_in_a_shell(tmp_path: Path, pattern: str) -> None:
+    from reshard.checkpoints.path_pattern import match_paths
+
+    names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
+    for name in names:
+        (tmp_path / name).touch()
+    found = [os.path.basename(path) for _, _, path in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
+    assert found == sorted(fnmatch.filter(names, pattern))
+
+
+# Sizes: time and memory
+
+
+def layouts(dev_matrix: list[int], tensor_map: list[int], **more: int) -> bytes:
+    return protobuf({"w": layout(dev_matrix, tensor_map, **more)})
+
+
+def layout_item(inner: bytes) -> bytes:
+    return field(1, 1) + field(3, field(1, "w") + field(2, inner))
+
+
+def json_strategy(item: bytes) -> bytes:
+    return b'{"parallel_layout_item":{"w":' + item + b"}}"
+
+
+def json_layout(**more: object) -> bytes:
+    one = {"dev_matrix": [2], "tensor_map": [0], "field": 0, "opt_weight_shard_step": 0, "opt_weight_shard_size": 0}
+    return json_strategy(json.dumps({**one, **more}).encode())
+
+
+SMALL_STRATEGIES = {
+    "square of a million": layouts([2**20, 2**20], [0, 1]),
+    "product beyond 64 bits": layouts([2**31] * 3, [0]),
+    "a thousand million devices": layouts([10**9], [0]),
+    "no devices": layouts([0], [0]),
+    "axis out of range": layouts([2], [7]),
+    "negative axis": layouts([2], [-2]),
+    "least axis": layouts([2], [-(2**31)]),
+    "shards beyond devices": layouts([2], [-1], size=2**31 - 1, step=1),
+    "negative shards": layouts([2], [-1], size=-(2**31), step=1),
+    "negative step": layouts([2], [-1], size=2, step=-1),
+    "stages far apart": protobuf({"0-w": layout([2], [0]), "4294967295-w": layout([2], [0])}, [0, 2**32 - 1]),
+    "item of the wrong wire type": field(1, 1) + varint(3 << 3 | 5) + bytes(4),
+    "endless varint": field(1, 1) + b"\x18" + b"\xff" * 20,
+    "length of 2**63": field(1, 1) + b"\x1a" + varint(2**63),
+    "group": field(1, 1) + b"\x1b" * 1000 + b"\x1c" * 1000,
+    "field number 0": field(1, 1) + b"\x00\x00",
+    "nested JSON": b'{"parallel_layout_item":' + b"[" * 100000,
+    "nested JSON objects": b'{"a":' * 100000,
+    "integer of a million digits": json_strategy(b'{"dev_matrix":[' + b"9" * 10**6 + b"]}"),
+    "huge JSON integers": json_layout(tensor_shape=[2**63]),
+    "huge exponent": json_strategy(b'{"dev_matrix":[1e400]}'),
+    "NaN": json_strategy(b'{"dev_matrix":[NaN]}'),
+    "true": json_layout(field=True),
+    "text for numbers": json_layout(dev_matrix="22"),
+    "half a surrogate pair": json_layout().replace(b'"w"', b'"\\ud800"'),
+    "nothing for a name": json_layout().replace(b'"w"', b'""'),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_STRATEGIES)
+def test_absurd_strategies_are_refused_at_once(tmp_path: Path, case: str) -> None:
+    data = SMALL_STRATEGIES[case]
+    path = tmp_path / ("s.json" if data.startswith(b"{") else "s.ckpt")
+    path.write_bytes(data)
+    refused(3, "strategy", "show", path, says=[path])
+    refused(3, "rank-list", 0, "--src-strategy", "none", "--dst-strategy", path, says=[path])
+    refused(3, "merge-pipeline", tmp_path, tmp_path / "merged.json", says=[path])
+    refused(3, "group-info", "inspect", path, says=[path])
+
+
+def measured(*words: Argument) -> tuple[Result, int]:
+    """A command in a process of its own, and the most memory it took, in MiB."""
+    report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
+    code = LAUNCHER.replace("sys.exit(main())", f"\ntry: main()\nfinally: {report}")
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )
+    *lines, kilobytes = process.stderr.splitlines()
+    return Result(process.returncode, process.stdout, "\n".join(lines)), int(kilobytes) >> 10
+
+
+def safetensors_header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+# File name, content, and a word of the error.
+LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "a million axes": ("s.ckpt", lambda: layouts([1] * 10**6, [-1]), "entries"),
+    "a million dimensions": ("s.ckpt", lambda: layouts([2], [-1] * 10**6), "damaged"),
+    "millions of empty items": ("s.ckpt", lambda: field(1, 1) + field(3, b"") * 2**24, "damaged"),
+    "millions of empty messages in an item": ("s.ckpt", lambda: layout_item(field(1, b"") * 2**21), ""),
+    "millions of numbers": (
+        "s.ckpt",
+        lambda: field(1, 1) + field(2, field(1, "n") + field(2, field(1, 0) + field(2, field(1, 300) * 2**20))) * 8,
+        "more numbers",
+    ),
+    "millions of lists in JSON": ("s.json", lambda: json_strategy(b"[" + b"[]," * 2**23 + b"0]"), "more values"),
+    "millions of numbers in JSON": ("s.json", lambda: json_strategy(b"[" + b"257," * 2**23 + b"0]"), "more values"),
+    "millions of groups": ("g.pb", lambda: field(1, b"") * 2**22, ""),
+    "millions of ranks": ("g.pb", lambda: field(2, numbers([300]) * 2**23), ""),
+    "millions of fields": ("c.ckpt", lambda: field(4, 0) * 2**24, "fields"),
+    "millions of records": ("c.ckpt", lambda: record("w", "Int8", [2**22], b"x") * 2**20, "fields"),
+    "dimensions of a million numbers": ("c.ckpt", lambda: record("w", "Int8", [1] * 10**6, b"x"), "dimensions"),
+    "millions of lists in a header": (
+        "c.safetensors",
+        lambda: safetensors_header(b'{"w":[' + b"[]," * 2**23 + b"0]}"),
+        "values",
+    ),
+    "a header of 90 MB": ("c.safetensors", lambda: safetensors_header(b"{}" + b" " * 90_000_000), "claims"),
+    "a shape of a million numbers": (
+        "c.safetensors",
+        lambda: safetensors_header(
+            b'{"w":{"dtype":"U8","data_offsets":[0,0],"shape":[' + b"0," * 10**6 + b"0]}}"
+        ),
+        "shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_no_file_costs_more_than_seconds_and_a_bounded_amount_of_memory(tmp_path: Path, case: str) -> None:
+    name, make, says = LARGE[case]
+    path = tmp_path / name
+    path.write_bytes(make())
+    command = {"s": ["strategy", "show"], "g": ["group-info", "inspect"], "c": ["inspect"]}[name[0]]
+    with within(4 * SECONDS):
+        result, megabytes = measured(*command, path)
+    assert result.status == 3, result
+    assert str(path) in result.err and says in result.err
+    assert "Traceback" not in result.err and "internal error" not in result.err
+    assert megabytes < MEGABYTES
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "json", "safetensors", "pb"])
+@pytest.mark.parametrize("head", [b"", b"\x08\x01", b"{", b"\x0a\x05", b"\xff" * 8, struct.pack("<Q", 10**8) + b"{"])
+def test_sparse_files_of_a_terabyte_are_not_read(tmp_path: Path, ending: str, head: bytes) -> None:
+    path = write_sparse(tmp_path / f"strategy.{ending}", [head, 1 << 40])
+    commands: list[list[Argument]] = [["strategy", "show", path], ["group-info", "inspect", path], ["inspect", path]]
+    for words in commands:
+        refused(3, *words, says=[path])
+
+
+def test_stages_far_beyond_any_pipeline_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(protobuf({"w": layout([2], [0])}, [2**31]))
+    refused(3, "strategy", "show", path, says=[path, "missing"])
+    refused(3, "strategy", "show", tmp_path, says=[path.name, "missing"])
+
+
+def test_more_devices_than_any_cluster_has_are_still_quick(tmp_path: Path) -> None:
+    count = 2**17
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(protobuf({"w": layout([count], [0]), "m.w": layout([128, 1024], [0], size=-1, step=1024)}))
+    with within(4 * SECONDS):
+        result, megabytes = measured("rank-list", count - 1, "--src-strategy", path, "--dst-strategy", path)
+    assert (result.status, result.out) == (0, f"{count - 1}\n")
+    assert megabytes < MEGABYTES
+
+
+def test_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
+    # The library gets a strategy's items one by one, and has to see the same as in one piece.
+    message = layout_message(layout([2, 2], [0]))
+    unknown = field(9, 7) + field(10, b"xyz") + varint(11 << 3 | 5) + bytes(4) + varint(12 << 3 | 1) + bytes(8)
+    item = field(2, field(1, "n") + field(2, field(1, 0)))
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(unknown + field(3, field(1, "w") + field(2, message)) + unknown + item + field(1, 7) + field(1, 1))
+    shown = reshard("strategy", "show", path, "--json").json
+    assert [(row["parameter"], row["device_matrix"]) for row in shown] == [("w", [2, 2])]
