@@ -88,3 +88,7 @@ class RetryableError(ReshardError):
     """I/O failed in a way that a retry may cure: no space, not writable, source vanished."""
 
     status = 1
+
+
+class UnwritableError(RetryableError):
+    """Nothing more can be written: no space, no quota, a read-only file system, too many open files."""

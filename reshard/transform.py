@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.defaults import MAX_MEMORY
 from reshard.errors import UsageError
-from reshard.execute import Destination, ExecutionOptions, Progress, convert
+from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import check_disjoint, check_space
-from reshard.plan.conversion import Conversion, Request, plan
+from reshard.execute.writing import Finish
+from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
+from reshard.plan.recovery import Recovery
 from reshard.report import Report
-from reshard.wording import number_ranges, plural, some_names
+from reshard.source_crcs import check_source_crcs, damaged_files
+from reshard.target_directory import TargetDirectory
+from reshard.wording import number_ranges, plural
 
 
 def usable_cpus() -> int:
@@ -35,18 +38,25 @@ class Options:
         max_memory: bytes for all buffers together.
         io: ``auto``, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
+        checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
         overwrite: replace existing targets.
-        adding: one of several runs that write into the same directory, as by-rank in a loop.
+        adding: one of several runs that fill the same directory rank by rank; what the others wrote may
+            stay beside a target that is replaced.
         dry_run: plan and check everything, write nothing.
+        recover: source and target strategy are the same, and intact files stay as they are.
+        lost_only: when recovering, write only ranks that are lost or damaged.
     """
 
     jobs: int = field(default_factory=usable_cpus)
     max_memory: int = MAX_MEMORY
     io: str = "auto"
     crc: str = "auto"
+    checksum: str = "none"
     overwrite: bool = False
     adding: bool = False
     dry_run: bool = False
+    recover: bool = False
+    lost_only: bool = False
 
 
 @dataclass
@@ -57,8 +67,12 @@ class Summary:
         step: the step that was converted, such as ``3_10``; None where file names tell none.
         ranks: target ranks written.
         files: their files, in the order of ``ranks``.
+        target_files: file of every rank asked for, whenever it was written.
+        done_before: target ranks, of those asked for, that an earlier run of the same conversion wrote.
+        manifest: the manifest, if every rank of the target strategy is there now.
         bytes_written: size of these files together.
         source_ranks: source ranks whose headers were read.
+        recovered: ranks that were lost or damaged, when recovering.
         parameters: how many parameters were resharded.
         copied: names of values copied as they are.
         left_out: parameters of the source that the target strategy does not have.
@@ -73,8 +87,12 @@ class Summary:
     step: Optional[str]
     ranks: list[int]
     files: list[str]
+    target_files: dict[int, str]
+    done_before: list[int]
+    manifest: Optional[str]
     bytes_written: int
     source_ranks: list[int]
+    recovered: list[int]
     parameters: int
     copied: list[str]
     left_out: list[str]
@@ -112,22 +130,45 @@ def transform(
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles() as handles:
-        conversion = plan(request, handles, report)
+        conversion = (
+            _plan_recovery(request, options, handles, report) if options.recover else plan(request, handles, report)
+        )
+        if options.lost_only and isinstance(conversion, Recovery):
+            lost = set(conversion.lost)
+            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)
+        check_disjoint(request.src, conversion.step.files.values(), request.dst)
         execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
         conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * execution.threads)))
-        _check_destination(request, conversion, options)
-        files = [conversion.path(rank) for rank in conversion.ranks]
+        directory = (
+            None
+            if request.exact_file
+            else TargetDirectory(conversion, report, overwrite=options.overwrite, adding=options.adding)
+        )
+        asked = conversion.ranks
+        if directory is not None:
+            conversion.ranks = tuple(directory.survey())
+        manifest = None
         if options.dry_run:
             written = sum(target.layout.size for group in conversion.target_groups() for target in group)
         else:
-            written = _write(conversion, execution, options.crc, handles, report, progress)
+            check_space(
+                (os.path.dirname(conversion.path(rank)), count)
+                for rank, count in conversion.data_bytes_by_rank().items()
+            )
+            run = _Run(conversion, execution, directory, handles, report, progress)
+            written = run.write(check_crc=options.crc != "never" and not options.recover)
+            manifest = run.manifest
         return Summary(
             step=str(conversion.step.step) if conversion.step.step is not None else None,
             ranks=list(conversion.ranks),
-            files=files,
+            files=[conversion.path(rank) for rank in conversion.ranks],
+            target_files={rank: conversion.path(rank) for rank in asked},
+            done_before=sorted(set(asked).difference(conversion.ranks)),
+            manifest=manifest,
             bytes_written=written,
             source_ranks=sorted(conversion.step.indexes),
+            recovered=conversion.lost if isinstance(conversion, Recovery) else [],
             parameters=len(conversion.sorted.resharded),
             copied=conversion.copied,
             left_out=conversion.sorted.left_out,
@@ -140,39 +181,88 @@ def transform(
         )
 
 
+class _Run:
+    """The writing of a planned conversion.
+
+    Attributes:
+        manifest: the manifest, if it was written.
+    """
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        execution: ExecutionOptions,
+        directory: Optional[TargetDirectory],
+        handles: FileHandles,
+        report: Report,
+        progress: Progress,
+    ) -> None:
+        self.manifest: Optional[str] = None
+        self._conversion = conversion
+        self._execution = execution
+        self._directory = directory
+        self._handles = handles
+        self._report = report
+        self._progress = progress
+
+    def write(self, check_crc: bool) -> int:
+        """Write all target files and return their size together, in bytes."""
+        if check_crc and self._conversion.ranks:
+            check_source_crcs(self._conversion, self._execution, self._handles, self._report)
+        if self._directory is None:
+            return self._write(self._conversion.target_groups())
+        self._directory.begin(self._conversion.ranks)
+        try:
+            groups = self._directory.missing(self._conversion.target_groups())
+            written = self._write(groups, self._directory.finished)
+            self.manifest = self._directory.complete()
+            return written
+        finally:
+            self._directory.end()
+
+    def _write(
+        self, groups: Iterable[Sequence[TargetFile]], finish: Finish = lambda target, status, crc, named: None
+    ) -> int:
+        if not self._conversion.ranks:
+            return 0
+        counted = _Counted(self._progress)
+        self._progress.begin(self._conversion.data_bytes())
+        try:
+            convert(groups, self._handles, self._execution, counted, finish)
+        except BaseException:
+            if self._directory is not None:
+                self._report.warn(
+                    f"{counted.files} of {plural(len(self._conversion.ranks), 'rank')} were written and are complete; "
+                    "the same command goes on with the others"
+                )
+            raise
+        finally:
+            self._progress.end()
+        return counted.file_bytes
+
+
+def _plan_recovery(request: Request, options: Options, handles: FileHandles, report: Report) -> Recovery:
+    """Plan a recovery from files that are sound, as far as they record a CRC."""
+    checked: set[str] = set()
+    while True:
+        recovery = plan_as(Recovery, request, handles, report)
+        if options.crc == "never" or options.dry_run:
+            return recovery
+        indexes = [index for index in recovery.step.indexes.values() if index.crc is not None]
+        new = [index for index in indexes if index.path not in checked]
+        damaged = damaged_files(new, _execution(recovery, options), handles, report)
+        if not damaged:
+            return recovery
+        for error in damaged.values():
+            report.warn(f"{error.message}; it counts as absent")
+        checked.update(index.path for index in new)
+        request = replace(request, excluded=request.excluded | frozenset(damaged))
+
+
 def _execution(conversion: Conversion, options: Options) -> ExecutionOptions:
     example = next(iter(conversion.step.files.values()), None)
     storage = storage_of(example) if example is not None else LOCAL
-    return ExecutionOptions(options.jobs, options.max_memory, options.io, storage)
-
-
-def _write(
-    conversion: Conversion,
-    execution: ExecutionOptions,
-    crc: str,
-    handles: FileHandles,
-    report: Report,
-    progress: Progress,
-) -> int:
-    """Write all target files and return their size together, in bytes."""
-    total = conversion.data_bytes()
-    check_space(conversion.request.dst, total)
-    if crc != "never":
-        _check_crcs(conversion, execution, handles, report)
-    counted = _Counted(progress)
-    progress.begin(total)
-    try:
-        convert(conversion.target_groups(), handles, execution, counted)
-    except BaseException:
-        if counted.files:
-            report.warn(
-                f"{counted.files} of {plural(len(conversion.ranks), 'rank')} had been written and are complete; to "
-                "begin again, pass --overwrite"
-            )
-        raise
-    finally:
-        progress.end()
-    return counted.file_bytes
+    return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
 
 
 def check_target_ranks(request: Request) -> None:
@@ -208,54 +298,3 @@ class _Counted(Progress):
         self.file_bytes += target.layout.size
         self.files += 1
         self._listener.committed(target)
-
-
-def _check_destination(request: Request, conversion: Conversion, options: Options) -> None:
-    check_disjoint(request.src, conversion.step.files.values(), request.dst)
-    if request.exact_file:
-        return
-    root = request.dst
-    everything = range(request.target.device_count)
-    destination = Destination(root, [os.path.relpath(conversion.path(rank), root) for rank in everything])
-    writing = [os.path.relpath(conversion.path(rank), root) for rank in conversion.ranks]
-    destination.check(writing, options.overwrite, adding=options.adding)
-
-
-def _check_crcs(
-    conversion: Conversion, execution: ExecutionOptions, handles: FileHandles, report: Report
-) -> None:
-    """Check the CRC of every source file that is read whole, before anything is made of it.
-
-    Raises:
-        DamagedCheckpointError: a file's bytes are not those its CRC was made of.
-    """
-    indexes = {index.path: index for index in conversion.step.indexes.values()}
-    read = conversion.files_read()
-    whole = [indexes[path] for path, all_of_it in read.items() if all_of_it]
-    partly = [path for path, all_of_it in read.items() if not all_of_it]
-    if partly:
-        report.note(
-            f"the CRC of {plural(len(partly), 'source file')} was not checked, because only a part of the file is "
-            f"read: {some_names(partly, 3)}"
-        )
-
-    stop = threading.Event()
-
-    def go_on(_: int) -> None:
-        if stop.is_set():
-            raise CancelledError
-
-    def check(index: CheckpointIndex) -> None:
-        outcome = check_crc(handles, index, execution.block_bytes, go_on)
-        if not outcome.checked:
-            report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")
-
-    with ThreadPoolExecutor(execution.threads) as pool:
-        try:
-            for done in as_completed([pool.submit(check, index) for index in whole]):
-                done.result()
-        except BaseException:
-            # Also Ctrl-C: nobody waits for terabytes to be read.
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

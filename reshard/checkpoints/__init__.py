@@ -17,6 +17,7 @@ from reshard.checkpoints.output import (
     OutputLayout,
     OutputTensor,
     lay_out_ckpt,
+    lay_out_copy,
     lay_out_safetensors,
 )
 from reshard.checkpoints.steps import Step
@@ -41,6 +42,7 @@ __all__ = [
     "find_checkpoints",
     "format_of",
     "lay_out_ckpt",
+    "lay_out_copy",
     "lay_out_safetensors",
     "read_index",
     "reading_error",

@@ -169,6 +169,11 @@ def lay_out_safetensors(
     return _output(runs)
 
 
+def lay_out_copy(size: int) -> OutputLayout:
+    """Lay out a file of ``size`` bytes that are taken over as they are, as one tensor of bytes."""
+    return _output([_Run(b"", 0, 0, size)])
+
+
 def _whole_elements(tensor: OutputTensor, limit: int) -> int:
     """The record limit in whole elements, so that a record never ends inside one."""
     item_size = tensor.nbytes // max(1, math.prod(logical_shape(tensor.dtype, tensor.dims, tensor.nbytes)))

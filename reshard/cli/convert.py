@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import click
 
+from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
@@ -16,6 +17,9 @@ from reshard.report import Report
 from reshard.strategies import read_strategy
 from reshard.transform import Options, Summary, transform, usable_cpus
 from reshard.wording import byte_size, number_ranges, plural, rank_ranges, some_names
+
+if TYPE_CHECKING:
+    from reshard.verification import Difference
 
 
 @click.command("transform-dir")
@@ -82,14 +86,45 @@ def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[s
         io=typed["io"],
         crc=typed["crc"],
         overwrite=typed["overwrite"],
+        checksum=typed["checksum"],
         adding=adding,
         dry_run=typed["dry_run"],
     )
     summary = transform(request, how, report, progress_bar(typed["quiet"]))
+    found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] and not how.dry_run else None
     if typed["as_json"]:
-        echo_json(dataclasses.asdict(summary))
+        differences = None if found is None else [difference._asdict() for difference in found]
+        said = dataclasses.asdict(summary)
+        del said["target_files"]
+        echo_json({**said, "differences": differences})
     if not typed["quiet"]:
         _tell(summary, request, typed["verbose"])
+    if found is not None:
+        from reshard.cli.verify import tell_differences
+
+        tell_differences(found, typed["quiet"])
+
+
+def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> list[Difference]:
+    """Compare what was written, and what was there before, with the source by fingerprints."""
+    # Loaded only here, because by-rank runs in loops.
+    from reshard.verification import Means
+    from reshard.verify import verify_conversion
+
+    assert isinstance(request.src, str)
+    with FileHandles() as handles:
+        return verify_conversion(
+            request.src,
+            request.source,
+            summary.target_files,
+            request.target,
+            step=summary.step or "latest",
+            file_suffix=request.file_suffix,
+            ranks=tuple(summary.target_files),
+            filters=request.filters,
+            means=Means(handles, how.jobs, how.max_memory, progress_bar(quiet)),
+            report=Report(),
+        )
 
 
 def _tell(summary: Summary, request: Request, verbose: bool) -> None:
@@ -97,13 +132,16 @@ def _tell(summary: Summary, request: Request, verbose: bool) -> None:
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
     done = "would write" if summary.dry_run else "wrote"
     step = f"step {summary.step}" if summary.step else "the checkpoint"
+    which = f" ({number_ranges(summary.ranks)})" if summary.ranks else ""
     lines = [
-        f"{done} {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
-        f"{byte_size(summary.bytes_written)}"
+        f"{done} {plural(len(summary.ranks), 'rank')}{which} to {request.dst}: {byte_size(summary.bytes_written)}"
         + ("" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"),
         f"read {step} of source {rank_ranges(summary.source_ranks)}",
         f"{plural(summary.parameters, 'parameter')} resharded",
     ]
+    if summary.done_before:
+        done_before = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
+        lines.append(f"{done_before} had been written before by the same conversion; left as they are")
     for names, what in (
         (summary.copied, "copied unchanged"),
         (summary.left_out, "left out, not in the target strategy"),
@@ -112,5 +150,7 @@ def _tell(summary: Summary, request: Request, verbose: bool) -> None:
     ):
         if names:
             lines.append(f"{len(names)} {what}: {some_names(names, most)}")
+    if summary.manifest:
+        lines.append(f"all ranks are there: {summary.manifest}")
     for line in lines:
         click.echo(line, err=True)

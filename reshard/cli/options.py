@@ -101,66 +101,139 @@ def json_output(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
 
 
-def conversion(command: F) -> F:
-    """Options of transform-dir and by-rank alike."""
-    options = [
-        click.option("--prefix", default="checkpoint_", show_default=True, help="Target file names begin so."),
-        click.option(
-            "--format",
-            "format",
-            type=click.Choice(["same", "ckpt", "safetensors"]),
-            default="same",
-            show_default=True,
-            help="Format of the target files.",
-        ),
-        click.option(
-            "--step",
-            default="latest",
-            show_default=True,
-            metavar="EPOCH_STEP|latest",
-            help="Which checkpoint to convert; latest is the newest complete one.",
-        ),
-        click.option("--file-suffix", metavar="TEXT", help="Take only source files whose stem ends so."),
-        click.option("--include", multiple=True, metavar="GLOB", help="Write only such parameters (repeatable)."),
-        click.option(
-            "--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins)."
-        ),
-        click.option(
-            "--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]"
-        ),
-        click.option(
-            "--max-memory",
-            type=Size(),
-            default=f"{MAX_MEMORY >> 20}M",
-            show_default=True,
-            help="Memory for all buffers together.",
-        ),
-        click.option(
-            "--io",
-            type=click.Choice(["auto", "mmap", "pread"]),
-            default="auto",
-            show_default=True,
-            help="How sources are read; auto decides by file system.",
-        ),
-        click.option(
-            "--crc",
-            type=click.Choice(["auto", "never"]),
-            default="auto",
-            show_default=True,
-            help="Check recorded CRCs of source files that are read whole.",
-        ),
-        click.option("--overwrite", is_flag=True, help="Replace existing targets."),
-        click.option("--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
-        click.option(
-            "--strict",
-            is_flag=True,
-            help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
-        ),
-        json_output,
-        click.option("--quiet", is_flag=True, help="Only warnings and errors."),
-        click.option("-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
-        debug,
-    ]
+def _all(command: F, options: list[Callable[[F], F]]) -> F:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def source(command: F) -> F:
+    """Which of the source's files are taken."""
+    return _all(
+        command,
+        [
+            click.option(
+                "--step",
+                default="latest",
+                show_default=True,
+                metavar="EPOCH_STEP|latest",
+                help="Which checkpoint to take; latest is the newest complete one.",
+            ),
+            click.option("--file-suffix", metavar="TEXT", help="Take only source files whose stem ends so."),
+        ],
+    )
+
+
+def selection(command: F) -> F:
+    """Which parameters are taken."""
+    return _all(
+        command,
+        [
+            click.option("--include", multiple=True, metavar="GLOB", help="Take only such parameters (repeatable)."),
+            click.option(
+                "--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins)."
+            ),
+        ],
+    )
+
+
+def effort(command: F) -> F:
+    """How much of the machine is used."""
+    return _all(
+        command,
+        [
+            click.option(
+                "--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]"
+            ),
+            click.option(
+                "--max-memory",
+                type=Size(),
+                default=f"{MAX_MEMORY >> 20}M",
+                show_default=True,
+                help="Memory for all buffers together.",
+            ),
+        ],
+    )
+
+
+def writing(command: F) -> F:
+    """How files are read and written."""
+    return _all(
+        command,
+        [
+            effort,
+            click.option(
+                "--io",
+                type=click.Choice(["auto", "mmap", "pread"]),
+                default="auto",
+                show_default=True,
+                help="How sources are read; auto decides by file system.",
+            ),
+            click.option(
+                "--crc",
+                type=click.Choice(["auto", "never"]),
+                default="auto",
+                show_default=True,
+                help="Check recorded CRCs of source files that are read whole.",
+            ),
+            click.option(
+                "--checksum",
+                type=click.Choice(["none", "crc32"]),
+                default="none",
+                show_default=True,
+                help="Record a checksum of every target file in the manifest.",
+            ),
+            click.option("--overwrite", is_flag=True, help="Replace existing targets."),
+            click.option("--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
+        ],
+    )
+
+
+def output(command: F) -> F:
+    """What is said."""
+    return _all(
+        command,
+        [
+            json_output,
+            click.option("--quiet", is_flag=True, help="Only warnings and errors."),
+            debug,
+        ],
+    )
+
+
+def prefix(command: F) -> F:
+    """--prefix."""
+    return click.option("--prefix", default="checkpoint_", show_default=True, help="Target file names begin so.")(
+        command
+    )
+
+
+def conversion(command: F) -> F:
+    """Options of transform-dir and by-rank alike."""
+    return _all(
+        command,
+        [
+            prefix,
+            click.option(
+                "--format",
+                "format",
+                type=click.Choice(["same", "ckpt", "safetensors"]),
+                default="same",
+                show_default=True,
+                help="Format of the target files.",
+            ),
+            source,
+            selection,
+            writing,
+            click.option(
+                "--verify", is_flag=True, help="Afterwards compare every tensor with the source by fingerprints."
+            ),
+            click.option(
+                "--strict",
+                is_flag=True,
+                help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
+            ),
+            output,
+            click.option("-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
+        ],
+    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Union
+from typing import Optional, Union
 
-from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.execute.writing import TEMPORARY_MARK
+from reshard import temporary
+from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
+from reshard.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")
@@ -23,75 +24,83 @@ class Destination:
 
     Args:
         path: the directory; it need not exist.
-        names: names, relative to it, that a conversion with the same prefix, format and target
-            strategy writes.
     """
 
-    def __init__(self, path: str, names: Collection[str]) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self._names = frozenset(names)
 
-    def check(self, writing: Collection[str], overwrite: bool, adding: bool) -> None:
-        """Refuse what must not be replaced or mixed.
+    def checkpoints(self, directories: Optional[Collection[str]] = None) -> list[str]:
+        """Checkpoint files in it, by name relative to it, sorted.
 
         Args:
-            writing: names that this run writes, relative to the directory.
-            overwrite: existing targets may be replaced.
-            adding: this run adds to what a shell loop or job array writes, so other ranks may be there.
+            directories: look only into these rank directories.
 
         Raises:
-            TargetError: targets exist, or checkpoints of another conversion do.
+            TargetError: it is something else than a directory.
+            RetryableError: it cannot be read.
         """
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
-        present = self._checkpoints()
-        ours = self._names if adding or not overwrite else frozenset(writing)
-        foreign = [name for name in present if name not in ours]
+        try:
+            entries = sorted(os.listdir(self.path) if directories is None else directories)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RetryableError(f"{self.path}: cannot be read: {error.strerror}", file=self.path) from error
+        found = []
+        for entry in entries:
+            directory = os.path.join(self.path, entry)
+            if not _RANK_DIRECTORY.fullmatch(entry) or not os.path.isdir(directory):
+                continue
+            try:
+                names = sorted(os.listdir(directory))
+            except OSError as error:
+                raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
+            found += [os.path.join(entry, name) for name in names if name.endswith(_CHECKPOINT_ENDINGS)]
+        return found
+
+    def check(self, present: Collection[str], allowed: Collection[str], writing: Collection[str]) -> None:
+        """Refuse a directory that holds what must not stand beside the new files, or where they must not go.
+
+        Args:
+            present: checkpoints in it.
+            allowed: those that may be.
+            writing: what will be written.
+
+        Raises:
+            TargetError: there are checkpoints of another conversion, or something that is no file.
+        """
+        foreign = sorted(set(present).difference(allowed))
         if foreign:
             raise TargetError(
-                f"{self.path} holds checkpoints of another conversion: {_some(foreign)}",
+                f"{self.path} holds checkpoints of another conversion: {some_names(foreign, 3)}",
                 file=os.path.join(self.path, foreign[0]),
                 hint="choose another DST, or remove them; they would be taken for ranks of the new checkpoint",
             )
-        existing = [name for name in writing if os.path.lexists(os.path.join(self.path, name))]
-        outside = [name for name in writing if not self._inside(os.path.dirname(os.path.join(self.path, name)))]
-        if outside:
-            raise TargetError(
-                f"{os.path.join(self.path, outside[0])}: its directory is a link that leads elsewhere",
-                file=outside[0],
-                hint="remove the link, or choose another DST",
-            )
-        odd = [name for name in existing if not os.path.isfile(os.path.join(self.path, name))]
-        if odd:
-            raise TargetError(f"{os.path.join(self.path, odd[0])} is not a regular file", file=odd[0])
-        if existing and not overwrite:
-            raise TargetError(
-                f"{self.path} already holds {_some(existing)}",
-                file=os.path.join(self.path, existing[0]),
-                hint="choose another DST, or replace them with --overwrite",
-            )
+        for name in writing:
+            path = os.path.join(self.path, name)
+            if not self._inside(os.path.dirname(path)):
+                raise TargetError(
+                    f"{path}: its directory is a link that leads elsewhere",
+                    file=path,
+                    hint="remove the link, or choose another DST",
+                )
+            if os.path.lexists(path) and not os.path.isfile(path):
+                raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
+
+    def remove_dead_temporaries(self, directories: Optional[Collection[str]] = None) -> int:
+        """Remove what killed runs left, here and in the rank directories; returns how many files."""
+        try:
+            names = os.listdir(self.path) if directories is None else list(directories)
+        except OSError:
+            return 0
+        ranks = (name for name in names if _RANK_DIRECTORY.fullmatch(name))
+        return sum(map(temporary.remove_dead, [self.path, *(os.path.join(self.path, name) for name in ranks)]))
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""
         wanted = os.path.join(os.path.realpath(self.path), os.path.relpath(directory, self.path))
         return os.path.realpath(directory) == os.path.normpath(wanted)
-
-    def _checkpoints(self) -> list[str]:
-        found = []
-        try:
-            entries = sorted(os.listdir(self.path))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise RetryableError(f"{self.path}: cannot be read: {error.strerror}", file=self.path) from error
-        for entry in entries:
-            directory = os.path.join(self.path, entry)
-            if not _RANK_DIRECTORY.fullmatch(entry) or not os.path.isdir(directory):
-                continue
-            for name in sorted(os.listdir(directory)):
-                if name.endswith(_CHECKPOINT_ENDINGS) and TEMPORARY_MARK not in name:
-                    found.append(os.path.join(entry, name))
-        return found
 
 
 def check_disjoint(src: Union[str, Mapping[int, str]], sources: Iterable[str], dst: str) -> None:
@@ -121,30 +130,36 @@ def check_disjoint(src: Union[str, Mapping[int, str]], sources: Iterable[str], d
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
 
 
-def check_space(dst: str, needed: int) -> None:
+def check_space(needed: Iterable[tuple[str, int]]) -> None:
     """Refuse to begin what cannot be finished.
 
+    Args:
+        needed: directories, existing or not, and bytes that will be written to each.
+
     Raises:
-        RetryableError: the file system has less free space than ``needed`` bytes.
+        UnwritableError: some file system has less free space than is needed on it.
     """
-    existing = os.path.abspath(dst)
-    while not os.path.isdir(existing):
-        existing = os.path.dirname(existing)
-    status = os.statvfs(existing)
-    free = status.f_bavail * status.f_frsize
-    # A file system that reports no blocks at all does not know.
-    if status.f_blocks and needed > free:
-        raise RetryableError(
-            f"{dst}: {needed:,} bytes are needed, but its file system has {free:,} free",
-            file=dst,
-            hint="free some space or choose another DST",
-        )
+    on_device: dict[int, tuple[str, int]] = {}
+    device_of: dict[str, tuple[int, str]] = {}
+    for directory, count in needed:
+        existing = os.path.abspath(directory)
+        while not os.path.isdir(existing):
+            existing = os.path.dirname(existing)
+        if existing not in device_of:
+            device_of[existing] = os.stat(existing).st_dev, existing
+        device, place = device_of[existing]
+        on_device[device] = (on_device.get(device, (place, 0))[0], on_device.get(device, (place, 0))[1] + count)
+    for place, count in on_device.values():
+        status = os.statvfs(place)
+        free = status.f_bavail * status.f_frsize
+        # A file system that reports no blocks at all does not know.
+        if status.f_blocks and count > free:
+            raise UnwritableError(
+                f"{place}: {count:,} bytes are needed, but its file system has {free:,} free",
+                file=place,
+                hint="free some space or choose another DST",
+            )
 
 
 def _contains(directory: str, path: str) -> bool:
     return path == directory or path.startswith(directory.rstrip("/") + "/")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -21,19 +21,22 @@ import numpy as np
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.defaults import MAX_MEMORY
-from reshard.errors import RetryableError
+from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, make_reader
 from reshard.execute.schedule import Schedule, Task
-from reshard.execute.writing import PartBuffer, TargetWriter
+from reshard.execute.writing import Finish, PartBuffer, TargetWriter
 from reshard.plan.pieces import TargetFile, TargetTensor
+from reshard.wording import rank_ranges
 
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20
 LEAST_BLOCK_BYTES = 4 << 10
 _MOST_WAITING = 64
+# So many files that fail are no accident of theirs.
+_MOST_FAILURES = 8
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class ExecutionOptions:
         max_memory: bytes that all buffers together may take.
         io: ``auto``, ``mmap`` or ``pread``.
         storage: what the source files lie on.
+        checksum: compute a CRC-32 of every target file.
     """
 
     jobs: int
     max_memory: int = MAX_MEMORY
     io: str = "auto"
     storage: Storage = LOCAL
+    checksum: bool = False
 
     @property
     def threads(self) -> int:
@@ -95,20 +100,24 @@ def convert(
     handles: FileHandles,
     options: ExecutionOptions,
     progress: Progress,
+    finish: Finish = lambda target, status, crc, named: None,
 ) -> None:
     """Write all target files.
+
+    What fails for one file or group does not keep the others from being finished.
 
     Args:
         groups: what to write, files that read the same rows together; taken lazily.
         handles: open source files.
         options: how.
         progress: told of bytes written and files committed.
+        finish: called for a file whose bytes are on disk, before it gets its name and after.
 
     Raises:
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(groups, handles, options, progress).run()
+    _Run(groups, handles, options, progress, finish).run()
 
 
 class _Run:
@@ -118,8 +127,10 @@ class _Run:
         handles: FileHandles,
         options: ExecutionOptions,
         progress: Progress,
+        finish: Finish,
     ) -> None:
-        self._schedule = Schedule(groups, options.threads)
+        self._finish = finish
+        self._schedule = Schedule(groups, options.threads, self._writer_of)
         self._handles = handles
         self._options = options
         self._progress = progress
@@ -127,6 +138,8 @@ class _Run:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._error: Optional[BaseException] = None
+        # Files that were given up, while others are finished.
+        self._failures: dict[int, ReshardError] = {}
 
     def run(self) -> None:
         """Start the threads and wait until everything is written, or something failed."""
@@ -154,6 +167,8 @@ class _Run:
                 writer.discard()
         if self._error is not None:
             raise self._error
+        if self._failures:
+            raise _together(list(self._failures.items()))
         if left:
             # Whatever the reason: a file that was asked for and is not there is never a success.
             target = left[0].target
@@ -177,9 +192,17 @@ class _Run:
             task = self._schedule.next()
             if task is None:
                 return
-            self._write_part(task, block, filler)
+            try:
+                self._write_part(task, block, filler)
+            except UnwritableError:
+                raise
+            except RetryableError as error:
+                # A source file cannot be read: what does not need it can still be finished.
+                self._schedule.give_up(task)
+                for writer in task.writers:
+                    writer.fail(error)
             for writer in task.writers:
-                if writer.part_done():
+                if writer.part_done() or writer.error is not None:
                     self._commit(writer)
 
     def _write_part(self, task: Task, block: Bytes, filler: BlockFiller) -> None:
@@ -251,10 +274,22 @@ class _Run:
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():
             return
-        writer.commit()
-        self._schedule.committed(writer)
+        try:
+            writer.commit()
+        except TargetError as error:
+            writer.fail(error)
         with self._lock:
-            self._progress.committed(writer.target)
+            if writer.error is None:
+                self._schedule.committed(writer)
+                self._progress.committed(writer.target)
+                return
+            self._failures.setdefault(writer.target.rank, writer.error)
+            many = len(self._failures) >= _MOST_FAILURES
+        if many:
+            self._stop.set()
+
+    def _writer_of(self, target: TargetFile) -> TargetWriter:
+        return TargetWriter(target, self._finish, self._options.checksum)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -268,3 +303,12 @@ def _join(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         while thread.is_alive():
             thread.join(0.2)
+
+
+def _together(failures: list[tuple[int, ReshardError]]) -> ReshardError:
+    """One error for files that failed, each for its own reason."""
+    (_, first), *others = sorted(failures, key=lambda failure: failure[0])
+    if others:
+        ranks = rank_ranges([rank for rank, _ in others])
+        first.message += f"\nalso not written: {ranks}, the first because of {others[0][1].message}"
+    return first

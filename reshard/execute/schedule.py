@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.execute.parts import Part, parts_of
 from reshard.execute.writing import TargetWriter
 from reshard.plan.pieces import TargetFile
+
+WriterOf = Callable[[TargetFile], TargetWriter]
 
 
 class Task(NamedTuple):
@@ -26,8 +28,8 @@ class Task(NamedTuple):
 class _Group:
     """Target files that are written together, with parts that are yet to be handed out."""
 
-    def __init__(self, files: Sequence[TargetFile], threads: int) -> None:
-        self.writers = [TargetWriter(target) for target in files]
+    def __init__(self, files: Sequence[TargetFile], threads: int, writer_of: WriterOf) -> None:
+        self.writers = [writer_of(target) for target in files]
         self._parts = parts_of(files, threads)
         self._next = next(self._parts)
         self.threads = 0
@@ -50,10 +52,12 @@ class Schedule:
     Args:
         groups: groups of target files, planned one by one as they are begun.
         threads: how many there are; the last file is cut so that all of them can help.
+        writer_of: makes the writer of a file.
     """
 
-    def __init__(self, groups: Iterable[Sequence[TargetFile]], threads: int) -> None:
+    def __init__(self, groups: Iterable[Sequence[TargetFile]], threads: int, writer_of: WriterOf) -> None:
         self._threads = threads
+        self._writer_of = writer_of
         self._groups = iter(groups)
         self._lock = threading.Lock()
         self._open: list[_Group] = []
@@ -80,6 +84,11 @@ class Schedule:
                 self._open.remove(group)
             return task
 
+    def give_up(self, task: Task) -> None:
+        """Hand out no more of a group."""
+        with self._lock:
+            self._open = [group for group in self._open if group.writers is not task.writers]
+
     def committed(self, writer: TargetWriter) -> None:
         """A file has its final name."""
         with self._lock:
@@ -94,7 +103,7 @@ class Schedule:
         files = next(self._groups, None)
         if files is None:
             return None
-        group = _Group(files, self._threads)
+        group = _Group(files, self._threads, self._writer_of)
         self._open.append(group)
         self._begun.update(group.writers)
         return group

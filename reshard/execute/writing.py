@@ -1,27 +1,27 @@
-"""Target files: written once under a temporary name, flushed to disk, renamed.
-
-A temporary file lies in the target's own directory, so that renaming it is atomic, and is locked by
-the process that writes it. One whose lock can be had belongs to a run that is dead, and the next run
-removes it.
-"""
+"""Target files: written once under a temporary name, flushed to disk, recorded, renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import threading
-from typing import Optional
+import zlib
+from typing import Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import RetryableError
+from reshard import temporary
+from reshard.errors import ReshardError, RetryableError, UnwritableError
+from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
 
-TEMPORARY_MARK = ".reshard-tmp-"
+# What ends the whole run: no other file would fare better.
+_EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
+
+Finish = Callable[[TargetFile, os.stat_result, Optional[int], bool], None]
+"""Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
 
 
 class TargetWriter:
@@ -29,16 +29,24 @@ class TargetWriter:
 
     Args:
         target: what is written.
+        finish: called when its bytes are on disk, before it gets its name and after.
+        checksum: compute a CRC-32 of the whole file on the way.
+
+    Attributes:
+        error: why the file was given up, if it was; others can still be finished.
     """
 
-    def __init__(self, target: TargetFile) -> None:
+    def __init__(self, target: TargetFile, finish: Finish, checksum: bool = False) -> None:
         self.target = target
+        self._finish = finish
+        self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
         self._fd: Optional[int] = None
         self._temporary = ""
         self._lock = threading.Lock()
         self._open_parts = 0
         self._sealed = False
         self._closed = False
+        self.error: Optional[ReshardError] = None
         self._made_directory = False
 
     def add_part(self) -> None:
@@ -58,29 +66,39 @@ class TargetWriter:
             return self._sealed and self._open_parts == 0
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset of the file.
+        """Write bytes at an offset of the file; nothing once `error` is set.
 
         Raises:
-            RetryableError: the bytes cannot be written; names file and rank.
+            UnwritableError: the bytes cannot be written, and no other file's could; names file and rank.
         """
+        if self.error is not None:
+            return
         try:
             fd = self._open()
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)
         except OSError as error:
-            raise self._error(error) from error
+            self._fail(error)
+            return
+        if self._checksums is not None:
+            self._checksums.append((offset, len(data), zlib.crc32(data)))
 
     def commit(self) -> None:
-        """Flush the file to disk and give it its final name.
+        """Flush the file to disk and give it its final name, unless `error` is set or is set by it.
 
         Raises:
-            RetryableError: it cannot be done; names file and rank.
+            UnwritableError: it cannot be done, and with no other file could; names file and rank.
+            TargetError: a file has come to stand in its place.
         """
+        if self.error is not None:
+            return
         directory = os.path.dirname(self.target.path) or "."
         try:
             fd = self._open()
-            written = os.fstat(fd).st_size
+            os.fsync(fd)
+            status = os.fstat(fd)
+            written = status.st_size
             if written != self.target.layout.size:
                 raise RetryableError(
                     f"{self.target.path}: {written} bytes were written where {self.target.layout.size} were planned "
@@ -88,12 +106,14 @@ class TargetWriter:
                     file=self.target.path,
                     rank=self.target.rank,
                 )
-            os.fsync(fd)
+            crc = None if self._checksums is None else joined_crc(self._checksums)
+            self._finish(self.target, status, crc, False)
             os.rename(self._temporary, self.target.path)
             self._temporary = ""
             sync_directory(directory)
+            self._finish(self.target, status, crc, True)
         except OSError as error:
-            raise self._error(error) from error
+            self._fail(error)
         finally:
             self.discard()
 
@@ -102,12 +122,12 @@ class TargetWriter:
         with self._lock:
             self._closed = True
             fd, self._fd = self._fd, None
-            temporary, self._temporary = self._temporary, ""
-        if temporary:
+            path, self._temporary = self._temporary, ""
+        if path:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                os.unlink(path)
                 if self._made_directory:
-                    os.rmdir(os.path.dirname(temporary))
+                    os.rmdir(os.path.dirname(path))
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -118,24 +138,30 @@ class TargetWriter:
                 return self._fd
             if self._closed:
                 raise OSError(errno.ECANCELED, "was given up")
-            directory, name = os.path.split(self.target.path)
-            directory = directory or "."
+            directory = os.path.dirname(self.target.path) or "."
             self._made_directory = not os.path.isdir(directory)
             os.makedirs(directory, exist_ok=True)
-            remove_dead_temporaries(directory, name)
-            temporary = os.path.join(directory, f".{name}{TEMPORARY_MARK}{secrets.token_hex(6)}")
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._fd, self._temporary = fd, temporary
-            lock(fd)
-            return fd
+            self._fd, self._temporary = temporary.create(directory)
+            return self._fd
 
-    def _error(self, error: OSError) -> RetryableError:
+    def fail(self, error: ReshardError) -> None:
+        """Give the file up; the first reason counts."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        self.discard()
+
+    def _fail(self, error: OSError) -> None:
         what = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
-        return RetryableError(
+        kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
+        said = kind(
             f"{self.target.path}: {what} (rank {self.target.rank}): {error.strerror or error}",
             file=self.target.path,
             rank=self.target.rank,
         )
+        if kind is UnwritableError:
+            raise said from error
+        self.fail(said)
 
 
 class PartBuffer:
@@ -194,28 +220,6 @@ class PartBuffer:
             self._writer.write(self._offset, self._memory[: self._used])
             self._offset += self._used
             self._used = 0
-
-
-def lock(fd: int) -> None:
-    """Mark an open file as in use, as far as the file system can."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def remove_dead_temporaries(directory: str, name: str) -> None:
-    """Remove temporary files of ``name`` that no living process is writing."""
-    start = f".{name}{TEMPORARY_MARK}"
-    for entry in os.listdir(directory):
-        if not entry.startswith(start):
-            continue
-        path = os.path.join(directory, entry)
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-            finally:
-                os.close(fd)
 
 
 def sync_directory(path: str) -> None:

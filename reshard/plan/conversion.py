@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Optional, Union
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Optional, TypeVar, Union
 
 from reshard.checkpoints import (
     FileHandles,
@@ -59,6 +59,7 @@ class Request:
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
         exact_file: ``dst`` is the file itself.
+        excluded: source files that count as absent.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -73,6 +74,7 @@ class Request:
     filters: Filters = field(default_factory=Filters)
     strict: bool = False
     exact_file: bool = False
+    excluded: frozenset[str] = frozenset()
 
 
 class _Take(NamedTuple):
@@ -100,8 +102,20 @@ class Sorted:
     unholdable: list[str]
 
 
+C = TypeVar("C", bound="Conversion")
+
+
 def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
     """Plan a conversion from headers alone.
+
+    Raises:
+        ReshardError: the request cannot be met; nothing has been written.
+    """
+    return plan_as(Conversion, request, handles, report)
+
+
+def plan_as(kind: type[C], request: Request, handles: FileHandles, report: Report) -> C:
+    """Plan a kind of conversion from headers alone.
 
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
@@ -110,8 +124,8 @@ def plan(request: Request, handles: FileHandles, report: Report) -> Conversion:
     selector = StepSelector(
         request.source, request.target, request.ranks, request.filters, choice, handles, report
     )
-    selection = selector.select(_candidates(request, handles))
-    return Conversion(request, choice, selection, handles, report)
+    selection = selector.select(_sound(_candidates(request, handles), request.excluded))
+    return kind(request, choice, selection, handles, report)
 
 
 def _candidates(request: Request, handles: FileHandles) -> Iterable[StepFiles]:
@@ -129,6 +143,14 @@ def _candidates(request: Request, handles: FileHandles) -> Iterable[StepFiles]:
     tree = find_checkpoints(request.src, request.file_suffix)
     check_ranks(tree, request.source, request.target, handles)
     return tree.candidates(request.step)
+
+
+def _sound(candidates: Iterable[StepFiles], excluded: frozenset[str]) -> Iterator[StepFiles]:
+    """Candidates without excluded files; one that has no others is none."""
+    for candidate in candidates:
+        files = {rank: path for rank, path in candidate.files.items() if path not in excluded}
+        if files:
+            yield replace(candidate, files=files)
 
 
 class Conversion:
@@ -182,26 +204,35 @@ class Conversion:
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """The plan of every target rank, made a group at a time; a group's files are written together."""
         for stage in self._stages.values():
-            found = (self._cuts.of(self._parameters[name], stage) for name in self._resharded_of(stage))
+            found = (self._cuts.of(self._parameters[name], stage) for name in self.resharded_of(stage))
             cuts = {cut.number: cut for cut in found}.values()
             for members in reading_groups(self._ranks_of(stage), stage, cuts, self.most_together):
                 yield [self.target_file(rank, members[0]) for rank in members]
 
     def data_bytes(self) -> int:
         """Bytes of tensor contents in all target files together."""
-        total = 0
+        return sum(self.data_bytes_by_rank().values())
+
+    def data_bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of tensor contents in the file of every target rank."""
+        total = {rank: self._copies.of(rank).nbytes for rank in self.ranks}
         for stage in self._stages.values():
-            local = [rank - stage.first_rank for rank in self._ranks_of(stage)]
-            volumes: dict[int, int] = {}
-            for name in self._resharded_of(stage):
+            ranks = self._ranks_of(stage)
+            # Bytes that all elements of one kind take, per kind and element.
+            sizes: dict[int, list[int]] = {}
+            elements: dict[int, int] = {}
+            for name in self.resharded_of(stage):
                 parameter = self._parameters[name]
                 cut = self._cuts.of(parameter, stage)
-                if cut.number not in volumes:
-                    slices = [cut.slice_of(rank) for rank in local]
+                elements[cut.number] = elements.get(cut.number, 0) + parameter.item_size
+                if cut.number not in sizes:
+                    slices = [cut.slice_of(rank - stage.first_rank) for rank in ranks]
                     boxes = {number: cut.target.slice_box(parameter.shape, number) for number in set(slices)}
-                    volumes[cut.number] = sum(_volume(boxes[number]) for number in slices)
-                total += volumes[cut.number] * parameter.item_size
-        return total + sum(self._copies.of(rank).nbytes for rank in self.ranks)
+                    sizes[cut.number] = [_volume(boxes[number]) for number in slices]
+            for number, volumes in sizes.items():
+                for rank, volume in zip(ranks, volumes):
+                    total[rank] += volume * elements[number]
+        return total
 
     def target_file(self, rank: int, leader: Optional[int] = None) -> TargetFile:
         """What one target rank's file is made of.
@@ -216,7 +247,7 @@ class Conversion:
         base = [self._base(leader)] + ([self._base(rank)] if rank != leader else [])
         takes: dict[tuple[object, ...], tuple[Box, list[_Take]]] = {}
         made: list[tuple[OutputTensor, TargetTensor]] = []
-        for name in self._resharded_of(stage):
+        for name in self.resharded_of(stage):
             parameter = self._parameters[name]
             cut = self._cuts.of(parameter, stage)
             present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
@@ -299,7 +330,7 @@ class Conversion:
     def _ranks_of(self, stage: Stage) -> list[int]:
         return [r for r in self.ranks if stage.first_rank <= r < stage.first_rank + stage.device_count]
 
-    def _resharded_of(self, stage: Stage) -> list[str]:
+    def resharded_of(self, stage: Stage) -> list[str]:
         """Names that a target stage gets, sorted."""
         if self.request.target.is_none:
             return self.sorted.resharded
@@ -334,7 +365,7 @@ class Conversion:
         problems: list[InputError] = []
         self._check_anything()
         for stage in self._stages.values():
-            for name in self._resharded_of(stage):
+            for name in self.resharded_of(stage):
                 try:
                     self._cuts.of(self._parameters[name], stage)
                 except InputError as error:
@@ -363,7 +394,7 @@ class Conversion:
                 f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}"
             )
         stages = self._stages.values()
-        plain = {name for stage in stages for name in self._resharded_of(stage) if self._plain(name, stage)}
+        plain = {name for stage in stages for name in self.resharded_of(stage) if self._plain(name, stage)}
         if plain:
             self._report.note(
                 "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "

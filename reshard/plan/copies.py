@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.checkpoints import FileHandles, Tensor
+from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.errors import CheckpointError, InputError
 from reshard.plan.selection import Filters
 from reshard.plan.source import SourceStep
@@ -143,8 +143,11 @@ class CopiedValues:
         for offset, length in tensor.extents:
             done = 0
             while done < length:
-                with self._handles.borrow(path) as fd:
-                    block = os.pread(fd, min(_BLOCK - len(pending), length - done), offset + done)
+                try:
+                    with self._handles.borrow(path) as fd:
+                        block = os.pread(fd, min(_BLOCK - len(pending), length - done), offset + done)
+                except OSError as error:
+                    raise reading_error(path, error) from error
                 if not block:
                     raise CheckpointError(f"{path}: the file was cut short while it was read", file=path, rank=rank)
                 done += len(block)

@@ -85,11 +85,13 @@ class _Incomplete(NamedTuple):
 
     Attributes:
         label: the step.
+        place: the directory that all of its files lie below.
         causes: files and stages that are not there.
         lost: parameters of which a slice is nowhere.
     """
 
     label: str
+    place: str
     causes: list[str]
     lost: Sequence[Lost]
 
@@ -155,9 +157,9 @@ class StepSelector:
     def _nothing_complete(self, passed: Sequence[_Incomplete]) -> IncompleteSourceError:
         newest = passed[0]
         if len(passed) == 1:
-            lines = [f"{newest.label} is not complete:"]
+            lines = [f"{newest.label} in {newest.place} is not complete:"]
         else:
-            lines = [f"no step is complete; the newest is {newest.label}:"]
+            lines = [f"no step in {newest.place} is complete; the newest is {newest.label}:"]
         lines += [f"  {line}" for line in newest.lines(1 << 30)]
         for older in passed[1:]:
             lines += [f"{older.label}: {line}" for line in older.lines(3)]
@@ -187,7 +189,7 @@ class StepSelector:
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
             causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
-        return selection, _Incomplete(step.label, [*causes, *stages], lost)
+        return selection, _Incomplete(step.label, step.place, [*causes, *stages], lost)
 
     def _empty_stages(self, selection: Selection) -> list[str]:
         """Why a step lacks a whole stage, or everything."""
@@ -198,8 +200,12 @@ class StepSelector:
             where = f"pipeline stage {stage.number} ({ranks})"
             loaded = step.loaded(stage)
             held = {name for rank in loaded for name in step.indexes[rank].tensors}
+            if not loaded and stage.layouts and stage.layouts.keys() <= parameters.keys():
+                # All that it would hold is tied, and another stage's ranks hold it.
+                continue
             if not loaded:
-                lines.append(f"no rank of {where} has a readable file")
+                names = f"; the strategy gives it {some_names(list(stage.layouts), 50)}" if stage.layouts else ""
+                lines.append(f"no rank of {where} has a readable file{names}")
             elif not held:
                 lines.append(f"the files of {where} hold nothing")
             elif step.absent(stage) and stage.layouts and held.isdisjoint(stage.layouts):

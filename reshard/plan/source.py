@@ -46,6 +46,12 @@ class SourceStep:
         return f"step {self.step}" if self.step is not None else "the checkpoint"
 
     @property
+    def place(self) -> str:
+        """The directory that all files of the step lie below."""
+        directories = {os.path.abspath(os.path.dirname(path)) for path in self.files.values()}
+        return os.path.commonpath(directories) if directories else "the source"
+
+    @property
     def readable(self) -> frozenset[int]:
         """Ranks whose file exists and is not known to be damaged."""
         return frozenset(self.files) - frozenset(self.damaged)

@@ -1,0 +1,177 @@
+"""fingerprint: what every parameter is, whatever its layout, format or step."""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import click
+
+from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, reading_error
+from reshard.cli import options
+from reshard.cli.output import echo_json, listener
+from reshard.cli.progress import progress_bar
+from reshard.defaults import MAX_MEMORY
+from reshard.errors import IncompleteSourceError, UsageError
+from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.selection import Filters, StepSelector, check_ranks
+from reshard.report import Report
+from reshard.strategies import Strategy, read_strategy
+from reshard.transform import usable_cpus
+from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
+from reshard.wording import plural, rank_ranges, some_names
+
+
+@click.command("fingerprint")
+@click.argument("src", required=False)
+@click.option(
+    "--strategy",
+    "--src-strategy",
+    "strategy",
+    metavar="FILE|DIR|none",
+    help="Strategy the checkpoint was saved with; none for an unsharded one.",
+)
+@click.option(
+    "--ranks", type=options.Ranks(), metavar="0-7,12", help="Read only these ranks' files; the result is partial."
+)
+@click.option("--merge", multiple=True, metavar="FILE", help="Add a result that --json printed (repeatable).")
+@click.option(
+    "--step",
+    default="latest",
+    show_default=True,
+    metavar="EPOCH_STEP|latest",
+    help="Which checkpoint to read; latest is the newest complete one.",
+)
+@click.option("--file-suffix", metavar="TEXT", help="Take only files whose stem ends so.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only such parameters (repeatable).")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins).")
+@click.option("--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]")
+@click.option(
+    "--max-memory",
+    type=options.Size(),
+    default=f"{MAX_MEMORY >> 20}M",
+    show_default=True,
+    help="Memory for all buffers together.",
+)
+@options.json_output
+@click.option("--quiet", is_flag=True, help="Only warnings and errors on standard error.")
+@options.debug
+def fingerprint(
+    src: Optional[str],
+    strategy: Optional[str],
+    ranks: Optional[tuple[int, ...]],
+    merge: tuple[str, ...],
+    step: str,
+    file_suffix: Optional[str],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    jobs: Optional[int],
+    max_memory: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Print a fingerprint of every parameter of the checkpoint in SRC.
+
+    It depends on the parameter's name, type, shape and values only, so it is the same before and
+    after any conversion. The last line stands for the whole checkpoint. Several machines can each
+    read some ranks' files, and one put the results together; SRC may be left out then.
+
+    \b
+    Examples:
+      reshard fingerprint ckpt/ --strategy src.ckpt
+      reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
+      reshard fingerprint --merge part0.json --merge part1.json
+    """
+    report = Report(listener(quiet))
+    result = Fingerprints()
+    if src is not None:
+        if strategy is None:
+            raise UsageError(
+                "--strategy is missing",
+                hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
+            )
+        source = read_strategy(strategy)
+        for note in source.notes:
+            report.note(note)
+        filters = Filters(include, exclude)
+        with FileHandles() as handles:
+            found = find_checkpoints(src, file_suffix)
+            check_ranks(found, source, Strategy.none(), handles)
+            files = _files(found, source, ranks, step, filters, handles, report)
+            tree = read_tree(files, source, handles, filters.admit)
+            for rank, damage in tree.damaged.items():
+                report.warn(f"{damage}; rank {rank} counts as absent")
+            if ranks is None:
+                check_complete(tree)
+            means = Means(handles, jobs or usable_cpus(), max_memory, progress_bar(quiet))
+            result = fingerprints(tree, means)
+    elif not merge:
+        raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
+    elif ranks is not None or strategy is not None:
+        raise UsageError("--ranks and --strategy go with SRC, which is missing")
+    for path in merge:
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            raise reading_error(path, error) from error
+        result.merge(Fingerprints.from_json(content, path))
+    for name in result.differing:
+        report.warn(f"{name} differs between ranks; its fingerprint is that of the lowest")
+    if as_json:
+        echo_json(result.to_json())
+    else:
+        _print(result, report)
+
+
+def _files(
+    tree: SourceTree,
+    source: Strategy,
+    ranks: Optional[tuple[int, ...]],
+    step: str,
+    filters: Filters,
+    handles: FileHandles,
+    report: Report,
+) -> dict[int, str]:
+    """The files of the newest step that is complete, or that all ranks asked for have."""
+    if ranks is None:
+        whole = Strategy.none()
+        selector = StepSelector(source, whole, None, filters, ReplicaChoice(source, whole), handles, report)
+        selected = selector.select(tree.candidates(step)).step
+        return {rank: path for rank, path in selected.files.items() if rank not in selected.damaged}
+    beyond = [rank for rank in ranks if rank >= source.device_count]
+    if beyond:
+        raise UsageError(
+            f"{rank_ranges(beyond)} (--ranks) is out of range: {source.path} has {plural(source.device_count, 'rank')}",
+            rank=beyond[0],
+        )
+    for candidate in tree.candidates(step):
+        absent = [rank for rank in ranks if rank not in candidate.files]
+        label = f"step {candidate.step}" if candidate.step is not None else "the checkpoint"
+        if not absent:
+            report.note(f"{label} is read")
+            return {rank: candidate.files[rank] for rank in ranks}
+        report.note(f"{label} has no file of {rank_ranges(absent)} and is passed over")
+    raise IncompleteSourceError(
+        f"{tree.root}: no step has files of all of {rank_ranges(ranks)}", hint="name ranks that are there with --ranks"
+    )
+
+
+def _print(result: Fingerprints, report: Report) -> None:
+    """A line per tensor: those of several elements first, then single values and text, then everything."""
+    entries = result.entries()
+    single = {entry.name for entry in entries if math.prod(entry.shape) == 1}
+    for entry in sorted(entries, key=lambda entry: (entry.name in single, entry.name)):
+        click.echo(_line(entry))
+    click.echo(f"{result.whole() or 'partial':32}  checkpoint")
+    lacking = result.incomplete
+    if lacking:
+        report.warn(
+            f"partial: slices of {plural(len(lacking), 'parameter')} are in no file that was read: "
+            f"{some_names(lacking, 3)}; other ranks' results, printed with --json, can be added with --merge"
+        )
+
+
+def _line(entry: Entry) -> str:
+    shape = "[" + ",".join(map(str, entry.shape)) + "]"
+    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {entry.name}"

@@ -1,0 +1,88 @@
+"""recover."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import options
+from reshard.cli.output import echo_json, listener
+from reshard.cli.progress import progress_bar
+from reshard.errors import UsageError
+from reshard.plan.conversion import Request
+from reshard.report import Report
+from reshard.strategies import read_strategy
+from reshard.transform import Options, transform, usable_cpus
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+
+
+@click.command("recover")
+@click.argument("src")
+@click.argument("dst")
+@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy the checkpoint was saved with.")
+@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these ranks.")
+@click.option("--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
+@options.prefix
+@options.source
+@options.writing
+@options.output
+def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
+    """Give every lost rank its checkpoint back from replicas.
+
+    At the newest step that can be had whole, the checkpoint of each rank that is lost, damaged or was
+    never saved is made from ranks that hold the same slices, parameter by parameter where no rank has
+    them all. Ranks whose files are intact are copied unchanged, so DST is the whole tree. What no
+    rank holds any more is listed by parameter and rank, and nothing is written.
+
+    \b
+    Example, ranks 3 and 7 of 8 are lost:
+      reshard recover ckpt/ whole/ --strategy strategy/
+    """
+    if strategy is None:
+        raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
+    report = Report(listener(typed["quiet"]))
+    read = read_strategy(strategy)
+    for note in read.notes:
+        report.note(note)
+    request = Request(
+        src=src,
+        dst=dst,
+        source=read,
+        target=read,
+        ranks=ranks,
+        prefix=typed["prefix"],
+        step=typed["step"],
+        file_suffix=typed["file_suffix"],
+    )
+    how = Options(
+        jobs=typed["jobs"] or usable_cpus(),
+        max_memory=typed["max_memory"],
+        io=typed["io"],
+        crc=typed["crc"],
+        checksum=typed["checksum"],
+        overwrite=typed["overwrite"],
+        dry_run=typed["dry_run"],
+        recover=True,
+        lost_only=typed["lost_only"],
+    )
+    summary = transform(request, how, report, progress_bar(typed["quiet"]))
+    if typed["as_json"]:
+        said = dataclasses.asdict(summary)
+        del said["target_files"]
+        echo_json(said)
+    if typed["quiet"]:
+        return
+    done = "would write" if summary.dry_run else "wrote"
+    which = f" ({number_ranges(summary.ranks)})" if summary.ranks else ""
+    step = f"step {summary.step}" if summary.step else "the checkpoint"
+    click.echo(
+        f"{done} {plural(len(summary.ranks), 'rank')}{which} of {step} to {dst}: {byte_size(summary.bytes_written)}",
+        err=True,
+    )
+    made = [rank for rank in summary.recovered if rank in summary.ranks]
+    text = f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas"
+    click.echo(text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""), err=True)
+    if summary.manifest:
+        click.echo(f"all ranks are there: {summary.manifest}", err=True)

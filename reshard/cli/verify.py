@@ -1,0 +1,134 @@
+"""verify: prove that a checkpoint is what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import click
+
+from reshard.checkpoints import FileHandles, find_checkpoints
+from reshard.cli import options
+from reshard.cli.output import echo_json, listener
+from reshard.cli.progress import progress_bar
+from reshard.errors import CheckpointError, UsageError
+from reshard.plan.selection import Filters
+from reshard.records import Manifest, read_manifest
+from reshard.report import Report
+from reshard.strategies import read_strategy
+from reshard.transform import usable_cpus
+from reshard.verification import Difference, Means
+from reshard.verification.against_manifest import compare_with_manifest
+from reshard.verify import verify_conversion, verify_replicas
+from reshard.wording import plural
+
+DIFFERENT = 4
+"""Exit status where something is not as it should be."""
+
+
+@click.command("verify")
+@click.argument("out")
+@click.option("--src", metavar="SRC", help="The checkpoint that OUT was converted from.")
+@options.strategies
+@click.option("--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
+@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy of OUT, for --replicas.")
+@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these ranks of OUT.")
+@options.source
+@options.selection
+@options.effort
+@options.output
+def verify(
+    out: str,
+    src: Optional[str],
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    replicas: bool,
+    strategy: Optional[str],
+    ranks: Optional[tuple[int, ...]],
+    **typed: Any,
+) -> None:
+    """Verify the checkpoint in OUT; exit status 4 and a line per difference if something is wrong.
+
+    Alone: every file is as the manifest says, in size, headers and, where they were recorded,
+    checksums. With --src and both strategies: every tensor on every rank is what the source makes of
+    it, worked out anew from the strategies and compared through fingerprints. With --replicas:
+    ranks that should hold the same slices do.
+
+    \b
+    Examples:
+      reshard verify out/
+      reshard verify out/ --src ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+      reshard verify ckpt/ --replicas --strategy src.ckpt
+    """
+    report = Report(listener(typed["quiet"]))
+    filters = Filters(typed["include"], typed["exclude"])
+    found: list[Difference] = []
+    with FileHandles() as handles:
+        means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress_bar(typed["quiet"]))
+        if replicas:
+            if strategy is None:
+                raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
+            found += verify_replicas(
+                out, read_strategy(strategy), typed["step"], typed["file_suffix"], filters, means, report
+            )
+        elif strategy is not None:
+            raise UsageError("--strategy goes with --replicas")
+        if src is not None:
+            source, target = options.required_strategies(src_strategy, dst_strategy)
+            manifest = _manifest(out)
+            step = typed["step"]
+            if manifest is not None:
+                found += compare_with_manifest(out, manifest, means)
+                if step == "latest" and manifest.plan.step is not None:
+                    step = manifest.plan.step
+                if not (filters.include or filters.exclude):
+                    filters = Filters(manifest.plan.include, manifest.plan.exclude)
+            files = {
+                rank: path
+                for candidate in find_checkpoints(out).candidates()
+                for rank, path in candidate.files.items()
+            }
+            found += verify_conversion(
+                src,
+                read_strategy(source),
+                files,
+                read_strategy(target),
+                step=step,
+                file_suffix=typed["file_suffix"],
+                ranks=ranks,
+                filters=filters,
+                means=means,
+                report=report,
+            )
+        elif src_strategy is not None or dst_strategy is not None:
+            raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
+        elif not replicas:
+            manifest = read_manifest(out)
+            found += compare_with_manifest(out, manifest, means)
+            if not any(file.crc32 for file in manifest.files):
+                report.note(
+                    "the manifest has no checksums, so contents were not compared; give --src, or convert with "
+                    "--checksum crc32"
+                )
+    if typed["as_json"]:
+        echo_json({"differences": [difference._asdict() for difference in found]})
+    tell_differences(found, typed["quiet"], to_standard_output=not typed["as_json"])
+
+
+def tell_differences(found: Sequence[Difference], quiet: bool, to_standard_output: bool = False) -> None:
+    """Print every difference and a line that sums up; with any, end with exit status 4."""
+    for difference in found:
+        click.echo(str(difference), err=not to_standard_output)
+    if found:
+        click.echo(f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used", err=True)
+        click.get_current_context().exit(DIFFERENT)
+    if not quiet:
+        click.echo("verified: no differences", err=True)
+
+
+def _manifest(out: str) -> Optional[Manifest]:
+    try:
+        return read_manifest(out)
+    except CheckpointError:
+        # A part of the ranks, or written by something else: the comparison with the source stands alone.
+        return None

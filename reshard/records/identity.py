@@ -1,0 +1,160 @@
+"""What makes two runs the same conversion, so that one may go on where the other stopped.
+
+Strategies' content, step, filters, format and prefix are one part of it. The source files are the
+other: a run reads only those that its targets need, so each file is remembered by itself, and runs
+agree where they have read the same ones. Ranks, jobs and ways of reading are no part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout
+from reshard.layout import Layout
+from reshard.strategies import Strategy
+
+_DIGEST_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The part of a conversion's identity that every run knows.
+
+    Attributes:
+        source_strategy: digest of the source strategy's content.
+        target_strategy: likewise of the target's.
+        ranks: target ranks of the whole conversion.
+        step: the step that is converted; None where file names tell none.
+        include: what is written, by name.
+        exclude: what is not.
+        format: of the target files.
+        prefix: of their names.
+        task: ``convert`` or ``recover``.
+    """
+
+    source_strategy: str
+    target_strategy: str
+    ranks: int
+    step: Optional[str]
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    format: str
+    prefix: str
+    task: str = "convert"
+
+    @property
+    def digest(self) -> str:
+        """The whole of it in a few characters."""
+        return _digest(self.to_json().encode())
+
+    def to_json(self) -> str:
+        """As text, the same for equal identities."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Identity:
+        """What `to_json` made.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("no identity")
+        try:
+            return cls(**{**found, "include": tuple(found["include"]), "exclude": tuple(found["exclude"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError("no identity") from error
+
+    def differences(self, other: Identity) -> list[str]:
+        """How this conversion differs from another, for people."""
+        names = {
+            "source_strategy": "the source strategy",
+            "target_strategy": "the target strategy",
+            "step": "the step",
+            "include": "--include",
+            "exclude": "--exclude",
+            "format": "the format",
+            "prefix": "--prefix",
+            "task": "what is done",
+        }
+        found = []
+        for field, name in names.items():
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                said = "" if field.endswith("_strategy") else f" ({_said(theirs)} there, {_said(mine)} here)"
+                found.append(name + said)
+        return found
+
+
+class SourceFile(NamedTuple):
+    """A source file as a run found it.
+
+    Attributes:
+        rank: source rank.
+        size: bytes.
+        headers: digest of what its headers say, its recorded CRC included.
+        modified: time of last change, in nanoseconds; only a hint, because files get copied.
+    """
+
+    rank: int
+    size: int
+    headers: str
+    modified: int
+
+
+def source_file(rank: int, index: CheckpointIndex, structures: dict[int, str]) -> SourceFile:
+    """A source file by what was read of it.
+
+    Args:
+        rank: its rank.
+        index: what is in it.
+        structures: digests of structures known so far, by identity of ``index.tensors``, which ranks
+            that are built alike share; added to.
+    """
+    structure = structures.get(id(index.tensors))
+    if structure is None:
+        parts = (repr(tuple(tensor)).encode() for tensor in index.tensors.values())
+        structure = _digest(*parts)
+        structures[id(index.tensors)] = structure
+    headers = _digest(repr((index.format, structure, index.crc, sorted(index.metadata.items()))).encode())
+    return SourceFile(rank, index.size, headers, os.stat(index.path).st_mtime_ns)
+
+
+def strategy_digest(strategy: Strategy) -> str:
+    """A digest of what a strategy says, whatever files it was read from."""
+    known: dict[Layout, bytes] = {}
+    hashed = hashlib.sha256()
+    for stage in strategy.stages:
+        hashed.update(f"{stage.number} {stage.first_rank} {stage.device_count}\n".encode())
+        for name in sorted(stage.layouts):
+            layout = stage.layouts[name]
+            said = known.get(layout)
+            if said is None:
+                said = known[layout] = repr(dataclasses.astuple(layout)).encode()
+            hashed.update(name.encode(errors="surrogateescape") + b"\0" + said + b"\n")
+    return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+def header_digest(layout: OutputLayout) -> Optional[str]:
+    """A digest of all bytes of a file that are not tensor contents, in file order; None without any."""
+    literals = [segment.data for segment in layout.segments() if isinstance(segment, Literal)]
+    return _digest(*literals) if literals else None
+
+
+def _digest(*parts: bytes) -> str:
+    hashed = hashlib.sha256()
+    for part in parts:
+        hashed.update(part)
+    return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+def _said(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,113 @@
+"""The manifest of a complete target directory: what was converted to what, and every file's size.
+
+It is the same whichever runs made the files, in whatever order, so it holds no times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+from reshard import temporary
+from reshard.errors import CheckpointError, RetryableError
+from reshard.records.identity import Identity
+
+MANIFEST_NAME = "reshard-manifest.json"
+VERSION = 1
+
+
+class ManifestFile(NamedTuple):
+    """A target file.
+
+    Attributes:
+        rank: target rank.
+        file: name, relative to the manifest's directory.
+        size: bytes.
+        headers: digest of all bytes that are not tensor contents; None for a file taken over as it was.
+        crc32: CRC-32 of the whole file as 8 hexadecimal digits, or None.
+    """
+
+    rank: int
+    file: str
+    size: int
+    headers: Optional[str]
+    crc32: Optional[str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete conversion.
+
+    Attributes:
+        plan: its identity.
+        files: every target file, by rank.
+    """
+
+    plan: Identity
+    files: tuple[ManifestFile, ...]
+
+    def write(self, directory: str) -> str:
+        """Write it into its directory, whole or not at all; returns its path.
+
+        Raises:
+            RetryableError: it cannot be written.
+        """
+        path = os.path.join(directory, MANIFEST_NAME)
+        said = {
+            "version": VERSION,
+            "plan": dataclasses.asdict(self.plan),
+            "files": [file._asdict() for file in self.files],
+        }
+        try:
+            temporary.write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
+        except OSError as error:
+            raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+        return path
+
+
+    @staticmethod
+    def remove(directory: str) -> None:
+        """Remove the manifest of a directory that is complete no more."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, MANIFEST_NAME))
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The manifest of a directory.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = os.path.join(directory, MANIFEST_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file)
+        if said["version"] != VERSION:
+            raise CheckpointError(f"{path}: is of version {said['version']}, which is not known here", file=path)
+        files = tuple(_file(entry) for entry in said["files"])
+        return Manifest(Identity.from_json(json.dumps(said["plan"])), files)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: does not exist",
+            file=path,
+            hint="it is written when all target ranks are converted; the same command goes on where it stopped",
+        ) from None
+    except OSError as error:
+        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is damaged, or no manifest of reshard", file=path) from error
+
+
+def _file(entry: dict[str, Any]) -> ManifestFile:
+    rank, name, size, headers, crc = (entry[key] for key in ManifestFile._fields)
+    inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in name.split("/")
+    if not isinstance(rank, int) or not isinstance(size, int) or not inside:
+        raise ValueError("no file of a manifest")
+    for digest in (headers, crc):
+        if digest is not None:
+            int(digest, 16)
+    return ManifestFile(rank, name, size, headers, crc)

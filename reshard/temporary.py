@@ -1,0 +1,123 @@
+"""Files under temporary names, and the removal of those that dead runs left.
+
+A temporary file lies in its final file's directory, so that renaming it is atomic, and is locked by
+the process that writes it. One of this machine whose lock can be had belongs to a process that is
+gone. Locks may not reach other machines, so a file of another one must also have lain untouched for
+a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import time
+
+_UNTOUCHED_SECONDS = 3600.0
+_NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def create(directory: str) -> tuple[int, str]:
+    """Create and lock a temporary file.
+
+    Returns:
+        Its descriptor, open for reading and writing, and its path.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    while True:
+        path = os.path.join(directory, f".reshard-tmp-{_machine()}-{os.getpid()}-{os.urandom(6).hex()}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            os.lstat(path)
+            return fd, path
+        except FileNotFoundError:
+            # Taken for a dead run's between creating and locking it.
+            _drop(fd, path)
+        except BaseException:
+            _drop(fd, path)
+            raise
+
+
+def _drop(fd: int, path: str) -> None:
+    os.close(fd)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a small file so that under its name it is whole, or not there; flushed to disk.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    fd, unnamed = create(os.path.dirname(path) or ".")
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], done)
+        os.fsync(fd)
+        os.rename(unnamed, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unnamed)
+        raise
+    finally:
+        os.close(fd)
+
+
+def remove_dead(directory: str) -> int:
+    """Remove temporary files that no living process is writing; returns how many.
+
+    A directory that cannot be listed has none that matter.
+    """
+    removed = 0
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return 0
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        path = os.path.join(directory, name)
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _dead(fd, match[1], int(match[2])):
+                    os.unlink(path)
+                    removed += 1
+            finally:
+                os.close(fd)
+    return removed
+
+
+def _dead(fd: int, machine: str, process: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            return False
+        if machine == _machine():
+            return not os.path.exists(f"/proc/{process}")
+    return machine == _machine() or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine, since it was started, in a few characters."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read()
+    except OSError:
+        boot = ""
+    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:8]

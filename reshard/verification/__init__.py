@@ -1,0 +1,25 @@
+"""Proof of what a checkpoint holds, by a road that shares no code with the conversion.
+
+`fingerprints` sums every parameter in a way that no layout, format or step changes; `compare_trees`
+and `compare_replicas` find out which rank holds something else than it should. Strategies and files
+are read by the rooms that conversions use too; what they mean for each other is worked out anew here.
+"""
+
+from reshard.verification.compare import Difference, compare_replicas, compare_trees
+from reshard.verification.fingerprint import Entry, Fingerprints, check_complete, fingerprints
+from reshard.verification.reading import Means, Progress
+from reshard.verification.tree import Tree, read_tree
+
+__all__ = [
+    "Difference",
+    "Entry",
+    "Fingerprints",
+    "Means",
+    "Progress",
+    "Tree",
+    "check_complete",
+    "compare_replicas",
+    "compare_trees",
+    "fingerprints",
+    "read_tree",
+]

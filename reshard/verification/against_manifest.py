@@ -1,0 +1,122 @@
+"""Whether a target directory is what its manifest says, without source or strategies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, find_checkpoints, read_index, reading_error
+from reshard.errors import CheckpointError
+from reshard.records import Manifest, ManifestFile
+from reshard.verification.compare import Difference
+from reshard.verification.reading import Means
+
+_BLOCK = 4 << 20
+_TELLING = threading.Lock()
+
+
+def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
+    """What in a directory is not as its manifest says.
+
+    Every file's size and everything in it but tensor contents is compared; contents too where the
+    manifest has their checksum.
+
+    Args:
+        directory: the manifest's directory.
+        manifest: what it says.
+        means: what may be used for reading.
+
+    Returns:
+        Every difference, by rank.
+
+    Raises:
+        RetryableError: reading failed in a way that may pass.
+    """
+    means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None))
+    block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
+
+    def compare(file: ManifestFile) -> list[Difference]:
+        path = os.path.join(directory, file.file)
+        return [
+            Difference("file", None, (file.rank,), text) for text in _differences(path, file, means, block)
+        ]
+
+    try:
+        with ThreadPoolExecutor(means.jobs) as pool:
+            found = [difference for some in pool.map(compare, manifest.files) for difference in some]
+    finally:
+        means.progress.end()
+    return found + list(_foreign(directory, manifest))
+
+
+def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
+    if not os.path.lexists(path):
+        yield f"{path} is missing"
+        return
+    size = os.stat(path).st_size
+    if size != file.size:
+        yield f"{path} has {size} bytes, not {file.size}"
+        return
+    try:
+        index = read_index(means.handles, path)
+    except CheckpointError as error:
+        yield error.message
+        return
+    if file.headers is not None and _header_digest(index, means.handles) != file.headers:
+        yield f"{path}: names, types or shapes of its tensors are not what was written"
+    if file.crc32 is not None:
+        crc = _crc(path, size, means, block)
+        if crc != int(file.crc32, 16):
+            yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
+
+
+def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
+    """A digest of all bytes that are not tensor contents, in file order; see `records.header_digest`."""
+    extents = sorted(extent for tensor in index.tensors.values() for extent in tensor.extents if extent[1])
+    hashed = hashlib.sha256()
+    position = 0
+    with handles.borrow(index.path) as fd:
+        for offset, size in [*extents, (index.size, 0)]:
+            while position < offset:
+                data = os.pread(fd, offset - position, position)
+                if not data:
+                    break
+                hashed.update(data)
+                position += len(data)
+            position = max(position, offset + size)
+    return hashed.hexdigest()[:16]
+
+
+def _crc(path: str, size: int, means: Means, block: int) -> int:
+    crc = position = 0
+    buffer = memoryview(bytearray(block))
+    try:
+        with means.handles.borrow(path) as fd:
+            while position < size:
+                count = os.preadv(fd, [buffer], position)
+                if not count:
+                    break
+                crc = zlib.crc32(buffer[:count], crc)
+                position += count
+                with _TELLING:
+                    means.progress.wrote(count)
+    except OSError as error:
+        raise reading_error(path, error) from error
+    return crc
+
+
+def _foreign(directory: str, manifest: Manifest) -> Iterator[Difference]:
+    """Checkpoints in rank directories that the manifest does not know."""
+    known = {os.path.join(directory, file.file) for file in manifest.files}
+    try:
+        tree = find_checkpoints(directory)
+    except CheckpointError:
+        # None at all, or names that contradict each other: the known ones were looked at by name.
+        return
+    for candidate in tree.files:
+        if candidate.path not in known:
+            yield Difference("file", None, (candidate.rank,), f"{candidate.path} is not of this conversion")

@@ -1,0 +1,279 @@
+"""Fingerprints of a checkpoint: equal before and after any conversion, mergeable across machines.
+
+A result keeps the sum of every slice, so that results of several machines, each of which read some
+ranks' files, can be put together, and overlap where they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.verification.reading import Means, Part, sum_parts
+from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
+from reshard.verification.tree import Tree, belongs_to_rank, is_text
+from reshard.wording import number_ranges, rank_ranges
+
+
+class Entry(NamedTuple):
+    """A line of the result; the fingerprint is None where slices are missing."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: Optional[str]
+
+
+@dataclass
+class ParameterSums:
+    """A parameter that the strategy lists.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        shape: shape of the full tensor.
+        slices: the sum of every slice that was read, by stage and box.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: dict[tuple[int, Box], int]
+
+    def entry(self) -> Entry:
+        """The parameter's fingerprint.
+
+        Raises:
+            CheckpointError: pipeline stages that share it hold different values.
+        """
+        totals: dict[int, int] = {}
+        elements: dict[int, int] = defaultdict(int)
+        for (stage, box), total in self.slices.items():
+            totals[stage] = (totals.get(stage, 0) + total) % PRIME
+            elements[stage] += math.prod(stop - start for start, stop in box)
+        whole = {stage: total for stage, total in totals.items() if elements[stage] == math.prod(self.shape)}
+        if len(set(whole.values())) > 1:
+            raise CheckpointError(
+                f"{self.name} has different values in pipeline stages {number_ranges(whole)}, which share it",
+                parameter=self.name,
+                hint="`reshard verify --replicas` shows where copies differ",
+            )
+        made = fingerprint(self.name, self.dtype, self.shape, next(iter(whole.values()))) if whole else None
+        return Entry(self.name, self.dtype, self.shape, made)
+
+    def check_cuts(self) -> None:
+        """Refuse slices of one stage that overlap: they are of different strategies."""
+        for _, group in itertools.groupby(sorted(self.slices), key=lambda key: key[0]):
+            for intervals in zip(*(box for _, box in group)):
+                ordered = sorted(interval for interval in set(intervals) if interval[0] < interval[1])
+                for (_, stop), (start, end) in zip(ordered, ordered[1:]):
+                    if start < stop:
+                        raise InputError(
+                            f"{self.name}: the results to merge cut it differently ({start}-{end} overlaps what "
+                            f"ends at {stop})",
+                            parameter=self.name,
+                            hint="merge results of one checkpoint and one strategy",
+                        )
+
+
+class Copy(NamedTuple):
+    """A rank's copy of a value that the strategy does not list."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    total: int
+
+
+@dataclass
+class Fingerprints:
+    """The fingerprints of a checkpoint, or of what some ranks hold of it.
+
+    Attributes:
+        parameters: what the strategy lists, by name.
+        values: what it does not, by name and rank.
+    """
+
+    parameters: dict[str, ParameterSums] = field(default_factory=dict)
+    values: dict[str, dict[int, Copy]] = field(default_factory=dict)
+
+    def entries(self) -> list[Entry]:
+        """Every tensor by name, whether listed or not; of a value the lowest rank's copy."""
+        entries = [parameter.entry() for parameter in self.parameters.values()]
+        for name, copies in self.values.items():
+            dtype, shape, total = copies[min(copies)]
+            entries.append(Entry(name, dtype, shape, fingerprint(name, dtype, shape, total)))
+        return sorted(entries)
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Parameters of which slices are missing."""
+        return [entry.name for entry in self.entries() if entry.fingerprint is None]
+
+    @property
+    def differing(self) -> list[str]:
+        """Values whose copies differ between ranks, though not by nature."""
+        return sorted(
+            name for name, copies in self.values.items() if len(set(copies.values())) > 1 and not belongs_to_rank(name)
+        )
+
+    def whole(self) -> Optional[str]:
+        """One fingerprint of everything that a conversion keeps, or None where slices are missing.
+
+        Text and map tensors, which not every format can hold, and values that belong to a rank do not count.
+        """
+        entries = [entry for entry in self.entries() if not is_text(entry.dtype) and not belongs_to_rank(entry.name)]
+        if any(entry.fingerprint is None for entry in entries):
+            return None
+        told = repr((VERSION, [entry.fingerprint for entry in entries]))
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def merge(self, other: Fingerprints) -> None:
+        """Add what another result of the same checkpoint has; what both have must agree.
+
+        Raises:
+            InputError: the two contradict each other; names the parameter and slice.
+        """
+        for name, theirs in other.parameters.items():
+            mine = self.parameters.get(name)
+            if name in self.values or (mine and (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape)):
+                raise _contradiction(name, "its type, its shape or the strategy")
+            if mine is None:
+                self.parameters[name] = ParameterSums(name, theirs.dtype, theirs.shape, dict(theirs.slices))
+                continue
+            for (stage, box), total in theirs.slices.items():
+                if mine.slices.setdefault((stage, box), total) != total:
+                    raise _contradiction(name, f"the slice {[list(interval) for interval in box]} of stage {stage}")
+            mine.check_cuts()
+        for name, copies in other.values.items():
+            if name in self.parameters:
+                raise _contradiction(name, "the strategy")
+            here = self.values.setdefault(name, {})
+            for rank, copy in copies.items():
+                if here.setdefault(rank, copy) != copy:
+                    raise _contradiction(name, f"the copy of rank {rank}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented form, which `from_json` reads."""
+        made = {entry.name: entry.fingerprint for entry in self.entries()}
+        return {
+            "version": VERSION,
+            "fingerprint": self.whole(),
+            "complete": not self.incomplete,
+            "parameters": [
+                {
+                    "name": name,
+                    "dtype": parameter.dtype,
+                    "shape": list(parameter.shape),
+                    "fingerprint": made[name],
+                    "slices": [
+                        {"stage": stage, "box": [list(interval) for interval in box], "sum": f"{total:032x}"}
+                        for (stage, box), total in sorted(parameter.slices.items())
+                    ],
+                }
+                for name, parameter in sorted(self.parameters.items())
+            ],
+            "values": [
+                {
+                    "name": name,
+                    "fingerprint": made[name],
+                    "copies": [
+                        {"rank": rank, "dtype": dtype, "shape": list(shape), "sum": f"{total:032x}"}
+                        for rank, (dtype, shape, total) in sorted(copies.items())
+                    ],
+                }
+                for name, copies in sorted(self.values.items())
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, text: bytes, path: str) -> Fingerprints:
+        """Read what `to_json` made.
+
+        Raises:
+            InputError: the text is nothing of the kind.
+        """
+        try:
+            document = json.loads(text)
+            if document["version"] != VERSION:
+                raise ValueError
+            result = cls()
+            for item in document["parameters"]:
+                name, dtype, shape = str(item["name"]), str(item["dtype"]), tuple(map(int, item["shape"]))
+                slices = {}
+                for part in item["slices"]:
+                    box = tuple((int(start), int(stop)) for start, stop in part["box"])
+                    if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
+                        raise ValueError
+                    slices[int(part["stage"]), box] = int(part["sum"], 16)
+                result.parameters[name] = ParameterSums(name, dtype, shape, slices)
+                result.parameters[name].check_cuts()
+            for item in document["values"]:
+                copies = {
+                    int(copy["rank"]): Copy(str(copy["dtype"]), tuple(map(int, copy["shape"])), int(copy["sum"], 16))
+                    for copy in item["copies"]
+                }
+                if copies:
+                    result.values[str(item["name"])] = copies
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION})", file=path
+            ) from error
+        return result
+
+
+def _contradiction(name: str, what: str) -> InputError:
+    return InputError(
+        f"{name}: the results to merge differ in {what}",
+        parameter=name,
+        hint="merge results of one checkpoint and one strategy",
+    )
+
+
+def fingerprints(tree: Tree, means: Means) -> Fingerprints:
+    """Sum every distinct slice once, on the lowest rank that has it, and every copy of a value.
+
+    Raises:
+        ReshardError: a file cannot be read, or a parameter contradicts the strategy.
+    """
+    tree.check_readings()
+    parts: list[Part] = []
+    places: list[tuple[str, int, Optional[Box]]] = []
+    result = Fingerprints()
+    for name, parameter in tree.parameters.items():
+        result.parameters[name] = ParameterSums(name, parameter.dtype, parameter.shape, {})
+        for held in parameter.slices:
+            if held.holders:
+                parts.append(tree.part(name, held.holders[0], parameter.shape, held.box))
+                places.append((name, held.stage, held.box))
+    for name, ranks in tree.outside.items():
+        result.values[name] = {}
+        for rank in ranks:
+            parts.append(tree.whole_part(name, rank))
+            places.append((name, rank, None))
+    for (name, number, box), part, total in zip(places, parts, sum_parts(parts, means)):
+        if box is None:
+            result.values[name][number] = Copy(part.tensor.dtype, part.shape, total)
+        else:
+            result.parameters[name].slices[number, box] = total
+    return result
+
+
+def check_complete(tree: Tree) -> None:
+    """Refuse a tree that lacks a slice of some parameter.
+
+    Raises:
+        IncompleteSourceError: names every such parameter and the ranks that would have held the slice.
+    """
+    lines = []
+    for parameter in tree.parameters.values():
+        if not parameter.whole_stages():
+            lost = {rank for held in parameter.slices if not held.holders for rank in held.ranks}
+            lines.append(f"{parameter.name}: slices are in no readable file; {rank_ranges(lost)} would have them")
+    if lines:
+        raise IncompleteSourceError("\n".join(lines), hint="bring back a rank of each line")

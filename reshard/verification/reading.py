@@ -1,0 +1,203 @@
+"""Sums of what checkpoint files hold, read once, by several threads, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints.storage import storage_of
+from reshard.errors import RetryableError
+from reshard.verification.sums import PRIME, Box, Workspace
+
+# Larger parts are taken by several threads.
+_PART_BYTES = 64 << 20
+
+
+class Progress(Protocol):
+    """Told how much has been read; called from several threads, one at a time."""
+
+    def begin(self, total: int) -> None:
+        """So many bytes will be read."""
+
+    def wrote(self, count: int) -> None:
+        """So many bytes were read."""
+
+    def end(self) -> None:
+        """Nothing more will come."""
+
+
+class Means(NamedTuple):
+    """What may be used for reading.
+
+    Attributes:
+        handles: open files.
+        jobs: CPUs to keep busy.
+        max_memory: bytes for all buffers together.
+        progress: told how much has been read.
+    """
+
+    handles: FileHandles
+    jobs: int
+    max_memory: int
+    progress: Progress
+
+
+class Part(NamedTuple):
+    """Elements of a parameter, as one file holds them.
+
+    Attributes:
+        path: the file.
+        tensor: the slice in it.
+        shape: shape of the full parameter.
+        held: the box of the parameter that the slice is.
+        box: the box to sum, within ``held``.
+    """
+
+    path: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    held: Box
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return self.tensor.item_size * math.prod(stop - start for start, stop in self.box)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def intersection(one: Box, other: Box) -> Box:
+    """What two boxes have in common; it may be empty."""
+    return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(one, other))
+
+
+def sum_parts(parts: Sequence[Part], means: Means) -> list[int]:
+    """The sum of every part, in their order.
+
+    Raises:
+        ReshardError: a file cannot be read, or was cut short meanwhile.
+    """
+    sums = [0] * len(parts)
+    if not parts:
+        return sums
+    means.progress.begin(sum(part.nbytes for part in parts))
+    in_flight = means.jobs * storage_of(parts[0].path).in_flight
+    threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
+    threads = max(1, min(threads, means.max_memory // Workspace.LEAST_MEMORY))
+    tasks = _tasks(parts)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work() -> None:
+        space = Workspace(means.max_memory // threads)
+        while not stop.is_set():
+            with lock:
+                number, part = next(tasks, (-1, None))
+            if part is None:
+                return
+            total = space.sum(part.shape, part.tensor.item_size, part.box, _BoxReader(part, means.handles).read)
+            with lock:
+                sums[number] = (sums[number] + total) % PRIME
+                means.progress.wrote(part.nbytes)
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for done in as_completed([pool.submit(work) for _ in range(threads)]):
+                done.result()
+        except BaseException:
+            # Also Ctrl-C: nobody waits for terabytes to be read.
+            stop.set()
+            raise
+        finally:
+            means.progress.end()
+    return sums
+
+
+def _tasks(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
+    """Every part with its number, large ones in several pieces along their first long dimension."""
+    for number, part in enumerate(parts):
+        pieces = -(-part.nbytes // _PART_BYTES)
+        dimension = next((d for d, (start, stop) in enumerate(part.box) if stop - start > 1), None)
+        if pieces <= 1 or dimension is None:
+            yield number, part
+            continue
+        start, stop = part.box[dimension]
+        length = -(-(stop - start) // pieces)
+        for begin in range(start, stop, length):
+            interval = (begin, min(begin + length, stop))
+            yield number, part._replace(box=(*part.box[:dimension], interval, *part.box[dimension + 1 :]))
+
+
+class _BoxReader:
+    """Reads the bytes of a part's box, which may be scattered over the slice, in C order."""
+
+    def __init__(self, part: Part, handles: FileHandles) -> None:
+        self._part = part
+        self._handles = handles
+        self._extents = part.tensor.extents
+        self._ends = list(accumulate(size for _, size in self._extents))
+        # The box is runs of `_run` bytes; all dimensions before the last one it cuts tell them apart.
+        self._run, stride = part.tensor.item_size, part.tensor.item_size
+        self._first = 0
+        self._steps: list[tuple[int, int]] = []
+        joined = True
+        for (start, stop), (low, high) in zip(reversed(part.box), reversed(part.held)):
+            self._first += (start - low) * stride
+            if joined:
+                self._run *= stop - start
+            else:
+                self._steps.append((stop - start, stride))
+            joined = joined and (start, stop) == (low, high)
+            stride *= high - low
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the box's bytes from ``offset`` on."""
+        done = 0
+        while done < len(out):
+            number, inside = divmod(offset + done, self._run)
+            length = min(self._run - inside, len(out) - done)
+            self._read_stored(self._start(number) + inside, out[done : done + length])
+            done += length
+
+    def _start(self, run: int) -> int:
+        start = self._first
+        for size, stride in self._steps:
+            run, position = divmod(run, size)
+            start += position * stride
+        return start
+
+    def _read_stored(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with the slice's bytes from ``start`` on, through as many extents as that takes."""
+        number = bisect_right(self._ends, start)
+        done = 0
+        while done < len(out):
+            offset, size = self._extents[number]
+            inside = start + done - (self._ends[number] - size)
+            length = min(size - inside, len(out) - done)
+            self._read_file(offset + inside, out[done : done + length])
+            done += length
+            number += 1
+
+    def _read_file(self, offset: int, out: memoryview) -> None:
+        path = self._part.path
+        done = 0
+        try:
+            with self._handles.borrow(path) as fd:
+                while done < len(out):
+                    count = os.preadv(fd, [out[done:]], offset + done)
+                    if not count:
+                        raise RetryableError(f"{path}: the file was cut short while it was read", file=path)
+                    done += count
+        except OSError as error:
+            raise reading_error(path, error) from error

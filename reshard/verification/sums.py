@@ -1,0 +1,278 @@
+"""A sum over the elements of a tensor that does not depend on how the tensor is cut.
+
+Every element has a weight that depends on its place in the full tensor alone, so the sums of slices
+that do not overlap add up to the sum of the whole, on whatever machines they were made. Steps:
+
+1. The tensor is a tensor of bytes, an element being one more dimension. It is seen as *rows*: a row
+   is the smallest group of trailing dimensions that has at least 1024 bytes. A row is read as signed
+   little-endian words of 4 bytes, filled up with zeros at its end, and is cut into *tiles* of 512 words.
+2. Per tile and *column* (eight independent instances), ``y = sum(b[place in tile] * word)`` with b from
+   -2**13 to 2**13 - 1. Every partial sum is an integer of at most 2**53, so double precision is
+   exact in any order of additions, and the matrix products of BLAS do the work.
+3. Per column, ``t = sum(a[tile] * y)`` in whole numbers of any size; a has 48 bits.
+4. The sum is ``sum(g[column] * t) mod 2**127 - 1``.
+
+A slice that begins or ends within a word has zeros in the place of the other bytes: a word is a
+weighted sum of its bytes too, so the parts still add up.
+
+How likely is it that two different tensors have the same sum? Their difference has a tile with a
+word d != 0. Whatever the other weights are, at most one of the 2**14 values of d's weight b makes
+that tile's y zero; otherwise at most one of the 2**48 values of its weight a makes t zero. So a
+column misses the difference with probability 2**-14 + 2**-48 at most, and the columns are
+independent: all eight miss it with 2**-111 at most. The last step adds 2**-127. This holds for whatever
+happens to a checkpoint by accident. The weights are fixed and public, so it is no protection
+against forgery.
+
+Weights come from the splitmix64 generator (Steele, Lea and Flood, "Fast splittable pseudorandom
+number generators", 2014). They are part of the fingerprint's definition: changing anything here
+needs another `VERSION`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Callable, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+VERSION = "reshard-1"
+PRIME = 2**127 - 1
+
+_LEAST_ROW = 1024
+_WORD = 4
+_TILE = 512
+_TILE_BYTES = _TILE * _WORD
+_COLUMNS = 8
+_INNER_BITS = 13
+# Words per matrix product: OpenBLAS starts threads of its own above 2**18 multiplications.
+_PRODUCT = (1 << 18) // _COLUMNS
+# As many tiles' terms of 51 bits fit an int64.
+_MOST_TILES = 1 << 12
+
+_LEAST_BLOCK, _MOST_BLOCK = 1 << 19, 1 << 20
+
+Box = tuple[tuple[int, int], ...]
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.uint64]
+
+
+class Workspace:
+    """The buffers of one thread; sums boxes, a block at a time.
+
+    Args:
+        memory: bytes for all buffers. More than 5 MiB are of no use; `LEAST_MEMORY` are taken even if there
+            are fewer.
+    """
+
+    LEAST_MEMORY = 4 << 20
+
+    def __init__(self, memory: int) -> None:
+        # What is filled up with zeros is there twice; 3 MiB go to tiles and products.
+        size = (memory - (3 << 20)) // 2
+        self._block = np.empty(max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
+        self._floats = np.empty(_PRODUCT, dtype=np.float64)
+
+    def sum(self, shape: Sequence[int], item_size: int, box: Box, read: Callable[[int, memoryview], None]) -> int:
+        """The sum over a box of a tensor.
+
+        Args:
+            shape: shape of the full tensor.
+            item_size: bytes of an element.
+            box: interval per dimension.
+            read: fills a buffer with the box's bytes in C order from a given byte on.
+
+        Returns:
+            A number below `PRIME`.
+        """
+        rows = _Rows((*shape, item_size), (*box, (0, item_size)))
+        totals = [0] * _COLUMNS
+        for block in rows.blocks(self._block.size):
+            raw = self._block[: block.held]
+            read(block.offset, raw.data)
+            for column, total in enumerate(self._add(rows, block, rows.dense(raw, block))):
+                totals[column] += total
+        return sum(factor * total for factor, total in zip(_factors(), totals)) % PRIME
+
+    def _add(self, rows: _Rows, block: _Block, content: Bytes) -> list[int]:
+        """Each column's t of a block, of shape (rows, bytes of each from ``block.start`` on)."""
+        words = _words(content, block.start)
+        start = block.start // _WORD
+        stop = start + words.shape[1]
+        # Up to the first tile that is there from its beginning, whole tiles, and what is left.
+        edges = sorted({start, min(-(-start // _TILE) * _TILE, stop), max(stop // _TILE * _TILE, start), stop})
+        sums, tiles = [], []
+        row_tiles = (rows.numbers(block) * np.uint64(rows.tiles))[:, None]
+        for begin, end in zip(edges, edges[1:]):
+            width = min(_TILE, end - begin)
+            part = words[:, begin - start : end - start].reshape(len(words), -1, width)
+            sums.append(self._tile_sums(part, begin % _TILE))
+            numbers = np.arange(begin // _TILE, begin // _TILE + part.shape[1], dtype=np.uint64)
+            tiles.append((row_tiles + numbers).reshape(-1))
+        return _weighted(np.concatenate(tiles), np.concatenate(sums))
+
+    def _tile_sums(self, part: Words, place: int) -> Floats:
+        """Every tile's y, for words of shape (rows, tiles, words) that begin at a place in their tile."""
+        rows, tiles, width = part.shape
+        weights = _inner_weights()[place : place + width]
+        sums = np.empty((rows, tiles, _COLUMNS))
+        most = _PRODUCT // width
+        some_tiles = min(tiles, most)
+        some_rows = max(1, most // tiles)
+        for row in range(0, rows, some_rows):
+            for tile in range(0, tiles, some_tiles):
+                where = (slice(row, row + some_rows), slice(tile, tile + some_tiles))
+                exact = self._floats[: part[where].size].reshape(-1, width)
+                np.copyto(exact.reshape(part[where].shape), part[where])
+                np.matmul(exact, weights, out=sums[where].reshape(-1, _COLUMNS))
+        return sums.reshape(-1, _COLUMNS)
+
+
+class _Block(NamedTuple):
+    """A part of a box that is read at once: some whole rows of it, or a part of one.
+
+    Attributes:
+        row: the first row, counted within the box.
+        rows: how many rows.
+        start: the first byte within the full tensor's row.
+        positions: how many positions of the row's first dimension.
+        offset: where the block begins among the box's bytes.
+        held: bytes of the box in it.
+    """
+
+    row: int
+    rows: int
+    start: int
+    positions: int
+    offset: int
+    held: int
+
+
+class _Rows:
+    """A box of a tensor of bytes, as parts of the tensor's rows."""
+
+    def __init__(self, shape: tuple[int, ...], box: Box) -> None:
+        group = len(shape) - 1
+        while group and math.prod(shape[group:]) < _LEAST_ROW:
+            group -= 1
+        self.tiles = -(-math.prod(shape[group:]) // _TILE_BYTES)
+        self._outer_shape, self._outer_box = shape[:group], box[:group]
+        self._first, self._last = box[group]
+        # What a position of the row's first dimension has in the tensor, and in the box.
+        self._unit_shape, self._unit_box = shape[group + 1 :], box[group + 1 :]
+        self._unit = math.prod(self._unit_shape)
+        self._held = math.prod(stop - start for start, stop in self._unit_box)
+
+    def blocks(self, most: int) -> Iterator[_Block]:
+        """The blocks of at most so many bytes each, places that the box leaves out included."""
+        rows = math.prod(stop - start for start, stop in self._outer_box)
+        positions = self._last - self._first
+        if not rows * positions * self._held:
+            return
+        most = min(most, (_MOST_TILES - 2) * _TILE_BYTES)
+        width = positions * self._unit
+        if width <= most:
+            at_once = min(most // width, _MOST_TILES // (width // _TILE_BYTES + 2))
+            for row in range(0, rows, at_once):
+                yield self._block(row, min(at_once, rows - row), self._first, positions)
+            return
+        at_once = most // self._unit
+        if at_once >= _TILE_BYTES:
+            # So many positions begin and end where a tile does.
+            at_once -= at_once % _TILE_BYTES
+        for row in range(rows):
+            for begin in range(self._first // at_once * at_once, self._last, at_once):
+                position = max(begin, self._first)
+                yield self._block(row, 1, position, min(begin + at_once, self._last) - position)
+
+    def _block(self, row: int, rows: int, position: int, positions: int) -> _Block:
+        offset = (row * (self._last - self._first) + position - self._first) * self._held
+        return _Block(row, rows, position * self._unit, positions, offset, rows * positions * self._held)
+
+    def numbers(self, block: _Block) -> Numbers:
+        """The block's rows as rows of the full tensor."""
+        rest = np.arange(block.row, block.row + block.rows)
+        numbers, stride = np.zeros(block.rows, dtype=np.int64), 1
+        for size, (start, stop) in zip(reversed(self._outer_shape), reversed(self._outer_box)):
+            numbers += (rest % (stop - start) + start) * stride
+            rest //= stop - start
+            stride *= size
+        return numbers.astype(np.uint64)
+
+    def dense(self, raw: Bytes, block: _Block) -> Bytes:
+        """The block as (rows, bytes), with zeros, which add nothing, where the box leaves places out."""
+        if self._held != self._unit:
+            filled = np.zeros((block.rows * block.positions, *self._unit_shape), raw.dtype)
+            inside = tuple(slice(start, stop) for start, stop in self._unit_box)
+            filled[(slice(None), *inside)] = raw.reshape(-1, *(stop - start for start, stop in self._unit_box))
+            raw = filled
+        return raw.reshape(block.rows, -1)
+
+
+def _words(content: Bytes, start: int) -> Words:
+    """Rows of bytes as words, the bytes before ``start`` and behind the end that complete them being zero."""
+    rows, width = content.shape
+    before = start % _WORD
+    after = -(before + width) % _WORD
+    if before or after:
+        filled = np.zeros((rows, before + width + after), dtype=np.uint8)
+        filled[:, before : before + width] = content
+        content = filled
+    return content.view("<i4")
+
+
+def _weighted(tiles: Numbers, sums: Floats) -> list[int]:
+    """Each column's t of at most `_MOST_TILES` tiles."""
+    columns = np.arange(_COLUMNS, dtype=np.uint64)
+    weights = _splitmix64(tiles[:, None] * np.uint64(_COLUMNS) + columns, 1)
+    high = (weights >> np.uint64(40)).astype(np.int64)
+    low = (weights >> np.uint64(16) & np.uint64(0xFFFFFF)).astype(np.int64)
+    whole = sums.astype(np.int64)
+    upper, lower = whole >> 27, whole & 0x7FFFFFF
+    parts = [(upper, high, 51), (upper, low, 27), (lower, high, 24), (lower, low, 0)]
+    totals = [0] * _COLUMNS
+    for numbers, factors, shift in parts:
+        for column, total in enumerate(np.einsum("tc,tc->c", numbers, factors).tolist()):
+            totals[column] += total << shift
+    return totals
+
+
+@cache
+def _inner_weights() -> Floats:
+    """b: shape (words of a tile, columns)."""
+    drawn = _splitmix64(np.arange(_TILE * _COLUMNS, dtype=np.uint64).reshape(_TILE, _COLUMNS), 3)
+    return (drawn >> np.uint64(63 - _INNER_BITS)).astype(np.float64) - float(1 << _INNER_BITS)
+
+
+@cache
+def _factors() -> list[int]:
+    drawn = _splitmix64(np.arange(2 * _COLUMNS, dtype=np.uint64), 2).tolist()
+    return [(high << 64 | low) % PRIME for high, low in zip(drawn[::2], drawn[1::2])]
+
+
+def _splitmix64(counters: Numbers, stream: int) -> Numbers:
+    """A random number for every counter; ``stream`` tells independent uses apart."""
+    golden = 0x9E3779B97F4A7C15
+    begin = (stream << 60) * golden
+    mixed = counters * np.uint64(golden) + np.uint64(begin % 2**64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def fingerprint(name: str, dtype: str, shape: Sequence[int], total: int) -> str:
+    """The fingerprint of a parameter: 32 hexadecimal digits.
+
+    Args:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        shape: shape of the full tensor.
+        total: the sum over all of it.
+    """
+    told = repr((VERSION, name, dtype, tuple(shape), total))
+    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,330 @@
+"""What the files of one step hold, by a strategy: a reading of its own, which knows of no plan.
+
+The strategy says how a parameter is cut; the shapes of the slices in the files say which of its
+possible readings is true: JSON strategies may join entries of a tensor map to one dimension, and
+accumulated gradients may be stored without the optimizer shard that is recorded for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple, Optional, Union
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
+from reshard.checkpoints.storage import storage_of
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.layout import Layout
+from reshard.strategies import Stage, Strategy
+from reshard.verification.reading import Part, whole_box
+from reshard.verification.sums import Box
+from reshard.wording import rank_ranges
+
+_ACCUMULATED = "accu_grads."
+_OPAQUE = ("str", "MapTensor")
+# End-of-life saves store cur_rank; generators are cells with a seed and an offset.
+_OF_ONE_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(seed|offset|state))$|\._(seed|offset)$")
+
+
+def belongs_to_rank(name: str) -> bool:
+    """Whether a value outside the strategies differs between ranks by nature."""
+    return _OF_ONE_RANK.search(name) is not None
+
+
+def is_text(dtype: str) -> bool:
+    """Whether a value is text or a map tensor, which not every format can hold."""
+    return dtype in _OPAQUE
+
+
+class Slice(NamedTuple):
+    """A slice of a parameter in one stage, and the ranks of the stage whose files hold it.
+
+    Attributes:
+        stage: the stage's number.
+        box: what of the full tensor it is.
+        holders: ranks whose file has it, ascending; may be empty.
+        ranks: all ranks that the layout gives it to, ascending.
+    """
+
+    stage: int
+    box: Box
+    holders: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that a strategy lists, as the files hold it.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        shape: shape of the full tensor.
+        slices: its slices, stage by stage.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    def whole_stages(self) -> list[list[Slice]]:
+        """The stages of which every slice is there, each with its slices."""
+        stages: dict[int, list[Slice]] = defaultdict(list)
+        for part in self.slices:
+            stages[part.stage].append(part)
+        return [parts for parts in stages.values() if all(part.holders for part in parts)]
+
+
+@dataclass
+class Tree:
+    """The files of one step.
+
+    Attributes:
+        indexes: what each rank's file holds.
+        damaged: why a rank's file counts as absent.
+        parameters: what the strategy lists and the files hold, by name.
+        problems: listed parameters that files and strategy contradict each other about.
+        outside: names that the strategy does not list, with the ranks that have them, ascending.
+    """
+
+    indexes: dict[int, CheckpointIndex]
+    damaged: dict[int, str]
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    problems: dict[str, InputError] = field(default_factory=dict)
+    outside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def check_readings(self) -> None:
+        """Refuse a tree that does not fit its strategy.
+
+        Raises:
+            InputError: names every parameter that does not fit.
+        """
+        problems = list(self.problems.values())
+        if len(problems) == 1:
+            raise problems[0]
+        if problems:
+            first = problems[0]
+            told = "\n".join(problem.message for problem in problems)
+            raise CheckpointError(told, file=first.file, rank=first.rank, parameter=first.parameter, hint=first.hint)
+
+    def tensor(self, name: str, rank: int) -> Tensor:
+        """A rank's tensor of a name."""
+        return self.indexes[rank].tensors[name]
+
+    def part(self, name: str, rank: int, shape: tuple[int, ...], held: Box, box: Optional[Box] = None) -> Part:
+        """What has to be read for a box, by default all, of the slice that a rank holds."""
+        return Part(self.indexes[rank].path, self.tensor(name, rank), shape, held, held if box is None else box)
+
+    def whole_part(self, name: str, rank: int) -> Part:
+        """What has to be read for a tensor that is nothing but itself."""
+        shape = self.tensor(name, rank).shape
+        return self.part(name, rank, shape, whole_box(shape))
+
+
+def read_headers(files: Mapping[int, str], handles: FileHandles) -> Tree:
+    """Read what every rank's file holds; damaged files count as absent.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or encrypted.
+        RetryableError: reading failed.
+    """
+    known = KnownStructures()
+
+    def index(rank: int) -> Union[CheckpointIndex, DamagedCheckpointError]:
+        try:
+            return read_index(handles, files[rank], known)
+        except DamagedCheckpointError as error:
+            return error
+
+    ranks = sorted(files)
+    tree = Tree({}, {})
+    threads = storage_of(files[ranks[0]]).in_flight if ranks else 1
+    with ThreadPoolExecutor(threads) as pool:
+        # The first alone: files that are built like it are then only compared with it.
+        found = [*map(index, ranks[:1]), *pool.map(index, ranks[1:])]
+    for rank, result in zip(ranks, found):
+        if isinstance(result, DamagedCheckpointError):
+            tree.damaged[rank] = result.message
+        else:
+            tree.indexes[rank] = result
+    return tree
+
+
+def read_tree(
+    files: Mapping[int, str],
+    strategy: Strategy,
+    handles: FileHandles,
+    admit: Optional[Callable[[str], bool]] = None,
+) -> Tree:
+    """Read what the files of one step hold.
+
+    Args:
+        files: path per rank; ranks may be missing.
+        strategy: what the checkpoint was saved with. `none` lists every tensor but those of one element.
+        handles: open files.
+        admit: tells which names are looked at; all of them where None.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or encrypted.
+        RetryableError: reading failed.
+    """
+    tree = read_headers(files, handles)
+    holders: dict[str, list[int]] = defaultdict(list)
+    for rank, index in tree.indexes.items():
+        for name in index.tensors:
+            holders[name].append(rank)
+    # Accumulated gradients are compared with the parameter they belong to, so they come last.
+    for name in sorted(holders, key=lambda name: (name.startswith(_ACCUMULATED), name)):
+        if admit is not None and not admit(name):
+            continue
+        if not _lists(strategy, name, tree.tensor(name, holders[name][0])):
+            tree.outside[name] = tuple(holders[name])
+            continue
+        try:
+            parameter = _parameter(name, strategy, tree, holders[name])
+        except InputError as error:
+            tree.problems[name] = error
+            continue
+        if parameter is not None:
+            tree.parameters[name] = parameter
+    return tree
+
+
+def _lists(strategy: Strategy, name: str, tensor: Tensor) -> bool:
+    if strategy.is_none:
+        return not is_text(tensor.dtype) and math.prod(tensor.shape) != 1
+    return any(name in stage.layouts for stage in strategy.stages)
+
+
+def layout_choices(name: str, recorded: Layout) -> Iterator[Layout]:
+    """The layouts that a recorded one may mean."""
+    yield from recorded.regroupings()
+    if name.startswith(_ACCUMULATED) and recorded.shards > 1:
+        yield from recorded.without_shards().regroupings()
+
+
+def slice_shape(layout: Layout, shape: tuple[int, ...], local_rank: int) -> tuple[int, ...]:
+    """The shape of the slice that a rank of the stage holds."""
+    box = layout.slice_box(shape, int(layout.slice_of_rank[local_rank]))
+    return tuple(stop - start for start, stop in box)
+
+
+def slices_of(layout: Layout, stage: Stage, shape: tuple[int, ...], holders: Iterable[int]) -> Iterator[Slice]:
+    """Every slice of a parameter in a stage."""
+    there = set(holders)
+    edges = [layout.boundaries(dimension, size) for dimension, size in enumerate(shape)]
+    # Slices count in C order.
+    boxes = itertools.product(*(zip(cuts, cuts[1:]) for cuts in edges))
+    for number, box in enumerate(boxes):
+        ranks = tuple(stage.first_rank + rank for rank in layout.holders(number).tolist())
+        yield Slice(stage.number, box, tuple(rank for rank in ranks if rank in there), ranks)
+
+
+class _Stored(NamedTuple):
+    """A stage that lists a parameter, and the shapes of what its ranks hold of it."""
+
+    stage: Stage
+    recorded: Layout
+    shapes: dict[int, tuple[int, ...]]
+
+    def readings(self, name: str, plain: bool) -> dict[tuple[int, ...], Layout]:
+        """Per full shape that all slices agree with, the layout that gives it."""
+        recorded = self.recorded.without_shards() if plain else self.recorded
+        found: dict[tuple[int, ...], Layout] = {}
+        for layout in recorded.regroupings():
+            example = next(iter(self.shapes.values()))
+            if len(layout.cuts) != len(example):
+                continue
+            shape = layout.full_shape(example)
+            if layout.recorded_shape not in (None, shape):
+                continue
+            first = self.stage.first_rank
+            if layout.uneven is None:
+                fits = set(self.shapes.values()) == {example}
+            else:
+                fits = all(slice_shape(layout, shape, rank - first) == held for rank, held in self.shapes.items())
+            if fits:
+                found.setdefault(shape, layout)
+        return found
+
+
+def _parameter(name: str, strategy: Strategy, tree: Tree, holders: list[int]) -> Optional[Parameter]:
+    stored = []
+    for stage in strategy.stages:
+        ranks = [rank for rank in holders if 0 <= rank - stage.first_rank < stage.device_count]
+        shapes = {rank: tree.tensor(name, rank).shape for rank in ranks}
+        if shapes and strategy.is_none:
+            stored.append(_Stored(stage, Layout((), ((),) * len(shapes[ranks[0]])), shapes))
+        elif shapes and name in stage.layouts:
+            stored.append(_Stored(stage, stage.layouts[name], shapes))
+    if not stored:
+        return None
+    dtype = _one_dtype(name, tree, [rank for held in stored for rank in held.shapes])
+    readings: dict[tuple[int, ...], list[Layout]] = {}
+    for plain in (False, True):
+        if plain and not name.startswith(_ACCUMULATED):
+            continue
+        found = [held.readings(name, plain) for held in stored]
+        for shape in set(found[0]).intersection(*found):
+            readings.setdefault(shape, [choices[shape] for choices in found])
+    shape = _decide(name, tree, stored, list(readings))
+    slices = [
+        part
+        for held, layout in zip(stored, readings[shape])
+        for part in slices_of(layout, held.stage, shape, held.shapes)
+    ]
+    return Parameter(name, dtype, shape, tuple(slices))
+
+
+def _one_dtype(name: str, tree: Tree, ranks: list[int]) -> str:
+    first = tree.tensor(name, ranks[0])
+    for rank in ranks:
+        tensor = tree.tensor(name, rank)
+        path = tree.indexes[rank].path
+        problem = None
+        if is_text(tensor.dtype):
+            problem = f"{path}: {name} is {tensor.dtype}, but the strategy lays it out as a tensor (rank {rank})"
+        elif (tensor.dtype, tensor.item_size) != (first.dtype, first.item_size):
+            problem = f"{name} is {first.dtype} on rank {ranks[0]} but {tensor.dtype} on rank {rank} ({path})"
+        if problem is not None:
+            raise CheckpointError(problem, file=path, rank=rank, parameter=name)
+    return first.dtype
+
+
+def _decide(name: str, tree: Tree, stored: list[_Stored], shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The full shape, of those that the slices allow."""
+    if len(shapes) == 1:
+        return shapes[0]
+    owner = tree.parameters.get(name[len(_ACCUMULATED) :]) if name.startswith(_ACCUMULATED) else None
+    if owner is not None and owner.shape in shapes:
+        return owner.shape
+    rank, _ = next(iter(stored[0].shapes.items()))
+    path = tree.indexes[rank].path
+    if shapes:
+        told = " or ".join(str(list(shape)) for shape in sorted(shapes))
+        raise CheckpointError(
+            f"{path}: {name} (rank {rank}) can be a slice of a tensor of shape {told}, and nothing tells which",
+            file=path,
+            rank=rank,
+            parameter=name,
+            hint=f"pass the protobuf strategy, which tells, or leave it out with --exclude '{name}'",
+        )
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for held in stored:
+        for holder, shape in held.shapes.items():
+            by_shape[shape].append(holder)
+    told = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(by_shape.items())[:4])
+    maps = ", ".join(f"{list(held.recorded.device_matrix)} and {held.recorded.map_text}" for held in stored)
+    raise CheckpointError(
+        f"{path}: {name} has shape {told}, which does not fit the strategy's device matrix and tensor map {maps}",
+        file=path,
+        rank=rank,
+        parameter=name,
+        hint="pass the strategy that this checkpoint was saved with",
+    )

@@ -1,0 +1,445 @@
+"""Fingerprints: equal whatever the layout, different whatever else happens to a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.errors import InputError
+from reshard.verification.fingerprint import Copy, Fingerprints, ParameterSums
+from reshard.verification.reading import whole_box
+from reshard.verification.sums import PRIME, Box, Workspace, fingerprint
+from tests import cases
+from tests.conftest import LONG
+from tests.layouts import DTYPES, layouts, strategies, tensors
+from tests.reference import Array, Strategy, boxes, cut, rank_count
+from tests.running import Result, done, fails, warns
+from tests.small import COPIED, SOURCE, World
+from tests.small import tensors as small_tensors
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    scalar,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+SCALE = 20 if LONG else 1
+MASK = 2**64 - 1
+
+
+# The sum, by its definition.
+
+
+def drawn(counter: int, stream: int) -> int:
+    golden = 0x9E3779B97F4A7C15
+    mixed = ((counter + (stream << 60)) * golden) & MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK
+    return mixed ^ (mixed >> 31)
+
+
+def defined_sum(array: Array) -> int:
+    """The sum as its definition reads, byte by byte and in whole numbers."""
+    content = np.frombuffer(array.tobytes(), np.uint8)
+    shape = (*array.shape, array.itemsize)
+    group = len(shape) - 1
+    while group and math.prod(shape[group:]) < 1024:
+        group -= 1
+    row_bytes = math.prod(shape[group:])
+    tiles = -(-row_bytes // 2048)
+    totals = [0] * 8
+    for row in range(len(content) // row_bytes if row_bytes else 0):
+        held = content[row * row_bytes : (row + 1) * row_bytes].tobytes()
+        held += bytes(-len(held) % 4)
+        for number, word in enumerate(np.frombuffer(held, "<i4").tolist()):
+            tile, place = divmod(number, 512)
+            for column in range(8):
+                inner = (drawn(place * 8 + column, 3) >> 50) - 2**13
+                outer = drawn((row * tiles + tile) * 8 + column, 1) >> 16
+                totals[column] += word * inner * outer
+    factors = [(drawn(2 * column, 2) << 64 | drawn(2 * column + 1, 2)) % PRIME for column in range(8)]
+    return sum(factor * total for factor, total in zip(factors, totals)) % PRIME
+
+
+def box_sum(array: Array, box: Optional[Box] = None, block: int = 1 << 20) -> int:
+    """What the program makes of a box of an array, in blocks of so many bytes."""
+    box = whole_box(array.shape) if box is None else box
+    content = cut(array, box).tobytes()
+    space = Workspace(0)
+    space._block = np.empty(block, np.uint8)
+
+    def read(offset: int, out: memoryview) -> None:
+        assert offset + len(out) <= len(content)
+        out[:] = content[offset : offset + len(out)]
+
+    return space.sum(array.shape, array.itemsize, box, read)
+
+
+#: Rows of less, about and more than a row's least length and a tile, odd sizes among them.
+SHAPES = [
+    (), (1,), (0,), (5,), (3000,), (7, 5), (40, 64), (6, 256), (5, 513), (3, 1100), (2, 3, 700), (300, 3, 3),
+    (4, 2, 3, 129), (2, 0, 300), (4, 6, 8, 16), (9, 1023), (1025, 2),
+]  # fmt: skip
+
+
+def random_array(shape: Sequence[int], width: int, seed: int = 1) -> Array:
+    return np.random.RandomState(seed).randint(0, 256, (*shape, width)).astype("u1").view(f"V{width}")[..., 0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape) < 3000], ids=str)
+def test_the_sum_is_what_its_definition_says(shape: tuple[int, ...], width: int) -> None:
+    array = random_array(shape, width)
+    assert box_sum(array) == defined_sum(array)
+
+
+@settings(max_examples=150 * SCALE)
+@given(st.data())
+def test_sums_of_boxes_add_up_in_blocks_of_any_size(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from(SHAPES))
+    array = random_array(shape, data.draw(st.sampled_from([1, 2, 4, 8])))
+    parts = [whole_box(shape)]
+    for dimension, size in enumerate(shape):
+        at = sorted({0, *data.draw(st.lists(st.integers(0, size), max_size=2)), size})
+        intervals = list(zip(at, at[1:])) or [(0, 0)]
+        parts = [(*box[:dimension], cut_, *box[dimension + 1 :]) for box in parts for cut_ in intervals]
+    block = data.draw(st.sampled_from([1024, 1500, 4096, 1 << 16]))
+    assert sum(box_sum(array, box, block) for box in parts) % PRIME == box_sum(array)
+
+
+@settings(max_examples=100 * SCALE)
+@given(st.data())
+def test_sums_of_the_slices_of_any_layout_add_up(data: st.DataObject) -> None:
+    (full,) = list(data.draw(tensors()).values())[:1]
+    made = data.draw(layouts(data.draw(st.sampled_from([1, 2, 4, 6, 8])), full.array.shape))
+    distinct = set(boxes(made, full.array.shape))
+    assert sum(box_sum(full.array, box) for box in distinct) % PRIME == box_sum(full.array)
+
+
+def test_extreme_values_are_summed_exactly() -> None:
+    for number in (0x7FFFFFFF, 0x80000000, 0xFFFFFFFF):
+        array = np.full((3, 1200), number, "<u4")
+        assert box_sum(array) == defined_sum(array)
+
+
+# What changes it.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_flipped_bit_changes_the_sum(dtype: str) -> None:
+    array = value("w", (3, 7), dtype).array
+    sound = array.tobytes()
+    sums = {box_sum(array)}
+    for bit in range(8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        sums.add(box_sum(np.frombuffer(bytes(damaged), array.dtype).reshape(array.shape)))
+    assert len(sums) == 8 * len(sound) + 1
+
+
+@settings(max_examples=150 * SCALE)
+@given(st.data())
+def test_elements_rows_columns_and_slices_cannot_change_places(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from([(32, 32), (4, 600), (600, 4), (6, 2, 256), (2048,)]))
+    array = (np.arange(math.prod(shape)) + data.draw(st.integers(0, 1 << 20))).astype(
+        data.draw(st.sampled_from(["<u2", "<u4", "<u8"]))
+    ).reshape(shape)  # fmt: skip
+    other = array.copy()
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    length = data.draw(st.integers(1, shape[axis] // 2))
+    one = data.draw(st.integers(0, shape[axis] - 2 * length))
+    two = data.draw(st.integers(one + length, shape[axis] - length))
+    moved, sound = np.moveaxis(other, axis, 0), np.moveaxis(array, axis, 0)
+    moved[one : one + length], moved[two : two + length] = sound[two : two + length], sound[one : one + length]
+    assert box_sum(other) != box_sum(array)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda array: array.T,
+        lambda array: array[::-1],
+        lambda array: array[:, ::-1],
+        lambda array: np.roll(array, 1),
+        lambda array: np.roll(array, 1, axis=0),
+        lambda array: np.roll(array, 512),
+        lambda array: array.byteswap(),
+        lambda array: np.where(np.arange(array.size).reshape(array.shape) < array.size // 2, array, 0),
+        lambda array: array.reshape(2, -1).T.reshape(array.shape),
+        lambda array: -array,
+    ],
+)
+def test_a_square_matrix_in_another_order_has_another_sum(change: Any) -> None:
+    array = np.random.RandomState(5).randint(1, 1 << 30, (512, 512)).astype("<u4")
+    other = np.ascontiguousarray(change(array)).astype("<u4")
+    assert box_sum(other) != box_sum(array)
+
+
+def test_swapped_signs_are_seen() -> None:
+    """Two flipped sign bits are what a sum modulo a power of two would let cancel."""
+    array = np.random.RandomState(5).standard_normal(4096).astype("<f4").view("<u4")
+    sums = set()
+    for one in range(0, 4096, 97):
+        other = array.copy()
+        other[[one, (one + 1) % 4096]] ^= 0x80000000
+        sums.add(box_sum(other))
+    assert len(sums) == len(range(0, 4096, 97)) and box_sum(array) not in sums
+
+
+def test_random_damage_never_collides() -> None:
+    random = np.random.RandomState(7)
+    array = random.randint(0, 256, 4096).astype("u1")
+    sums = {box_sum(array)}
+    for _ in range(400):
+        array[random.randint(0, 4096, random.randint(1, 40))] ^= random.randint(1, 256, dtype=np.uint8)
+        sums.add(box_sum(array))
+    assert len(sums) > 390  # damage may undo damage, but hardly ever
+
+
+def test_the_fingerprint_depends_on_name_type_and_shape() -> None:
+    made = {
+        fingerprint("w", "Float32", (4, 6), 7),
+        fingerprint("v", "Float32", (4, 6), 7),
+        fingerprint("w", "Int32", (4, 6), 7),
+        fingerprint("w", "Float32", (6, 4), 7),
+        fingerprint("w", "Float32", (24,), 7),
+        fingerprint("w", "Float32", (4, 6), 8),
+    }
+    assert len(made) == 6 and all(len(entry) == 32 for entry in made)
+
+
+def test_the_fingerprint_of_this_version_stays_what_it_is() -> None:
+    """Results are kept and compared years later: another value needs another version."""
+    array = np.arange(4 * 1500, dtype="<u4").reshape(4, 1500)
+    assert fingerprint("w", "Int32", (4, 1500), box_sum(array)) == "562cbb2825036fd165972ab2e2f3c0c3"
+
+
+# The command.
+
+
+def shown(*words: Any) -> str:
+    return done("fingerprint", *words, "--quiet").out
+
+
+def of_full(root: Path, full: dict[str, Value], copied: dict[str, Value]) -> str:
+    return shown(write_checkpoint(root / "one" / "full.ckpt", {**full, **copied}), "--strategy", "none")
+
+
+@settings(max_examples=40 * SCALE)
+@given(st.data())
+def test_a_conversion_changes_no_fingerprint(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source, target = data.draw(strategies(full)), data.draw(strategies(full))
+    format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    memory = data.draw(st.sampled_from(["1M", "64M"]))
+    copied = {"global_step": scalar(7, shape=(1,)), "loss_scale": scalar(77, "Float32")}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, copied), "rank_{rank}/net-3_7.ckpt")
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        done(
+            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
+            "--format", format_,
+        )  # fmt: skip
+        before = shown(root / "src", "--strategy", old, "--max-memory", memory, "--jobs", "2")
+        assert before == of_full(root, full, copied)
+        assert before == shown(root / "dst", "--strategy", new)
+        assert len(before.splitlines()) == len(full) + 3
+
+
+@pytest.mark.parametrize("name", cases.all_cases())
+def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprints(name: str, tmp_path: Path) -> None:
+    case = cases.load(name)
+    listed = {parameter for stage in case.strategy for parameter in stage["layouts"]}
+    full = {parameter: tensor for parameter, tensor in case.full().items() if parameter in listed}
+    unsharded = case.unsharded if len(case.strategy) > 1 else []
+    write_tree(tmp_path / "src", cut_ranks(case.strategy, full, COPIED, unsharded))
+    assert shown(tmp_path / "src", "--strategy", case.directory) == of_full(tmp_path, full, COPIED)
+
+
+@settings(max_examples=30 * SCALE)
+@given(st.data())
+def test_results_of_any_ranks_merge_to_the_whole(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    strategy: Strategy = data.draw(strategies(full))
+    every = range(rank_count(strategy))
+    groups: list[set[int]] = data.draw(st.lists(st.sets(st.sampled_from(every), min_size=1), min_size=1, max_size=4))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        old = write_strategy(root / "old", strategy)
+        held = cut_ranks(strategy, full, {"global_step": scalar(7)})
+        write_tree(root / "src", held)
+        words: list[Any] = []
+        for number, ranks in enumerate(groups):
+            # Only the ranks' own files are on this machine.
+            write_tree(root / f"machine{number}", {rank: held[rank] for rank in ranks})
+            typed = ",".join(map(str, sorted(ranks)))
+            out = done("fingerprint", root / f"machine{number}", "--strategy", old, "--ranks", typed, "--json").out
+            (root / f"{number}.json").write_text(out)
+            words += ["--merge", root / f"{number}.json"]
+        rest = ",".join(str(rank) for rank in every if not any(rank in ranks for ranks in groups))
+        if rest:
+            words += [root / "src", "--strategy", old, "--ranks", rest]
+        assert shown(*words) == shown(root / "src", "--strategy", old)
+
+
+def lines(result: Result) -> dict[str, str]:
+    return {line.split()[-1]: line.split()[0] for line in result.out.splitlines()}
+
+
+def test_a_partial_result_says_so(world: World) -> None:
+    world.save(small_tensors(), ranks=[0])
+    result = done("fingerprint", world.src, "--strategy", world.old, "--ranks", "0")
+    assert lines(result)["w"] == lines(result)["checkpoint"] == "partial" and len(lines(result)["v"]) == 32
+    warns(result, "partial", "m.w, w", "--merge")
+
+
+def test_a_slice_that_is_nowhere_is_an_error(world: World) -> None:
+    world.save(small_tensors(), ranks=[0, 1, 2])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["m.w", "rank 3"])
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--ranks", "0-3", says=["ranks 0-3"])
+    # What is left out plays no part in choosing the step, as in a conversion.
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--exclude", "m.*", says=["m.w", "rank 3"])
+
+
+def test_lost_ranks_and_deduplicated_saves_do_not_matter(plain: World) -> None:
+    full = small_tensors(names=["w", "v"])
+    plain.save(full)
+    expected = shown(plain.src, "--strategy", plain.old)
+    held = cut_ranks(plain.source, full, COPIED)
+    saved = {
+        0: {"w": held[0]["w"], **COPIED},
+        1: {"v": held[1]["v"], **COPIED},
+        2: {**COPIED},
+        3: {"w": held[3]["w"], **COPIED},
+    }
+    write_tree(plain.root / "once", saved)
+    assert shown(plain.root / "once", "--strategy", plain.old) == expected
+    write_tree(plain.root / "lost", {rank: held[rank] for rank in (1, 2)})
+    assert shown(plain.root / "lost", "--strategy", plain.old) == expected
+
+
+def test_the_newest_complete_step_is_read(world: World) -> None:
+    world.save(small_tensors("old"), "rank_{rank}/net-1_9.ckpt")
+    world.save(small_tensors("new"), "rank_{rank}/net-1_10.ckpt", ranks=[0, 1])
+    words = ("fingerprint", world.src, "--strategy", world.old)
+    older = done(*words, "--step", "1_9").out
+    result = done(*words)
+    assert result.out == older
+    warns(result, "1_10", "passed over")
+    assert done(*words, "--ranks", "0,1").out != done(*words, "--ranks", "0,1", "--step", "1_9").out
+    newest_of_both = done(*words, "--ranks", "1,2", "--json").json
+    assert newest_of_both == done(*words, "--ranks", "1,2", "--step", "1_9", "--json").json
+
+
+def test_stages_that_share_a_parameter_have_to_agree(tmp_path: Path) -> None:
+    tied: Strategy = [
+        {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
+        {"devices": 1, "layouts": {"w": layout([1], [-1, -1])}},
+    ]
+    strategy = write_strategy(tmp_path / "strategy", tied)
+    held = cut_ranks(tied, {"w": value("w", (8, 6))})
+    write_tree(tmp_path / "src", held)
+    assert lines(done("fingerprint", tmp_path / "src", "--strategy", strategy))["w"]
+    held[2] = {"w": value("other", (8, 6))}
+    write_tree(tmp_path / "src", held)
+    fails(3, "fingerprint", tmp_path / "src", "--strategy", strategy, says=["w", "stages 0-1"])
+
+
+def test_text_and_values_of_one_rank_are_listed_but_not_part_of_the_whole(tmp_path: Path) -> None:
+    w = single({"w": layout([2], [0, -1])})
+    strategy = write_strategy(tmp_path / "strategy", w)
+    whole = []
+    for number, others in enumerate([{}, {"note": text("text"), "cur_rank": scalar(5)}]):
+        write_tree(tmp_path / f"{number}", cut_ranks(w, {"w": value("w", (8, 6))}, {**COPIED, **others}))
+        found = lines(done("fingerprint", tmp_path / f"{number}", "--strategy", strategy))
+        assert set(others) < set(found)
+        whole.append(found["checkpoint"])
+    assert len(set(whole)) == 1
+
+
+def test_copies_that_differ_are_warned_of(world: World) -> None:
+    held = cut_ranks(SOURCE, small_tensors(), COPIED)
+    held[2]["global_step"] = scalar(42, shape=(1,))
+    write_tree(world.src, held)
+    warns(done("fingerprint", world.src, "--strategy", world.old), "global_step", "lowest")
+
+
+def test_json_holds_every_slice(world: World) -> None:
+    world.save(small_tensors())
+    found = done("fingerprint", world.src, "--strategy", world.old, "--json").json
+    assert found["complete"] and {len(entry["slices"]) for entry in found["parameters"]} == {1, 2, 4}
+    assert [entry["name"] for entry in found["values"]] == ["global_step"]
+    printed = lines(done("fingerprint", world.src, "--strategy", world.old))
+    for entry in (*found["parameters"], *found["values"]):
+        assert entry["fingerprint"] == printed[entry["name"]]
+    assert found["fingerprint"] == printed["checkpoint"]
+
+
+def test_usage_is_checked(world: World, tmp_path: Path) -> None:
+    world.save(small_tensors())
+    fails(2, "fingerprint", says=["SRC"])
+    fails(2, "fingerprint", world.src, says=["--strategy", "none"])
+    fails(2, "fingerprint", world.src, "--strategy", world.old, "--ranks", "4", says=["rank 4", "4 ranks"])
+    fails(3, "fingerprint", "--merge", tmp_path / "none.json", says=["none.json", "does not exist"])
+    for number, content in enumerate([b"", b"{}", b"[]", b"\xff", b'{"version": "reshard-1", "parameters": 3}']):
+        (tmp_path / f"{number}.json").write_bytes(content)
+        fails(3, "fingerprint", "--merge", tmp_path / f"{number}.json", says=[f"{number}.json", "no result"])
+
+
+# Merging.
+
+HALF = {(0, ((0, 4), (0, 6))): 5, (0, ((4, 8), (0, 6))): 6}
+
+
+def result(**changes: Any) -> Fingerprints:
+    made = {"name": "w", "dtype": "Float32", "shape": (8, 6), "slices": dict(HALF), **changes}
+    return Fingerprints({"w": ParameterSums(**made)})
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (result(slices={(0, ((0, 4), (0, 6))): 7}), r"w.*\[0, 4\].*stage 0"),
+        (result(dtype="Int32"), "w.*type"),
+        (result(shape=(8, 12)), "w.*shape"),
+        (result(slices={(0, ((0, 8), (0, 3))): 7}), "w.*cut"),
+        (Fingerprints(values={"w": {0: Copy("Float32", (8, 6), 5)}}), "w.*strategy"),
+    ],
+)
+def test_contradictory_results_are_refused(other: Fingerprints, says: str) -> None:
+    mine = result()
+    mine.merge(result())
+    with pytest.raises(InputError, match=says):
+        mine.merge(other)
+
+
+def test_contradictory_copies_are_refused() -> None:
+    mine = Fingerprints(values={"step": {0: Copy("Int32", (1,), 5)}})
+    mine.merge(Fingerprints(values={"step": {1: Copy("Int32", (1,), 6)}}))
+    assert mine.differing == ["step"]
+    with pytest.raises(InputError, match=r"step.*rank 1"):
+        mine.merge(Fingerprints(values={"step": {1: Copy("Int32", (1,), 5)}}))
+
+
+def test_a_result_survives_json() -> None:
+    mine = result()
+    mine.values["step"] = {3: Copy("Int32", (), 5)}
+    again = Fingerprints.from_json(json.dumps(mine.to_json()).encode(), "file")
+    assert again == mine
+

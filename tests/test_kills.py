@@ -1,0 +1,36 @@
+"""SIGKILL at random moments: nothing torn, nothing done twice, and the rerun ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
+from tests.conftest import LONG
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL = Model(layers=4, matrices=4, rows=384, columns=256)
+SCHEMES = {
+    "rows": (Scheme(data=2, model=4, sharded=True), Scheme(model=6)),
+    "columns written together": (Scheme(model=2), Scheme(model=8, cut=1)),
+    "stages": (Scheme(stages=2, model=2), Scheme(stages=4, model=2)),
+}
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_killed_runs_leave_whole_files_and_are_gone_on_with(kind: str, processes: int, tmp_path: Path) -> None:
+    old, new = SCHEMES[kind]
+    write_checkpoint(tmp_path / "src", MODEL, old)
+    write_strategy(tmp_path / "old", MODEL, old)
+    write_strategy(tmp_path / "new", MODEL, new)
+    kills = 200 if LONG else 12
+    words = [sys.executable, "-m", "tests.kills", str(tmp_path), str(kills), str(kills), str(processes)]
+    result = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    said = json.loads(result.stdout)
+    assert said["kills"] >= kills and said["ends"] >= 1

@@ -1,0 +1,154 @@
+"""recover: lost and damaged ranks come back from replicas, or what cannot come back is listed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layouts import strategies, tensors
+from tests.reference import rank_count, uncovered
+from tests.running import Argument, Result, done, fails, reshard
+from tests.small import COPIED as SCALARS
+from tests.small import World
+from tests.small import tensors as small_tensors
+from tests.test_properties import COPIED, FORMATS, examples, shapes_of
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_checkpoint,
+    read_tree,
+    same_checkpoints,
+    same_ranks,
+    text,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+FULL = small_tensors()
+
+
+def recover(world: World, *options: Argument) -> Result:
+    return done("recover", world.src, world.dst, "--strategy", world.old, *options)
+
+
+def cut(world: World) -> dict[int, dict[str, Value]]:
+    """What an undamaged source holds."""
+    listed = {name for stage in world.source for name in stage["layouts"]}
+    return cut_ranks(world.source, {name: FULL[name] for name in FULL if name in listed}, SCALARS)
+
+
+@examples(15)
+@given(st.data())
+def test_whatever_is_lost_the_recovered_tree_is_the_undamaged_one_or_the_loss_is_told(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    strategy = data.draw(strategies(full), label="strategy")
+    ending = data.draw(st.sampled_from(FORMATS))
+    ranks = range(rank_count(strategy))
+    lost = data.draw(st.sets(st.sampled_from(ranks), max_size=len(ranks) - 1), label="lost")
+    saved = cut_ranks(strategy, full, COPIED)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", {r: saved[r] for r in ranks if r not in lost}, f"rank_{{rank}}/net-3_7.{ending}")
+        words: list[Argument] = ["recover", root / "src", root / "dst"]
+        words += ["--strategy", write_strategy(root / "s", strategy)]
+        gone = uncovered(strategy, strategy, shapes_of(full), None, set(ranks) - lost)
+        if gone:
+            told = fails(3, *words).err
+            assert any(name in told for name in gone), told
+            assert not (root / "dst").exists()
+        else:
+            result = done(*words, "--json")
+            same_ranks(read_tree(root / "dst"), saved)
+            assert json.loads(result.out)["recovered"] == sorted(lost)
+
+
+def test_a_save_of_which_every_rank_holds_a_part_comes_back_whole(world: World) -> None:
+    """As at the end of life, or de-duplicated: no single rank has it all."""
+    saved = cut(world)
+    kept = {rank: dict(held) for rank, held in saved.items()}
+    seen: set[tuple[str, bytes]] = set()
+    for held in kept.values():
+        for name in sorted(held):
+            key = (name, held[name].array.tobytes())
+            if key in seen and name != "global_step":
+                del held[name]
+            seen.add(key)
+    write_tree(world.src, kept, "rank_{rank}/net-1_10.ckpt")
+    recover(world)
+    same_ranks(read_tree(world.dst), saved)
+
+
+def test_a_file_whose_crc_is_wrong_is_made_anew_from_its_replica(world: World) -> None:
+    saved = {rank: {n: held[n] for n in held if n != "m.w"} for rank, held in cut(world).items()}
+    world.save({name: FULL[name] for name in ("w", "v")}, crc=True)
+    path = world.src / "rank_2" / "net-1_10.ckpt"
+    data = bytearray(path.read_bytes())
+    place = bytes(data).index(saved[2]["w"].array.tobytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    result = recover(world, "--json")
+    assert "rank_2" in result.err.replace("\n", "")
+    assert json.loads(result.out)["recovered"] == [2]
+    same_checkpoints(read_checkpoint(world.dst / "rank_2" / "checkpoint_2.ckpt"), saved[2])
+    for rank in (0, 1, 3):
+        source = world.src / f"rank_{rank}" / "net-1_10.ckpt"
+        assert (world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes() == source.read_bytes()
+
+
+def test_a_truncated_file_is_made_anew(world: World) -> None:
+    world.save(FULL)
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-7])
+    fails(3, "recover", world.src, world.dst, "--strategy", world.old, says=["m.w", "rank 0"])
+    world.save({"w": FULL["w"]})
+    path.write_bytes(path.read_bytes()[:-7])
+    recover(world)
+    assert (world.dst / "rank_0" / "checkpoint_0.ckpt").exists()
+
+
+def test_intact_files_are_taken_over_byte_for_byte(world: World) -> None:
+    world.save(FULL, copied={"note": text("kept"), "cur_rank": cut(world)[0]["global_step"]}, crc=True)
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**cut(world)[1], "extra": cut(world)[1]["w"]}, crc=True)
+    recover(world)
+    for rank in range(4):
+        source = world.src / f"rank_{rank}" / "net-1_10.ckpt"
+        assert (world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes() == source.read_bytes()
+
+
+def test_only_lost_ranks_are_written_when_asked(world: World) -> None:
+    saved = cut(world)
+    world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
+    recover(world, "--lost-only")
+    found = read_tree(world.dst)
+    assert list(found) == [3]
+    assert found[3]["w"].same(saved[3]["w"])
+
+
+def test_an_older_step_is_taken_where_the_newest_cannot_be_had(world: World) -> None:
+    world.save(FULL)
+    world.save(small_tensors("newer "), "rank_{rank}/net-2_10.ckpt", ranks=[0, 1])
+    result = recover(world)
+    assert "2_10" in result.err
+    same_ranks(read_tree(world.dst), cut(world))
+
+
+def test_a_recovery_goes_on_where_it_stopped_and_is_no_conversion(world: World) -> None:
+    world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
+    recover(world, "--ranks", "3")
+    assert json.loads(recover(world, "--json").out)["done_before"] == [3]
+    fails(
+        3, "transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.old,
+        says=[str(world.dst)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [(), ("--strategy", "missing")])
+def test_a_strategy_is_needed(world: World, words: tuple[str, ...]) -> None:
+    world.save(FULL)
+    assert reshard("recover", world.src, world.dst, *words).status in (2, 3)

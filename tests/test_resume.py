@@ -1,0 +1,281 @@
+"""Going on where a run stopped: what is recorded, what is skipped, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.running import LAUNCHER, Result, done, fails, reshard
+from tests.small import COPIED, World, tensors
+from tests.trees import same_ranks, tree_bytes
+
+FULL = tensors()
+
+
+def ages(world: World) -> dict[str, int]:
+    """Inode per target file: one that was written again has another."""
+    return {str(path.relative_to(world.dst)): path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+
+
+def manifest(world: World) -> bytes:
+    return (world.dst / "reshard-manifest.json").read_bytes()
+
+
+def summary(result: Result) -> dict[str, object]:
+    found = json.loads(result.out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_same_command_again_writes_nothing_anew(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = ages(world)
+    again = summary(world.convert("--json"))
+    assert ages(world) == before
+    assert again["ranks"] == [] and again["done_before"] == [0, 1]
+
+
+def test_a_missing_target_is_written_again_and_the_others_are_left(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = ages(world)
+    (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
+    assert summary(world.convert("--json"))["ranks"] == [1]
+    assert ages(world)["rank_0/checkpoint_0.ckpt"] == before["rank_0/checkpoint_0.ckpt"]
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("options", [("--jobs", "1"), ("--io", "pread"), ("--max-memory", "1M"), ("--crc", "never")])
+def test_how_bytes_are_moved_is_no_part_of_the_identity(world: World, options: tuple[str, ...]) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.convert(*options)
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize(
+    "options", [("--format", "safetensors"), ("--prefix", "net"), ("--exclude", "m.*"), ("--include", "w")]
+)
+@pytest.mark.parametrize("first", ["transform-dir", "by-rank"])
+def test_another_conversion_is_refused(world: World, first: str, options: tuple[str, ...]) -> None:
+    world.save(FULL)
+    world.by_rank(0) if first == "by-rank" else world.convert()
+    before = tree_bytes(world.dst)
+    for words in (world.words(*options), world.words(1, *options, command="by-rank")):
+        fails(3, *words, says=[str(world.dst)])
+    assert tree_bytes(world.dst) == before
+
+
+def test_another_step_is_refused_and_named(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.save(FULL, "rank_{rank}/net-2_10.ckpt")
+    fails(3, *world.words(1, command="by-rank"), says=["step", "1_10", "2_10"])
+    world.by_rank(1, "--step", "1_10")
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_overwrite_replaces_another_conversion_and_its_records(world: World) -> None:
+    world.save(FULL)
+    world.convert("--exclude", "m.*")
+    world.convert("--overwrite")
+    same_ranks(world.found(), world.expected(FULL))
+    assert len(list((world.dst / ".reshard").iterdir())) == 1
+    fails(3, *world.words("--exclude", "m.*"), says=[str(world.dst)])
+
+
+def test_by_rank_does_not_overwrite_one_rank_of_another_conversion(world: World) -> None:
+    world.save(FULL)
+    world.convert("--exclude", "m.*")
+    before = tree_bytes(world.dst)
+    fails(3, *world.words(1, "--overwrite", command="by-rank"), says=["rank_0"])
+    assert tree_bytes(world.dst) == before
+
+
+def test_the_manifest_is_the_same_however_it_came_about(world: World, tmp_path: Path) -> None:
+    world.save(FULL)
+    world.by_rank(1, "--checksum", "crc32")
+    assert not (world.dst / "reshard-manifest.json").exists()
+    world.by_rank(0, "--checksum", "crc32")
+    one = manifest(world)
+    shutil.rmtree(world.dst)
+    world.convert("--checksum", "crc32", "--jobs", "3")
+    assert manifest(world) == one
+
+
+def test_the_manifest_tells_sizes_and_checksums(world: World) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32", "--max-memory", "1")
+    said = json.loads(manifest(world))
+    assert said["version"] == 1 and said["plan"]["step"] == "1_10" and said["plan"]["ranks"] == 2
+    assert [entry["rank"] for entry in said["files"]] == [0, 1]
+    for entry in said["files"]:
+        data = (world.dst / entry["file"]).read_bytes()
+        assert entry["size"] == len(data)
+        assert entry["crc32"] == f"{zlib.crc32(data):08x}"
+
+
+def test_without_checksums_the_manifest_has_none(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert [entry["crc32"] for entry in json.loads(manifest(world))["files"]] == [None, None]
+
+
+def test_a_source_of_another_size_is_refused(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.save(FULL, copied={**COPIED, "epoch_num": COPIED["global_step"]})
+    fails(3, *world.words(1, command="by-rank"), says=["rank"])
+    assert not (world.dst / "rank_1").exists()
+
+
+def test_a_source_of_another_time_is_warned_of(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    for path in world.src.rglob("*.ckpt"):
+        os.utime(path, (1, 1))
+    assert "another time" in world.by_rank(1).err.replace("\n", " ")
+
+
+def test_a_run_that_replaces_targets_goes_on_with_the_same_command(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = ages(world)
+    # As after a kill between the two targets.
+    world.save(tensors("other "))
+    path = world.dst / "rank_1"
+    path.chmod(0o555)
+    blocked = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    target = blocked.read_bytes()
+    code = (
+        "import os, sys\n"
+        "from reshard.execute import writing\n"
+        "plain = os.rename\n"
+        "def rename(old, new):\n"
+        "    if str(new).endswith('checkpoint_1.ckpt'):\n"
+        "        os._exit(9)\n"
+        "    plain(old, new)\n"
+        "writing.os.rename = rename\n"
+        "from reshard.cli.main import main\n"
+        "main()\n"
+    )
+    path.chmod(0o755)
+    words = [str(word) for word in world.words("--overwrite", "--jobs", "1")]
+    killed = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert killed.returncode == 9, killed.stderr
+    assert blocked.read_bytes() == target
+    middle = ages(world)
+    assert middle["rank_0/checkpoint_0.ckpt"] != before["rank_0/checkpoint_0.ckpt"]
+    fails(3, *world.words(), says=["checkpoint_1.ckpt", "--overwrite"])
+    assert summary(world.convert("--overwrite", "--json"))["ranks"] == [1]
+    assert ages(world)["rank_0/checkpoint_0.ckpt"] == middle["rank_0/checkpoint_0.ckpt"]
+    same_ranks(world.found(), world.expected(tensors("other ")))
+    # That was the end of replacing: now everything is made again.
+    assert summary(world.convert("--overwrite", "--json"))["ranks"] == [0, 1]
+
+
+def test_a_failure_leaves_the_other_targets_finished(world: World) -> None:
+    world.save(FULL)
+    (world.dst / "rank_0").mkdir(parents=True)
+    os.mkfifo(world.dst / "rank_0" / "not in the way")
+    world.dst.joinpath("rank_1").write_text("a file where a directory must be")
+    result = reshard(*world.words())
+    assert result.status in (1, 3), result.err
+    assert "rank_1" in result.err.replace("\n", "")
+    if result.status == 1:
+        assert (world.dst / "rank_0" / "checkpoint_0.ckpt").exists()
+    world.dst.joinpath("rank_1").unlink()
+    world.convert()
+    (world.dst / "rank_0" / "not in the way").unlink()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_temporary_files_of_dead_runs_are_removed_and_those_of_live_ones_are_not(world: World) -> None:
+    world.save(FULL)
+    code = (
+        "import sys, time\n"
+        "from reshard import temporary\n"
+        "import os\n"
+        "os.makedirs(sys.argv[1], exist_ok=True)\n"
+        "print(temporary.create(sys.argv[1])[1], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(world.dst / "rank_0")], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        paths = [Path(str(process.stdout.readline().strip())) for process in started if process.stdout]
+        started[0].kill()
+        started[0].wait()
+        elsewhere = world.dst / "rank_0" / ".reshard-tmp-0badcafe-17-0123456789ab"
+        elsewhere.write_bytes(b"of another machine, a moment ago")
+        long_ago = world.dst / "rank_0" / ".reshard-tmp-0badcafe-17-ba9876543210"
+        long_ago.write_bytes(b"of another machine, in 1970")
+        os.utime(long_ago, (1, 1))
+        world.convert()
+        assert [path.exists() for path in (*paths, elsewhere, long_ago)] == [False, True, True, False]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World) -> None:
+    world.save(FULL)
+    words = [str(word) for word in world.words()]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", LAUNCHER, *words], stderr=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    for run in runs:
+        _, said = run.communicate(timeout=60)
+        assert run.returncode == 0, said
+    same_ranks(world.found(), world.expected(FULL))
+    assert len(json.loads(manifest(world))["files"]) == 2
+    assert summary(world.convert("--json"))["ranks"] == []
+
+
+def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
+    world.save(FULL)
+    code = (
+        "import sys, time\n"
+        "from reshard.execute import writing\n"
+        "def commit(self):\n"
+        "    print('here', flush=True)\n"
+        "    time.sleep(600)\n"
+        "writing.TargetWriter.commit = commit\n"
+        "from reshard.cli.main import main\n"
+        "main()\n"
+    )
+    words = [str(word) for word in world.words()]
+    with subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True) as live:
+        assert live.stdout is not None
+        assert live.stdout.readline().strip() == "here"
+        fails(3, *world.words("--prefix", "net", "--overwrite"), says=["at this moment"])
+        live.kill()
+    done(*world.words("--prefix", "net"))
+    assert not [path for path in world.dst.glob("rank_*/.*")]
+
+
+def test_a_dry_run_tells_what_is_left_and_changes_nothing(world: World) -> None:
+    world.save(FULL)
+    assert summary(world.convert("--dry-run", "--json"))["ranks"] == [0, 1]
+    assert not world.dst.exists()
+    world.by_rank(1)
+    before = sorted(world.dst.rglob("*"))
+    assert summary(world.convert("--dry-run", "--json"))["ranks"] == [0]
+    assert sorted(world.dst.rglob("*")) == before
+
+
+def test_what_fails_before_anything_is_written_leaves_no_directory(world: World) -> None:
+    world.save(FULL)
+    fails(3, *world.words("--include", "nothing"), says=["nothing"])
+    assert not world.dst.exists()

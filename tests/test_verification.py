@@ -1,0 +1,447 @@
+"""Comparing checkpoints: what is right passes, and whatever is not is named by rank and parameter."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import IncompleteSourceError, InputError
+from reshard.layout import Overlap
+from reshard.plan import conversion
+from reshard.plan.pieces import Box, StoredSlice
+from reshard.strategies import read_strategy
+from reshard.verification import Difference, Means, compare_replicas, compare_trees
+from tests import cases
+from tests.conftest import LONG
+from tests.layouts import strategies, tensors
+from tests.reference import ONE_DEVICE, Strategy, names_of
+from tests.running import done
+from tests.small import COPIED, SOURCE, TARGET
+from tests.small import tensors as small_tensors
+from tests.trees import (
+    Checkpoint,
+    Value,
+    cut_ranks,
+    layout,
+    read_tree,
+    same_ranks,
+    scalar,
+    single,
+    text,
+    value,
+    write_strategy,
+    write_tree,
+)
+
+SCALE = 20 if LONG else 1
+Ranks = dict[int, dict[str, Value]]
+Extents = tuple[tuple[int, int], ...]
+
+
+class Quiet:
+    """Adds up what was read."""
+
+    def __init__(self) -> None:
+        self.total = self.read = 0
+
+    def begin(self, total: int) -> None:
+        self.total += total
+
+    def wrote(self, count: int) -> None:
+        self.read += count
+
+    def end(self) -> None:
+        pass
+
+
+def files_of(root: Path) -> dict[int, str]:
+    return {int(path.parent.name[len("rank_") :]): str(path) for path in root.glob("rank_*/*")}
+
+
+class Pair:
+    """A source and a target tree with their strategies, on disk."""
+
+    def __init__(self, root: Path, old: Strategy, new: Strategy) -> None:
+        self.root, self.old, self.new = root, old, new
+        self.old_path, self.new_path = write_strategy(root / "old", old), write_strategy(root / "new", new)
+        self.progress = Quiet()
+
+    def write(self, source: Mapping[int, Checkpoint], target: Mapping[int, Checkpoint], ending: str = "ckpt") -> None:
+        write_tree(self.root / "src", source, "rank_{rank}/net-1_10." + ending)
+        write_tree(self.root / "dst", target, "rank_{rank}/checkpoint_{rank}." + ending)
+
+    def compare(self, **options: Any) -> list[Difference]:
+        with FileHandles() as handles:
+            means = Means(handles, 2, 64 << 20, self.progress)
+            return compare_trees(
+                files_of(self.root / "src"), read_strategy(str(self.old_path)),
+                files_of(self.root / "dst"), read_strategy(str(self.new_path)), means, **options,
+            )  # fmt: skip
+
+    def replicas(self, tree: str = "src") -> list[Difference]:
+        with FileHandles() as handles:
+            means = Means(handles, 2, 64 << 20, self.progress)
+            strategy = self.old_path if tree == "src" else self.new_path
+            return compare_replicas(files_of(self.root / tree), read_strategy(str(strategy)), means)
+
+
+def brief(differences: list[Difference]) -> list[tuple[str, Optional[str], tuple[int, ...]]]:
+    for difference in differences:
+        assert difference.detail and str(difference)
+    return [(difference.kind, difference.parameter, difference.ranks) for difference in differences]
+
+
+def flipped(tensor: Value, at: int = 0, bit: int = 0) -> Value:
+    content = bytearray(tensor.array.tobytes())
+    content[at] ^= 1 << bit
+    return Value(tensor.dtype, np.frombuffer(bytes(content), tensor.array.dtype).reshape(tensor.array.shape))
+
+
+FULL = small_tensors()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path, SOURCE, TARGET)
+
+
+def held(strategy: Strategy, full: Checkpoint = FULL) -> Ranks:
+    return cut_ranks(strategy, full, COPIED)
+
+
+# Against the source.
+
+
+@settings(max_examples=40 * SCALE)
+@given(st.data())
+def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    old, new = data.draw(strategies(full)), data.draw(st.one_of(strategies(full), st.just(ONE_DEVICE)))
+    format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    with tempfile.TemporaryDirectory() as directory:
+        pair = Pair(Path(directory), old, new)
+        write_tree(Path(directory) / "src", held(old, full), "rank_{rank}/net-1_10.ckpt")
+        new_path: Any = pair.new_path if new is not ONE_DEVICE else "none"
+        pair.new_path = new_path
+        done(
+            "transform-dir", pair.root / "src", pair.root / "dst", "--src-strategy", pair.old_path,
+            "--dst-strategy", new_path, "--format", format_,
+        )  # fmt: skip
+        assert pair.compare() == []
+        assert pair.progress.read == pair.progress.total
+        written = read_tree(pair.root / "dst").values()
+        assert pair.progress.total >= sum(tensor.array.nbytes for held_ in written for tensor in held_.values())
+
+
+@settings(max_examples=80 * SCALE)
+@given(st.data())
+def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    old, new = data.draw(strategies(full)), data.draw(strategies(full))
+    target = held(new, full)
+    places = [(rank, name) for rank, checkpoint in target.items() for name in checkpoint]
+    wrong = data.draw(st.sets(st.sampled_from(places), min_size=1, max_size=3))
+    for rank, name in wrong:
+        size = target[rank][name].array.nbytes
+        at, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
+        target[rank][name] = flipped(target[rank][name], at, bit)
+    with tempfile.TemporaryDirectory() as directory:
+        pair = Pair(Path(directory), old, new)
+        pair.write(held(old, full), target)
+        found = pair.compare()
+        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == wrong
+        assert {difference.kind for difference in found} == {"content"}
+
+
+@settings(max_examples=80 * SCALE)
+@given(st.data())
+def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
+    full = data.draw(tensors(fewest=4))
+    old, new, other = (data.draw(strategies(full, fewest_stages=1)) for _ in range(3))
+    right, wrong = held(new, full), held(other, full)
+    assume(sorted(right) == sorted(wrong) and names_of(new) == names_of(other))
+    differing = {
+        (rank, name)
+        for rank, checkpoint in right.items()
+        for name, tensor in checkpoint.items()
+        if name not in wrong[rank] or not tensor.same(wrong[rank][name])
+    }
+    extra = {(rank, name) for rank, checkpoint in wrong.items() for name in checkpoint if name not in right[rank]}
+    with tempfile.TemporaryDirectory() as directory:
+        pair = Pair(Path(directory), old, new)
+        pair.write(held(old, full), wrong)
+        found = pair.compare()
+        assert {(rank, found_.parameter) for found_ in found for rank in found_.ranks} == differing | extra
+
+
+def test_swapped_slices_are_found_though_the_whole_is_there(pair: Pair) -> None:
+    target = held(TARGET)
+    target[0]["w"], target[1]["w"] = target[1]["w"], target[0]["w"]
+    pair.write(held(SOURCE), target)
+    assert brief(pair.compare()) == [("content", "w", (0, 1))]
+
+
+def test_a_transposed_square_is_found(tmp_path: Path) -> None:
+    whole = single({"w": layout([2], [-1, -1])})
+    w = value("w", (8, 8))
+    pair = Pair(tmp_path, single({"w": layout([2], [0, -1])}), whole)
+    pair.write(held(pair.old, {"w": w}), held(whole, {"w": Value(w.dtype, np.ascontiguousarray(w.array.T))}))
+    assert brief(pair.compare()) == [("content", "w", (0, 1))]
+
+
+def test_files_and_parameters_that_are_missing_or_too_many_are_told(pair: Pair) -> None:
+    target = held(TARGET)
+    del target[0]["v"], target[1]["global_step"]
+    target[1]["foreign"] = value("f", (2,))
+    pair.write(held(SOURCE), target)
+    assert brief(pair.compare()) == [
+        ("extra", "foreign", (1,)), ("missing", "global_step", (1,)), ("missing", "v", (0,)),
+    ]  # fmt: skip
+    (pair.root / "dst" / "rank_0" / "checkpoint_0.ckpt").unlink()
+    assert brief(pair.compare(admit=lambda name: name != "foreign"))[0] == ("file", None, (0,))
+
+
+@pytest.mark.parametrize("cut_at", [1, 40, -1])
+def test_a_truncated_file_is_told(pair: Pair, cut_at: int) -> None:
+    pair.write(held(SOURCE), held(TARGET))
+    path = pair.root / "dst" / "rank_1" / "checkpoint_1.ckpt"
+    path.write_bytes(path.read_bytes()[:cut_at])
+    assert ("file", None, (1,)) in brief(pair.compare())
+
+
+def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
+    target = held(TARGET)
+    target[0]["w"] = Value("Int32", target[0]["w"].array)
+    target[1]["m.w"] = Value("Float32", target[1]["m.w"].array.reshape(6, 4))
+    target[1]["global_step"] = scalar(41)
+    pair.write(held(SOURCE), target)
+    assert brief(pair.compare()) == [("type", "global_step", (1,)), ("shape", "m.w", (1,)), ("type", "w", (0,))]
+
+
+def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
+    target = held(TARGET)
+    for rank in target:
+        target[rank]["w"] = Value("Float32", target[rank]["w"].array.reshape(-1))
+    pair.write(held(SOURCE), target)
+    assert brief(pair.compare()) == [("shape", "w", (0,)), ("shape", "w", (1,))]
+
+
+def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, SOURCE, TARGET)
+    source, target = held(SOURCE), held(TARGET)
+    for rank in source:
+        source[rank].update(cur_rank=scalar(rank), text=text("some"), step=scalar(rank))
+    for rank in target:
+        target[rank].update(cur_rank=scalar(rank), text=text("some"), step=scalar(0))
+    pair.write(source, target)
+    assert pair.compare() == []
+    target[1].update(cur_rank=scalar(0), text=text("tome"), step=scalar(1))
+    pair.write(source, target)
+    assert brief(pair.compare()) == [("content", name, (1,)) for name in ("cur_rank", "step", "text")]
+
+
+def test_text_is_not_missed_where_the_format_cannot_hold_it(pair: Pair) -> None:
+    source = {rank: {**checkpoint, "note": text("some")} for rank, checkpoint in held(SOURCE).items()}
+    write_tree(pair.root / "src", source)
+    write_tree(pair.root / "dst", held(TARGET), "rank_{rank}/checkpoint_{rank}.safetensors")
+    assert pair.compare() == []
+
+
+def test_only_some_target_ranks_can_be_compared(pair: Pair) -> None:
+    target = held(TARGET)
+    target[0]["w"] = flipped(target[0]["w"])
+    target[1]["m.w"] = flipped(target[1]["m.w"])
+    pair.write(held(SOURCE), {1: target[1]})
+    assert brief(pair.compare(ranks=[1])) == [("content", "m.w", (1,))]
+    assert ("file", None, (0,)) in brief(pair.compare())
+
+
+def test_parameters_that_were_not_converted_do_not_count(pair: Pair) -> None:
+    target = {rank: {"v": checkpoint["v"]} for rank, checkpoint in held(TARGET).items()}
+    pair.write(held(SOURCE), target)
+    assert pair.compare(admit=lambda name: name == "v") == []
+
+
+def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> None:
+    source = held(SOURCE)
+    del source[3]
+    pair.write(source, held(TARGET))
+    with pytest.raises(IncompleteSourceError, match=r"m\.w.*rank 3"):
+        pair.compare()
+    assert {found.kind for found in pair.compare(admit=lambda name: name != "m.w")} == {"extra"}
+    source[1]["w"] = value("w", (5, 6))
+    pair.write(source, held(TARGET))
+    with pytest.raises(InputError, match="w has shape"):
+        pair.compare(admit=lambda name: name != "m.w")
+
+
+@pytest.mark.parametrize("stored_plain", [False, True])
+def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, stored_plain: bool) -> None:
+    full = {"w": value("w", (8, 6)), "accu_grads.w": value("g", (8, 6))}
+    sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in full}
+    new = [{"devices": 2, "layouts": {name: layout([2], [-1, -1], -1, 1) for name in full}}]
+    pair = Pair(tmp_path, single(sharded), new)
+    plain = ["accu_grads.w"] if stored_plain else []
+    pair.write(cut_ranks(pair.old, full, {}, plain), cut_ranks(new, full, {}, plain))
+    assert pair.compare() == []
+    target = cut_ranks(new, full, {}, plain)
+    target[1]["accu_grads.w"] = flipped(target[1]["accu_grads.w"])
+    pair.write(cut_ranks(pair.old, full, {}, plain), target)
+    assert brief(pair.compare()) == [("content", "accu_grads.w", (1,))]
+
+
+# Mistakes of the planner, which this room must not share.
+
+
+def another_rank(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The slice is taken from the next rank's file."""
+    return StoredSlice(path.replace(f"rank_{rank}", f"rank_{(rank + 1) % 4}"), rank, extents, box)
+
+
+def off_by_one(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The slice is taken from one element too early."""
+    return StoredSlice(path, rank, tuple((offset - 4, size) for offset, size in extents), box)
+
+
+def swapped_rows(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The second half of the slice is taken before the first."""
+    halves = [((offset, size // 2), (offset + size // 2, size - size // 2)) for offset, size in extents]
+    return StoredSlice(path, rank, tuple(part for first, second in halves for part in (second, first)), box)
+
+
+@pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
+def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
+) -> None:
+    monkeypatch.setattr(conversion, "StoredSlice", mistake)
+    pair.write(held(SOURCE), {})
+    convert(pair)
+    found = pair.compare()
+    assert {"w", "m.w"} <= {difference.parameter for difference in found}
+    assert {difference.kind for difference in found} == {"content"}
+
+
+def test_pieces_that_the_planner_forgets_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Overlap._find_cells
+    monkeypatch.setattr(Overlap, "_find_cells", lambda self, number: right(self, number)[:-1])
+    pair.write(held(SOURCE), {})
+    convert(pair)
+    assert ("content", "w", (0, 1)) in brief(pair.compare())
+
+
+def convert(pair: Pair) -> None:
+    done(
+        "transform-dir", pair.root / "src", pair.root / "dst", "--src-strategy", pair.old_path,
+        "--dst-strategy", pair.new_path,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [("10o_dp2mp2pp2_optm1", "10_dp3mp8pp1"), ("10_dp3mp8pp1", "10o_dp2mp4pp1_optm1")])
+def test_conversions_between_real_strategies_pass(names: tuple[str, str], tmp_path: Path) -> None:
+    source, target = (cases.load(name) for name in names)
+    unsharded = source.unsharded if len(source.strategy) > 1 else []
+    write_tree(tmp_path / "src", cut_ranks(source.strategy, source.full(), COPIED, unsharded))
+    done(
+        "transform-dir", tmp_path / "src", tmp_path / "dst", "--src-strategy", source.directory,
+        "--dst-strategy", target.directory,
+    )  # fmt: skip
+    with FileHandles() as handles:
+        means = Means(handles, 2, 64 << 20, Quiet())
+        old, new = read_strategy(str(source.directory)), read_strategy(str(target.directory))
+        assert compare_trees(files_of(tmp_path / "src"), old, files_of(tmp_path / "dst"), new, means) == []
+        assert compare_replicas(files_of(tmp_path / "dst"), new, means) == []
+
+
+# Within one checkpoint.
+
+
+@settings(max_examples=60 * SCALE)
+@given(st.data())
+def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    strategy = data.draw(strategies(full))
+    ranks = held(strategy, full)
+    with tempfile.TemporaryDirectory() as directory:
+        pair = Pair(Path(directory), strategy, strategy)
+        pair.write(ranks, {})
+        assert pair.replicas() == []
+        rank = data.draw(st.sampled_from(sorted(ranks)))
+        name = data.draw(st.sampled_from(sorted(ranks[rank])))
+        copies = [other for other in ranks if name in ranks[other] and ranks[other][name].same(ranks[rank][name])]
+        ranks[rank][name] = flipped(ranks[rank][name])
+        pair.write(ranks, {})
+        found = pair.replicas()
+        assert {difference.parameter for difference in found} <= {name}
+        kinds = {difference.kind for difference in found}
+        stages = sum(name in stage["layouts"] for stage in strategy)
+        if len(copies) > 1 and (stages < 2 or name in COPIED):
+            assert found and rank in found[0].ranks
+            if kinds == {"replica"}:
+                assert found[0].ranks == (rank,)
+
+
+def test_the_rank_that_differs_from_most_is_named(tmp_path: Path) -> None:
+    strategy = single({"w": layout([4, 2], [0, -1])})
+    ranks = held(strategy, {"w": FULL["w"]})
+    pair = Pair(tmp_path, strategy, strategy)
+    ranks[4]["w"] = flipped(ranks[4]["w"], 5, 7)
+    ranks[1]["global_step"] = scalar(0, shape=(1,))
+    pair.write(ranks, {})
+    assert brief(pair.replicas()) == [("replica", "global_step", (1,)), ("replica", "w", (4,))]
+
+
+def test_two_copies_that_differ_are_both_suspects(pair: Pair) -> None:
+    source = held(SOURCE)
+    source[2]["w"] = flipped(source[2]["w"])
+    pair.write(source, {})
+    assert brief(pair.replicas()) == [("replicas", "w", (0, 2))]
+
+
+def test_stages_that_share_a_parameter_are_compared(tmp_path: Path) -> None:
+    tied: Strategy = [
+        {"devices": 2, "layouts": {"w": layout([2], [0, -1])}},
+        {"devices": 1, "layouts": {"w": layout([1], [-1, -1])}},
+    ]
+    pair = Pair(tmp_path, tied, tied)
+    ranks = held(tied, {"w": FULL["w"]})
+    pair.write(ranks, {})
+    assert pair.replicas() == []
+    ranks[1]["w"] = flipped(ranks[1]["w"])
+    pair.write(ranks, {})
+    assert brief(pair.replicas()) == [("stages", "w", ())]
+
+
+def test_a_tree_with_lost_ranks_and_a_damaged_file_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    strategy = single({"w": layout([4, 2], [0, -1])})
+    ranks = held(strategy, {"w": FULL["w"]})
+    pair = Pair(tmp_path, strategy, strategy)
+    del ranks[0]
+    ranks[5]["w"] = flipped(ranks[5]["w"])
+    pair.write(ranks, {})
+    path = pair.root / "src" / "rank_2" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert brief(pair.replicas()) == [("file", None, (2,)), ("replica", "w", (5,))]
+
+
+def test_a_tree_that_does_not_fit_its_strategy_is_told(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, SOURCE, TARGET)
+    source = held(SOURCE)
+    source[1]["w"] = value("w", (3, 6))
+    pair.write(source, {})
+    found = pair.replicas()
+    assert [(difference.kind, difference.parameter) for difference in found] == [("strategy", "w")]
+
+
+def test_trees_without_damage_are_not_changed_by_looking(pair: Pair) -> None:
+    pair.write(held(SOURCE), held(TARGET))
+    pair.compare()
+    pair.replicas()
+    same_ranks(read_tree(pair.root / "dst"), held(TARGET))

@@ -1,0 +1,225 @@
+"""verify and --verify: right conversions pass, and every mistake of our own would be found."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import pytest
+
+from reshard.checkpoints import FileHandles, read_index
+from reshard.execute import filling
+from reshard.execute import run as run_module
+from reshard.execute.boxes import boxes_of_range
+from reshard.plan import conversion as conversion_module
+from reshard.plan.cuts import Cut
+from reshard.plan.pieces import TargetTensor
+from tests.running import Argument, Result, done, fails, reshard
+from tests.small import World, tensors
+
+FULL = tensors()
+
+
+def verify(world: World, *options: Argument) -> Result:
+    return reshard(
+        "verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new, *options
+    )
+
+
+def flip(path: Path, name: str, at: int = 5) -> None:
+    """Change one bit of a tensor's content."""
+    with FileHandles() as handles:
+        (offset, _), *_ = read_index(handles, str(path)).tensors[name].extents
+    data = bytearray(path.read_bytes())
+    data[offset + at] ^= 4
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def test_a_right_conversion_is_verified(world: World) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32", "--verify")
+    done("verify", world.dst)
+    assert verify(world).status == 0
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("name", ["w", "v", "m.w", "global_step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int, name: str, ending: str) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32", "--format", ending)
+    flip(world.dst / f"rank_{rank}" / f"checkpoint_{rank}.{ending}", name, 1)
+    alone = fails(4, "verify", world.dst)
+    assert f"rank {rank}" in alone.out + alone.err
+    result = verify(world, "--json")
+    assert result.status == 4
+    found = json.loads(result.out)["differences"]
+    assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
+
+
+def test_without_checksums_the_manifest_says_so_and_the_source_finds_it(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
+    assert "no checksums" in done("verify", world.dst).err
+    assert verify(world).status == 4
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "grow", "header"])
+def test_files_that_are_not_what_the_manifest_says_are_found(world: World, damage: str) -> None:
+    world.save(FULL)
+    world.convert()
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        change: dict[str, Callable[[], bytes]] = {
+            "truncate": lambda: data[:-3],
+            "grow": lambda: data + b"\0",
+            "header": lambda: data.replace(b"m.w", b"m.x"),
+        }
+        path.write_bytes(change[damage]())
+    result = fails(4, "verify", world.dst)
+    assert "rank 1" in result.out + result.err
+
+
+def test_a_directory_without_a_manifest_cannot_be_verified_alone(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    fails(3, "verify", world.dst, says=["reshard-manifest.json"])
+    assert verify(world, "--ranks", "0").status == 0
+    assert verify(world).status == 4
+
+
+def test_a_foreign_file_beside_the_targets_is_found(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    other = world.dst / "rank_0" / "other-1_1.ckpt"
+    other.write_bytes((world.dst / "rank_0" / "checkpoint_0.ckpt").read_bytes())
+    assert fails(4, "verify", world.dst).out.count("other-1_1") == 1
+
+
+def test_a_replica_that_differs_is_found_in_a_source(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
+    done(*words)
+    flip(world.src / "rank_2" / "net-1_10.ckpt", "v")
+    result = fails(4, *words)
+    assert "v" in result.out and "rank" in result.out and "2" in result.out
+
+
+@pytest.mark.parametrize("words", [("--src", "x"), ("--replicas",), ("--strategy", "x"), ("--src-strategy", "x")])
+def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Sequence[str]) -> None:
+    world.save(FULL)
+    world.convert()
+    fails(2, "verify", world.dst, *words)
+
+
+def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:
+    """An off-by-one in where a stored slice's bytes lie."""
+    plain = conversion_module.Conversion._stored
+
+    def stored(self: Any, name: str, rank: int, box: Any) -> Any:
+        found = plain(self, name, rank, box)
+        (offset, size), *rest = found.extents
+        return found._replace(extents=((offset - 1, size), *rest)) if name == "w" else found
+
+    patch.setattr(conversion_module.Conversion, "_stored", stored)
+
+
+def axes_swapped(patch: pytest.MonkeyPatch) -> None:
+    """A planner that counts ranks from the wrong end."""
+    plain = Cut.slice_of
+    patch.setattr(Cut, "slice_of", lambda self, local: plain(self, self.target.device_count - 1 - local))
+
+
+def wrong_replica(patch: pytest.MonkeyPatch) -> None:
+    """Cells taken from a rank that holds another slice."""
+    plain = conversion_module.Conversion._stored
+
+    def stored(self: Any, name: str, rank: int, box: Any) -> Any:
+        other = rank ^ 1 if name == "w" else rank
+        return plain(self, name, rank, box)._replace(
+            extents=self.step.indexes[other].tensors[name].extents, path=self.step.files[other]
+        )
+
+    patch.setattr(conversion_module.Conversion, "_stored", stored)
+
+
+def piece_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A piece of a block that is never filled."""
+    plain = filling.BlockFiller.fill
+
+    def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
+        out[:] = bytes(len(out))
+        plain(self, tensor._replace(pieces=tensor.pieces[1:]) if tensor.name == "w" else tensor, block, out)
+
+    patch.setattr(filling.BlockFiller, "fill", fill)
+    patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
+
+
+def transposed(patch: pytest.MonkeyPatch) -> None:
+    """Elements gathered in the other order."""
+    plain = filling.BlockFiller.fill
+
+    def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
+        plain(self, tensor, block, out)
+        shape = [high - low for low, high in block]
+        if tensor.name == "w" and len(shape) == 2:
+            array = np.frombuffer(out, dtype=f"V{tensor.item_size}").reshape(shape).copy()
+            out[:] = array.T.tobytes()
+
+    patch.setattr(filling.BlockFiller, "fill", fill)
+    patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
+
+
+def rows_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Two parts of a target written in each other's place."""
+    plain = boxes_of_range
+
+    def boxes(shape: Any, start: int, stop: int, most: int) -> Any:
+        found = list(plain(shape, start, stop, min(most, 6)))
+        if len(found) > 1 and len({math.prod(high - low for low, high in box) for box in found[:2]}) == 1:
+            found[0], found[1] = found[1], found[0]
+        return iter(found)
+
+    patch.setattr(run_module, "boxes_of_range", boxes)
+    patch.setattr(filling.BlockFiller, "most_shared_rows", lambda self, shared: 0)
+
+
+def copied_from_zeros(patch: pytest.MonkeyPatch) -> None:
+    """A scalar that is lost on its way."""
+    plain = filling.BlockFiller.fill
+
+    def fill(self: Any, tensor: TargetTensor, block: Any, out: memoryview) -> None:
+        plain(self, tensor, block, out)
+        if tensor.name == "global_step":
+            out[:] = bytes(len(out))
+
+    patch.setattr(filling.BlockFiller, "fill", fill)
+
+
+MUTANTS = [
+    slice_moved_by_one, axes_swapped, wrong_replica, piece_skipped, transposed, rows_swapped, copied_from_zeros,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.__name__ for mutant in MUTANTS])
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_a_mistake_of_our_own_is_found(
+    mutant: Callable[[pytest.MonkeyPatch], None], ending: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    options = ["--format", ending, "--max-memory", "1"]
+    with monkeypatch.context() as patch:
+        mutant(patch)
+        result = reshard(*world.words(*options, "--verify"))
+    assert result.status == 4, f"not found: {result.err}"
+    assert "must not be used" in result.err
+    world.convert(*options, "--overwrite", "--verify")
