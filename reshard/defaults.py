@@ -1,4 +1,7 @@
-"""Defaults that the command line shows without loading what uses them."""
+"""Numbers that the command line needs without loading what uses them."""
 
 # The smallest with which no kind of conversion was slower; see `benchmarks/memory.py`.
 MAX_MEMORY = 64 << 20
+
+# Devices of all stages together; more than any cluster has, and little enough to compute with.
+MOST_DEVICES = 1 << 20

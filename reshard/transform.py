@@ -23,6 +23,8 @@ from reshard.source_crcs import check_source_crcs, damaged_files
 from reshard.target_directory import TargetDirectory
 from reshard.wording import number_ranges, plural
 
+_LONGEST_NAME = 255
+
 
 def usable_cpus() -> int:
     """The CPUs that this process may use."""
@@ -125,8 +127,7 @@ def transform(
     report = report or Report()
     progress = progress or Progress()
     check_target_ranks(request)
-    if "/" in request.prefix or "\0" in request.prefix:
-        raise UsageError(f"prefix {request.prefix!r} is not the beginning of a file name: it must not hold a '/'")
+    _check_prefix(request)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles() as handles:
@@ -278,6 +279,18 @@ def check_target_ranks(request: Request) -> None:
             f"target rank {number_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
             f"({request.target.path}) has {plural(count, 'rank')}, 0 to {count - 1}",
             rank=beyond[0],
+        )
+
+
+def _check_prefix(request: Request) -> None:
+    """Refuse a prefix with which target files could not be written, or not be found again."""
+    prefix = request.prefix
+    longest = len(os.fsencode(f"{prefix}{request.target.device_count}.safetensors"))
+    if "/" in prefix or "\0" in prefix or prefix.startswith(".") or longest > _LONGEST_NAME:
+        shown = prefix if len(prefix) < 40 else f"{prefix[:40]}..."
+        raise UsageError(
+            f"prefix {shown!r} is not the beginning of a file name: it must not hold a '/', begin with a '.', or be "
+            f"too long for names of {_LONGEST_NAME} bytes"
         )
 
 

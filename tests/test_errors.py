@@ -18,6 +18,7 @@ from tests.trees import (
     layout,
     safetensors_bytes,
     same_ranks,
+    scalar,
     single,
     strategy_bytes,
     strategy_json,
@@ -659,3 +660,23 @@ def test_lost_ranks_are_named_with_what_they_held(tmp_path: Path) -> None:
     )
     said = world.refuses(3, "w").err
     assert "1" in said and "3" in said
+
+
+@pytest.mark.parametrize("prefix", ["a/b", ".hidden", "x" * 250])
+def test_a_prefix_that_makes_no_file_name_is_wrong_usage(world: World, prefix: str) -> None:
+    world.save(FULL)
+    fails(2, *world.words("--prefix", prefix), says=["prefix"])
+    assert not world.dst.exists()
+
+
+def test_ranks_beyond_any_cluster_are_wrong_usage(world: World) -> None:
+    world.save(FULL)
+    fails(2, *world.words("--ranks", "0-16777214"))
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> None:
+    world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**FULL, "clear\x1b[2J": scalar(7, shape=(1,))})
+    result = reshard(*world.words("-v"))
+    assert "\x1b" not in result.err + result.out
+    assert "\x1b" not in reshard("inspect", world.src / "rank_0" / "net-1_10.ckpt").out

@@ -99,7 +99,7 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
     world.save(FULL)
     with failing(kind, world.root, None, number) as faults:
         world.convert(*options)
-    step = 1 if LONG else max(1, faults.calls // 12)
+    step = 1 if LONG else max(1, faults.calls // 6)
     for at in range(1, faults.calls + 1, step):
         shutil.rmtree(world.dst, ignore_errors=True)
         with failing(kind, world.root, at, number):

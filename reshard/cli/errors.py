@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Optional
 import click
 
 from reshard.errors import ReshardError
+from reshard.wording import printable
 
 
 class Terminated(BaseException):
@@ -57,7 +58,7 @@ def set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
         traceback.print_exc()
-    first, *rest = text.splitlines()
+    first, *rest = printable(text).split("\n")
     click.echo(f"reshard: error: {first}", err=True)
     for line in rest:
         click.echo(f"  {line}", err=True)

@@ -19,7 +19,7 @@ from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
-from reshard.wording import plural, rank_ranges, some_names
+from reshard.wording import plural, printable, rank_ranges, some_names
 
 
 @click.command("fingerprint")
@@ -174,4 +174,4 @@ def _print(result: Fingerprints, report: Report) -> None:
 
 def _line(entry: Entry) -> str:
     shape = "[" + ",".join(map(str, entry.shape)) + "]"
-    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {entry.name}"
+    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {printable(entry.name)}"

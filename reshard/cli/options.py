@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional, TypeVar
 import click
 
 from reshard.cli.errors import set_debug
-from reshard.defaults import MAX_MEMORY
+from reshard.defaults import MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,8 +34,8 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
                 self.fail(f"{value!r} is not a list of ranks such as 0-7,12", param, ctx)
             first = int(match[1])
             last = int(match[2]) if match[2] is not None else first
-            if last < first or last - first >= 1 << 24:
-                self.fail(f"{part.strip()!r} is not a range of ranks", param, ctx)
+            if last < first or last >= MOST_DEVICES:
+                self.fail(f"{part.strip()!r} is not a range of ranks below {MOST_DEVICES}", param, ctx)
             ranks.update(range(first, last + 1))
         return tuple(sorted(ranks))
 

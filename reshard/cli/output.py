@@ -9,6 +9,8 @@ from typing import Callable
 
 import click
 
+from reshard.wording import printable
+
 
 def echo_json(value: object) -> None:
     """Print JSON to standard output, alone there."""
@@ -19,6 +21,7 @@ def listener(quiet: bool) -> Callable[[str, str], None]:
     """Shows warnings always and notes unless quiet, on standard error."""
 
     def show(kind: str, text: str) -> None:
+        text = printable(text)
         if kind == "warning":
             click.echo(_styled(f"warning: {text}", "yellow"), err=True)
         elif not quiet:
@@ -43,7 +46,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*(cell.replace("[", "\\[") for cell in row))
+        shown.add_row(*(printable(cell).replace("[", "\\[") for cell in row))
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
     console = Console(width=None if on_terminal else 160, highlight=False)
     # Through click, because rich ends the process with status 1 when a reader like `head` has enough.

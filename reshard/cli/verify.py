@@ -20,7 +20,7 @@ from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verify import verify_conversion, verify_replicas
-from reshard.wording import plural
+from reshard.wording import plural, printable
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -118,7 +118,7 @@ def verify(
 def tell_differences(found: Sequence[Difference], quiet: bool, to_standard_output: bool = False) -> None:
     """Print every difference and a line that sums up; with any, end with exit status 4."""
     for difference in found:
-        click.echo(str(difference), err=not to_standard_output)
+        click.echo(printable(str(difference)), err=not to_standard_output)
     if found:
         click.echo(f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used", err=True)
         click.get_current_context().exit(DIFFERENT)

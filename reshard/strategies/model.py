@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Optional
 
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
-MOST_DEVICES = 2**20
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
 MOST_ENTRIES = 64
 # Each may double the readings of an expanded map; what MindSpore writes has one or two.

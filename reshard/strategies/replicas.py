@@ -15,10 +15,11 @@ from typing import Optional
 
 import numpy as np
 
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
 from reshard.strategies.groups import GroupInfo
-from reshard.strategies.model import MOST_DEVICES, Stage, Strategy
+from reshard.strategies.model import Stage, Strategy
 from reshard.wording import number_ranges, rank_ranges, some_names
 
 _ACCUMULATED = "accu_grads."

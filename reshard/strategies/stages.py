@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
-from reshard.strategies.model import MOST_DEVICES, RecordedLayout, Stage, StrategyFile, StrategyItem
+from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
 from reshard.wording import some_names
 
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
