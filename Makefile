@@ -14,7 +14,7 @@ help:
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against a real MindSpore $(MINDSPORE), in an environment of its own'
-	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (some minutes, 10 GB of memory)'
+	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (15 minutes, 12 GB of memory)'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'

@@ -1,53 +1,129 @@
-"""Measuring whole commands in alternating pairs, and their memory."""
+"""Running whole commands: how long they take, and the memory of all their processes together."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, NamedTuple
+from time import perf_counter
+from typing import Callable, NamedTuple, Optional
+
+MIB = 1 << 20
+_SAMPLE_SECONDS = 0.01
 
 
-class Row(NamedTuple):
-    """One line of the results.
+class Run(NamedTuple):
+    """What a command took.
 
     Attributes:
-        claim: what was measured.
-        ratio: geometric mean of time over time of what it is compared with.
-        spread: smallest and largest ratio of a pair.
-        seconds: shortest time.
-        other: what it is compared with, and its shortest time.
-        anonymous: most anonymous memory seen, in bytes.
+        seconds: from start to end.
+        anonymous: most anonymous memory of all its processes together, in bytes, as sampled.
+        resident: the resident peaks of its processes, mapped files included, added up.
+        cpu: seconds of processor time.
     """
 
-    claim: str
-    ratio: float
-    spread: tuple[float, float]
     seconds: float
-    other: str
     anonymous: int
+    resident: int
+    cpu: float
 
-    def markdown(self) -> str:
-        low, high = self.spread
+
+class Compared(NamedTuple):
+    """Two commands measured in alternating pairs.
+
+    Attributes:
+        ratio: geometric mean of our time over theirs, pair by pair.
+        low: smallest ratio of a pair.
+        high: largest ratio of a pair.
+        medians: median of our times over median of theirs.
+        cpu: median of our processor time over median of theirs.
+        ours: median of our times, in seconds.
+        theirs: median of their times, in seconds.
+        anonymous: most anonymous memory of ours, in bytes.
+        resident: most resident memory of ours, in bytes.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    medians: float
+    cpu: float
+    ours: float
+    theirs: float
+    anonymous: int
+    resident: int
+
+    def cells(self) -> tuple[str, ...]:
+        """As cells of a table with `COMPARED` columns."""
         return (
-            f"| {self.claim} | {self.ratio:.2f} | {low:.2f} to {high:.2f} | {self.seconds:.2f} s | {self.other} "
-            f"| {self.anonymous / 2**20:.0f} MiB |"
+            f"{self.ratio:.2f}",
+            f"{self.low:.2f} to {self.high:.2f}",
+            f"{self.medians:.2f}",
+            f"{self.cpu:.2f}",
+            f"{self.ours:.2f} s",
+            f"{self.theirs:.2f} s",
+            f"{self.anonymous / MIB:.0f} MiB",
+            f"{self.resident / MIB:.0f} MiB",
         )
 
 
-HEADER = "| what | ratio | spread | shortest | against | anonymous memory |\n| --- | --- | --- | --- | --- | --- |"
+COMPARED = ("ratio", "spread", "of medians", "of CPU time", "reshard", "other", "anonymous", "resident")
+
+
+class Section:
+    """A part of the page of results; prints every line as it is added."""
+
+    def __init__(self, title: str) -> None:
+        self.lines: list[str] = []
+        self._add(f"## {title}", "")
+
+    def say(self, text: str) -> None:
+        """Add a paragraph."""
+        self._add(*([""] if self.lines[-1] else []), text, "")
+
+    def table(self, *columns: str) -> None:
+        """Begin a table."""
+        self._add(*([""] if self.lines[-1] else []))
+        self._add("| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns))
+
+    def row(self, *cells: str) -> None:
+        """Add a row."""
+        self._add("| " + " | ".join(cells) + " |")
+
+    def bars(self, heights: Sequence[tuple[str, float]], unit: str) -> None:
+        """Add a plot of labelled values, one line each."""
+        most = max(value for _, value in heights)
+        wide = max(len(label) for label, _ in heights)
+        plot = [
+            f"{label:>{wide}} {'█' * max(1, round(50 * value / most))} {value:.2f}{unit}" for label, value in heights
+        ]
+        self._add(*([""] if self.lines[-1] else []), "```text", *plot, "```", "")
+
+    def _add(self, *lines: str) -> None:
+        self.lines += lines
+        for line in lines:
+            print(line, flush=True)
 
 
 @contextmanager
 def memory_backed() -> Iterator[Path]:
     """A directory in memory where there is one, removed afterwards."""
-    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with directory_in("/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
+        yield place
+
+
+@contextmanager
+def directory_in(base: Optional[str]) -> Iterator[Path]:
+    """A directory that is removed afterwards."""
     place = Path(tempfile.mkdtemp(prefix="reshard-bench-", dir=base))
     try:
         yield place
@@ -55,19 +131,13 @@ def memory_backed() -> Iterator[Path]:
         shutil.rmtree(place)
 
 
-def run(command: Sequence[object]) -> tuple[float, int]:
-    """Seconds that a command took, and the most anonymous memory it was seen with, in bytes."""
-    peak = 0
-    started = time.perf_counter()
-    with subprocess.Popen(list(map(str, command))) as process:
-        while process.poll() is None:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            found = [line for line in status.splitlines() if line.startswith("RssAnon")]
-            peak = max(peak, *(int(line.split()[1]) * 1024 for line in found), 0)
-            time.sleep(0.01)
-    if process.returncode:
-        raise RuntimeError(f"{command} ended with status {process.returncode}")
-    return time.perf_counter() - started, peak
+def remove(*places: Path) -> None:
+    """Remove directories, or files, that may be there."""
+    for place in places:
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
 
 
 def reshard(*words: object) -> list[object]:
@@ -75,23 +145,108 @@ def reshard(*words: object) -> list[object]:
     return [sys.executable, "-m", "reshard", *words]
 
 
-def pairs(claim: str, ours: Callable[[], tuple[float, int]], other: Callable[[], float], name: str, count: int) -> Row:
-    """Measure in pairs, the order alternating, because the second of a pair pays for fresh pages."""
-    measured = []
-    peak = 0
+def run(command: Sequence[object]) -> Run:
+    """Run a command, which must succeed.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    # Without compiled modules every start would be measured with compiling them.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    started = perf_counter()
+    process = subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.DEVNULL)
+    with _Sampler(process.pid) as sampler:
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = perf_counter() - started
+    process.returncode = status
+    if status:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with status {os.WEXITSTATUS(status)}")
+    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime)
+
+
+def times(commands: Sequence[Sequence[object]], count: int) -> list[list[float]]:
+    """Seconds of each command, run in turns ``count`` times after a warm-up."""
+    found: list[list[float]] = [[] for _ in commands]
     for number in range(count + 1):
-        if number % 2:
-            theirs = other()
-            mine, memory = ours()
-        else:
-            mine, memory = ours()
-            theirs = other()
-        peak = max(peak, memory)
-        # The first pair warms up.
-        if number:
-            measured.append((mine, theirs))
-    ratios = [mine / theirs for mine, theirs in measured]
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    shortest = min(mine for mine, _ in measured)
-    against = f"{name}, {min(theirs for _, theirs in measured):.2f} s"
-    return Row(claim, mean, (min(ratios), max(ratios)), shortest, against, peak)
+        for command, taken in zip(commands, found):
+            seconds = run(command).seconds
+            if number:
+                taken.append(seconds)
+    return found
+
+
+def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Compared:
+    """Measure in pairs, the order alternating, because the second of a pair pays for fresh pages.
+
+    Args:
+        ours: runs our command, all preparation done outside of what it measures.
+        theirs: runs the other one.
+        count: pairs, after one that warms up.
+    """
+    mine: list[Run] = []
+    other: list[Run] = []
+    for number in range(count + 1):
+        order = [(ours, mine), (theirs, other)]
+        for measure, found in order if number % 2 else order[::-1]:
+            found.append(measure())
+    return compare(mine[1:], other[1:])
+
+
+def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> Compared:
+    """Summarise pairs of runs."""
+    ratios = [mine.seconds / other.seconds for mine, other in zip(ours, theirs)]
+    ours_median = statistics.median(run.seconds for run in ours)
+    theirs_median = statistics.median(run.seconds for run in theirs)
+    return Compared(
+        ratio=math.exp(statistics.fmean(map(math.log, ratios))),
+        low=min(ratios),
+        high=max(ratios),
+        medians=ours_median / theirs_median,
+        cpu=statistics.median(run.cpu for run in ours) / statistics.median(run.cpu for run in theirs),
+        ours=ours_median,
+        theirs=theirs_median,
+        anonymous=max(run.anonymous for run in ours),
+        resident=max(run.resident for run in ours),
+    )
+
+
+class _Sampler:
+    """Looks at the memory of a process and all its descendants every few milliseconds."""
+
+    def __init__(self, pid: int) -> None:
+        self.anonymous = 0
+        self.resident = 0
+        self._pid = pid
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            anonymous = resident = 0
+            for pid in _family(self._pid):
+                # A process may end between being listed and being looked at.
+                with contextlib.suppress(OSError):
+                    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                        key, _, value = line.partition(":")
+                        if key == "RssAnon":
+                            anonymous += int(value.split()[0]) * 1024
+                        elif key == "VmHWM":
+                            resident += int(value.split()[0]) * 1024
+            self.anonymous = max(self.anonymous, anonymous)
+            self.resident = max(self.resident, resident)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    with contextlib.suppress(OSError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in children.read_text().split():
+                yield from _family(int(child))

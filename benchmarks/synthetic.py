@@ -8,7 +8,6 @@ parameter (in C order) is i plus a number of the parameter's own, so every mispl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from reshard.checkpoints import (
     read_index,
 )
 from reshard.layout import Layout
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.strategies.protobuf_file import serialize_strategy
 
 Words = npt.NDArray[np.uint32]
 
@@ -103,12 +104,14 @@ def write_strategy(directory: Path, model: Model, scheme: Scheme) -> None:
 def strategy_bytes(names: list[str], scheme: Scheme, stage: int) -> bytes:
     """A strategy file of one stage, as MindSpore writes it."""
     layout = scheme.layout()
-    maps = [axes[0] if axes else -1 for axes in layout.tensor_map]
-    said = _field(1, _numbers(layout.device_matrix)) + _field(2, _numbers(maps))
-    said += b"\x28\x00\x30" + _varint(layout.shard_step) + b"\x38" + _varint(layout.shard_size)
-    item = _field(1, f"MatMul-{stage}".encode()) + _field(2, b"\x08" + _varint(stage))
-    out = b"\x08\x01" + _field(2, item)
-    return out + b"".join(_field(3, _field(1, name.encode()) + _field(2, said)) for name in names)
+    recorded = RecordedLayout(
+        device_matrix=layout.device_matrix,
+        tensor_maps=(tuple(axes[0] if axes else -1 for axes in layout.tensor_map),),
+        shard_step=layout.shard_step,
+        shard_size=layout.shard_size,
+    )
+    item = StrategyItem(f"MatMul-{stage}", stage, ())
+    return serialize_strategy(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, recorded)))
 
 
 def write_checkpoint(directory: Path, model: Model, scheme: Scheme, ending: str = "ckpt") -> None:
@@ -177,21 +180,3 @@ class _Writer:
             assert not isinstance(segment, Data)
             self._file.write(segment.data)
         self._file.close()
-
-
-def _field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
-
-
-def _numbers(values: Iterable[int]) -> bytes:
-    return b"".join(b"\x08" + _varint(value) for value in values)
-
-
-def _varint(number: int) -> bytes:
-    number &= 2**64 - 1
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)

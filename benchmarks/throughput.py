@@ -2,61 +2,146 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple
 
-from benchmarks.measure import HEADER, Row, memory_backed, pairs, reshard, run
+import numpy as np
+
+from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
+PAIRS = 6
+PAIRS_OF_ONE_RANK = 4
+_PAGE = 4096
+
+
+class Claim(NamedTuple):
+    """A kind of conversion and the ratio that it must not exceed."""
+
+    name: str
+    most: float
+    old: Scheme
+    new: Scheme
+    ending: str = "ckpt"
+
+
 MODEL = Model(layers=16, matrices=8, rows=2304, columns=2304)
-# Three copies of 24 ranks and the source have to fit in memory.
-SMALL = Model(layers=4, matrices=8, rows=2304, columns=2304)
+# Of 16 and 24 ranks every parameter is there several times.
+SEVERAL_COPIES = Model(layers=5, matrices=8, rows=2304, columns=2304)
 WHOLE = Scheme()
-CLAIMS: list[tuple[str, Scheme, Scheme, Optional[str]]] = [
-    ("optimizer shards joined: dp2 x mp4 to mp4", Scheme(data=2, model=4, sharded=True), Scheme(model=4), None),
-    ("2 pipeline stages to 1", Scheme(stages=2, model=4), Scheme(model=4), None),
-    (".ckpt to .safetensors", Scheme(model=4), Scheme(model=4), "safetensors"),
-    ("8 column slices to 2", Scheme(model=8, cut=1), Scheme(model=2, cut=1), None),
-    ("full to 8 column slices", WHOLE, Scheme(model=8, cut=1), None),
-    ("8 column slices to full", Scheme(model=8, cut=1), WHOLE, None),
-    ("16 to 24 ranks, columns", Scheme(data=4, model=4, cut=1), Scheme(data=3, model=8, cut=1), None),
+SHARDS = Claim(
+    "optimizer shards joined: dp2 x mp4 to mp4", 0.8, Scheme(data=2, model=4, sharded=True), Scheme(model=4)
+)
+COLUMNS_JOINED = Claim("8 column slices to 2", 1.0, Scheme(model=8, cut=1), Scheme(model=2, cut=1))
+COLUMNS_CUT = Claim("full to 8 column slices", 1.0, WHOLE, Scheme(model=8, cut=1))
+COLUMNS_TO_FULL = Claim("8 column slices to full", 1.0, Scheme(model=8, cut=1), WHOLE)
+FORMAT = Claim(".ckpt to .safetensors", 0.8, Scheme(model=4), Scheme(model=4), "safetensors")
+CLAIMS = [
+    SHARDS,
+    Claim("2 pipeline stages to 1", 0.8, Scheme(stages=2, model=4), Scheme(model=4)),
+    FORMAT,
+    COLUMNS_JOINED,
+    COLUMNS_CUT,
+    COLUMNS_TO_FULL,
+    Claim("16 to 24 ranks, columns", 1.0, Scheme(data=4, model=4, cut=1), Scheme(data=3, model=8, cut=1)),
+]
+BY_RANK = [
+    Claim("optimizer shards joined: dp2 x mp2 to mp2", 0.8, Scheme(data=2, model=2, sharded=True), Scheme(model=2)),
+    Claim("2 pipeline stages to 1", 0.8, Scheme(stages=2, model=2), Scheme(model=2)),
+    COLUMNS_JOINED,
+    Claim("full to 2 column slices", 1.0, WHOLE, Scheme(model=2, cut=1)),
 ]
 
 
-def rows(count: int = 4) -> Iterator[Row]:
-    """Measure every claim."""
-    for claim, old, new, ending in CLAIMS:
-        with memory_backed() as place:
-            model = SMALL if new.data > 1 else MODEL
-            write_checkpoint(place / "src", model, old)
-            write_strategy(place / "old", model, old)
-            write_strategy(place / "new", model, new)
-            yield measure(place, claim, model, new, ending or "ckpt", count)
+def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
+    """Write a source and its strategies; the options that name them."""
+    write_checkpoint(place / "src", model, claim.old)
+    write_strategy(place / "old", model, claim.old)
+    write_strategy(place / "new", model, claim.new)
+    strategies = ["--src-strategy", place / "old", "--dst-strategy", place / "new"]
+    return [*strategies, "--format", claim.ending, "--quiet"]
 
 
-def measure(place: Path, claim: str, model: Model, new: Scheme, ending: str, count: int) -> Row:
+def transform_dir(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
+    """Measure `transform-dir` against `cp -r` of what it wrote."""
+    options = prepare(place, model, claim)
     made, copied, pattern = place / "made", place / "copied", place / "pattern"
-    words = reshard("transform-dir", place / "src", made, "--src-strategy", place / "old")
-    words += ["--dst-strategy", place / "new", "--format", ending, "--quiet"]
+    words = reshard("transform-dir", place / "src", made, *options)
     run(words)
     made.rename(pattern)
 
-    def ours() -> tuple[float, int]:
-        shutil.rmtree(made, ignore_errors=True)
+    def ours() -> Run:
+        remove(made)
         return run(words)
 
-    def copy() -> float:
-        shutil.rmtree(copied, ignore_errors=True)
-        return run(["cp", "-r", pattern, copied])[0]
+    def copy() -> Run:
+        remove(copied)
+        return run(["cp", "-r", pattern, copied])
 
-    row = pairs(claim, ours, copy, "cp -r", count)
-    assert wrong_slices(made, model, new, ending) == 0
-    return row
+    found = pairs(ours, copy, count)
+    assert wrong_slices(made, model, claim.new, claim.ending) == 0
+    return found
+
+
+def by_rank(place: Path, model: Model, claim: Claim, count: int = PAIRS_OF_ONE_RANK) -> tuple[Compared, int]:
+    """Measure `by-rank` of the last rank against `cp` of as many bytes as it must touch; and those bytes."""
+    rank = claim.new.ranks - 1
+    words = reshard("by-rank", rank, place / "src", place / "made", *prepare(place, model, claim))
+    copied, pattern = place / "copied", place / "pattern"
+    touched = bytes_touched(model, claim, rank)
+    block = bytes(range(256)) * 4096
+    with open(pattern, "wb") as file:
+        for start in range(0, touched, len(block)):
+            file.write(block[: touched - start])
+
+    def ours() -> Run:
+        remove(place / "made")
+        return run(words)
+
+    def copy() -> Run:
+        remove(copied)
+        return run(["cp", pattern, copied])
+
+    return pairs(ours, copy, count), touched
+
+
+def bytes_touched(model: Model, claim: Claim, rank: int) -> int:
+    """Source bytes that one target rank cannot do without.
+
+    As many as it writes, but where its columns lie in wider rows: then the memory pages they lie in.
+    """
+    low, high = claim.new.layout().slice_box((model.rows, model.columns), rank)[1]
+    held = model.columns if claim.old.cut == 0 else model.columns // claim.old.model
+    if high - low >= held:
+        return model.nbytes // claim.new.model
+    rows = np.arange(model.rows, dtype=np.int64) * held * 4
+    pages = np.unique(np.concatenate([rows + 4 * low + step for step in range(0, 4 * (high - low), 64)]) // _PAGE)
+    return len(pages) * _PAGE * model.layers * model.matrices
+
+
+def measure() -> Section:
+    """Measure every kind."""
+    section = Section("Throughput")
+    section.say(
+        f"`transform-dir` of {MODEL.nbytes / 1e9:.1f} GB ({SEVERAL_COPIES.nbytes / 1e9:.1f} GB times 3 copies for 16 "
+        f"to 24 ranks) against `cp -r` of its own output, {PAIRS} alternating pairs after one that warms up."
+    )
+    section.table("kind", "at most", *COMPARED)
+    for claim in CLAIMS:
+        with memory_backed() as place:
+            model = SEVERAL_COPIES if claim.new.data > 1 else MODEL
+            section.row(claim.name, f"{claim.most}", *transform_dir(place, model, claim).cells())
+    section.say(
+        "`by-rank` of one rank against `cp` of a file of as many bytes as it must touch: those that it writes, or, "
+        "where it takes columns of wider rows, the memory pages of the source that they lie in."
+    )
+    section.table("kind", "touched", "at most", *COMPARED)
+    for claim in BY_RANK:
+        with memory_backed() as place:
+            found, touched = by_rank(place, MODEL, claim)
+            section.row(claim.name, f"{touched / 1e9:.2f} GB", f"{claim.most}", *found.cells())
+    return section
 
 
 if __name__ == "__main__":
-    print(HEADER)
-    for found in rows():
-        print(found.markdown(), flush=True)
+    measure()

@@ -83,7 +83,7 @@ def test_by_rank_has_no_options_about_other_ranks(world: World, option: str) -> 
     fails(2, *world.words(0, option, "0", command="by-rank"), says=[option])
 
 
-@pytest.mark.parametrize("command", ["plan", "status", "convert"])
+@pytest.mark.parametrize("command", ["plan", "convert"])
 def test_commands_of_later_versions_are_wrong_usage(command: str) -> None:
     fails(2, command, says=[command])
 

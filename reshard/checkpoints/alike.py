@@ -7,12 +7,14 @@ share one description, so that a thousand ranks take the memory of a few.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import CheckpointIndex
 
 # Structures kept; a de-duplicated save gives every file its own.
@@ -30,15 +32,44 @@ class _Read(NamedTuple):
     parts: list[tuple[int, bytes]]
 
 
-class _Structure(NamedTuple):
-    example: CheckpointIndex
-    reads: list[_Read]
+class _Structure:
+    """How one file is built; its headers are read again when the first file is compared with it."""
+
+    def __init__(self, example: CheckpointIndex, status: os.stat_result) -> None:
+        self.example = example
+        self._status = status
+        self._lock = threading.Lock()
+        self._reads: Optional[list[_Read]] = None
+
+    def reads(self, handles: FileHandles) -> list[_Read]:
+        """What to read of a file that is compared.
+
+        Raises:
+            OSError: the example cannot be read any more, or is another file by now.
+        """
+        with self._lock:
+            if self._reads is None:
+                reads = []
+                with handles.borrow(self.example.path) as fd:
+                    status = os.fstat(fd)
+                    if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
+                        raise OSError(errno.ESTALE, "changed since it was parsed")
+                    for offset, length, gaps in _gaps(self.example):
+                        data = os.pread(fd, length, offset)
+                        reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
+                self._reads = reads
+            return self._reads
 
 
 class KnownStructures:
-    """The structures of files read before, by format and size; for any number of threads."""
+    """The structures of files read before, by format and size; for any number of threads.
 
-    def __init__(self) -> None:
+    Args:
+        handles: open files.
+    """
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
@@ -51,7 +82,12 @@ class KnownStructures:
         with self._lock:
             structures = tuple(self._known.get((format, size), ()))
         for structure in structures:
-            if all(_matches(fd, read) for read in structure.reads):
+            try:
+                reads = structure.reads(self._handles)
+            except OSError:
+                # The example is gone, which whoever needs it will find; this file is parsed instead.
+                continue
+            if all(_matches(fd, read) for read in reads):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
                     trailer = os.pread(fd, TRAILER_SIZE, size - TRAILER_SIZE)
@@ -65,16 +101,13 @@ class KnownStructures:
         """Remember how a file is built.
 
         Raises:
-            OSError: reading failed.
+            OSError: it cannot be looked at.
         """
-        reads = []
-        for offset, length, gaps in _gaps(index):
-            data = os.pread(fd, length, offset)
-            reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
+        status = os.fstat(fd)
         with self._lock:
             structures = self._known.setdefault((index.format, index.size), [])
             self._known.move_to_end((index.format, index.size))
-            structures.insert(0, _Structure(index, reads))
+            structures.insert(0, _Structure(index, status))
             del structures[_MOST_STRUCTURES:]
             if len(self._known) > _MOST_STRUCTURES:
                 self._known.popitem(last=False)

@@ -35,7 +35,7 @@ class Storage(NamedTuple):
 
 
 LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
-REMOTE = Storage(remote=True, in_flight=8, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
+REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
 
 
 def storage_of(path: str) -> Storage:

@@ -25,8 +25,9 @@ from reshard.plan.pieces import StoredSlice
 
 Bytes = npt.NDArray[np.uint8]
 
-# After this many bytes through a map its pages are given back, so that resident memory stays flat.
+# After this many bytes through maps of all threads pages are given back, so that resident memory stays flat.
 _GIVE_BACK = 64 << 20
+_LEAST_GIVEN_BACK = 4 << 20
 _MAPS = 64
 _MOST_WINDOWS = 32
 
@@ -120,12 +121,21 @@ class ExplicitReader:
 class MappedReader:
     """Looks at files through memory maps, and gives their pages back; for one thread."""
 
-    def __init__(self, handles: FileHandles, explicit: Reader, most_maps: int = _MAPS) -> None:
-        """Args: handles: open files. explicit: for what is read. most_maps: files mapped at a time."""
+    def __init__(
+        self, handles: FileHandles, explicit: Reader, most_maps: int = _MAPS, give_back: int = _GIVE_BACK
+    ) -> None:
+        """Prepare.
+
+        Args:
+            handles: open files.
+            explicit: for what is read.
+            most_maps: files mapped at a time.
+            give_back: bytes looked at after which pages are given back.
+        """
         self.worth_skipping = explicit.worth_skipping
         self._handles = handles
         self._explicit = explicit
-        self._maps = _Maps(most_maps)
+        self._maps = _Maps(most_maps, give_back)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -150,8 +160,9 @@ class MappedReader:
 class _Maps:
     """A few memory maps, least recently used first, and how much was looked at through them."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, give_back: int) -> None:
         self._most = max(1, most)
+        self._give_back = give_back
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._looked_at = 0
 
@@ -180,7 +191,7 @@ class _Maps:
     def look(self, length: int) -> None:
         """Count what is about to be looked at; give all pages back when it has become much."""
         self._looked_at += length
-        if self._looked_at >= _GIVE_BACK:
+        if self._looked_at >= self._give_back:
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._looked_at = 0
@@ -206,7 +217,9 @@ def file_ranges(source: StoredSlice, start: int, length: int) -> Iterator[tuple[
         number += 1
 
 
-def make_reader(storage: Storage, mapped: bool, handles: FileHandles, window_bytes: int, most_maps: int) -> Reader:
+def make_reader(
+    storage: Storage, mapped: bool, handles: FileHandles, window_bytes: int, most_maps: int, threads: int = 1
+) -> Reader:
     """A reader for one thread.
 
     Args:
@@ -215,9 +228,12 @@ def make_reader(storage: Storage, mapped: bool, handles: FileHandles, window_byt
         handles: open source files.
         window_bytes: memory for windows, in which small requests are answered.
         most_maps: files mapped at a time; a map holds a descriptor.
+        threads: how many threads have a reader.
     """
     explicit = ExplicitReader(handles, storage, window_bytes)
-    return MappedReader(handles, explicit, min(_MAPS, most_maps)) if mapped else explicit
+    if not mapped:
+        return explicit
+    return MappedReader(handles, explicit, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
 
 
 def shrunk(source: StoredSlice) -> RetryableError:

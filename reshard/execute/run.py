@@ -185,7 +185,9 @@ class _Run:
     def _write_parts(self) -> None:
         options = self._options
         maps = max(1, self._handles.limit // (4 * options.threads))
-        reader = make_reader(options.storage, options.mapped, self._handles, options.window_bytes, maps)
+        reader = make_reader(
+            options.storage, options.mapped, self._handles, options.window_bytes, maps, options.threads
+        )
         block = np.empty(options.block_bytes, dtype=np.uint8)
         filler = BlockFiller(reader, np.empty(options.block_bytes, dtype=np.uint8))
         while not self._stop.is_set():

@@ -78,6 +78,8 @@ class TargetWriter:
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)
+            # The disk begins at once, not when everything waits for the flush; see docs/performance.md.
+            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._fail(error)
             return

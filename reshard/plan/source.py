@@ -12,10 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Union
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles, read_index
-from reshard.checkpoints.storage import storage_of
+from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
 from reshard.strategies import Stage
+
+# Reading headers from network storage is waiting, whatever the number of CPUs.
+_HEADERS_IN_FLIGHT = 16
 
 
 class SourceStep:
@@ -37,7 +40,7 @@ class SourceStep:
         self._sets: dict[frozenset[str], int] = {}
         self._set_of_rank: dict[int, int] = {}
         self._set_of_tensors: dict[int, int] = {}
-        self._known = KnownStructures()
+        self._known = KnownStructures(handles)
         self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
 
     @property
@@ -82,11 +85,11 @@ class SourceStep:
         """Indexes of these ranks' files, in order."""
         # The first file is read alone, so that others that are built like it are only compared with it.
         yield from map(self._index, ranks[:1])
-        threads = storage_of(self.files[ranks[0]]).in_flight if len(ranks) > 1 else 1
-        if threads == 1:
+        storage = storage_of(self.files[ranks[0]]) if len(ranks) > 1 else LOCAL
+        if not storage.remote:
             yield from map(self._index, ranks[1:])
             return
-        with ThreadPoolExecutor(2 * threads) as pool:
+        with ThreadPoolExecutor(_HEADERS_IN_FLIGHT) as pool:
             coming = [pool.submit(self._index, rank) for rank in ranks[1:]]
             try:
                 for future in coming:

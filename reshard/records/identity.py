@@ -52,6 +52,10 @@ class Identity:
         """The whole of it in a few characters."""
         return _digest(self.to_json().encode())
 
+    def file_of(self, rank: int) -> str:
+        """The file of a target rank, relative to the target directory."""
+        return os.path.join(f"rank_{rank}", f"{self.prefix}{rank}.{self.format}")
+
     def to_json(self) -> str:
         """As text, the same for equal identities."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

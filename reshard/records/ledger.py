@@ -80,21 +80,13 @@ class Ledger:
 
     def others(self) -> list[Identity]:
         """Other conversions that have begun in the same directory."""
-        found = []
-        for name in _listed(self._root):
-            if name == self.identity.digest:
-                continue
-            try:
-                with open(os.path.join(self._root, name, "plan.json"), encoding="utf-8") as file:
-                    found.append(Identity.from_json(file.read()))
-            except (FileNotFoundError, NotADirectoryError, ValueError):
-                # Killed before it said what it is: nothing was written by it.
-                continue
-            except OSError as error:
-                raise RetryableError(
-                    f"{self._root}: cannot be read: {error.strerror or error}", file=self._root
-                ) from error
-        return found
+        return [found for found in begun_in(os.path.dirname(self._root)) if found != self.identity]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether some run is writing at this moment, as far as locks tell."""
+        with _locked_alone(os.path.join(self._own, "lock")) as free:
+            return not free
 
     def begin(self, take_over: bool) -> None:
         """Say that this conversion is writing here, until `end`.
@@ -256,6 +248,26 @@ class Ledger:
                 shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
 
 
+def begun_in(destination: str) -> list[Identity]:
+    """The conversions that have begun in a directory; one, unless something went wrong.
+
+    Raises:
+        RetryableError: the records cannot be read.
+    """
+    root = os.path.join(destination, DIRECTORY)
+    found = []
+    for name in _listed(root):
+        try:
+            with open(os.path.join(root, name, "plan.json"), encoding="utf-8") as file:
+                found.append(Identity.from_json(file.read()))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            # Killed before it said what it is: nothing was written by it.
+            continue
+        except OSError as error:
+            raise RetryableError(f"{root}: cannot be read: {error.strerror or error}", file=root) from error
+    return found
+
+
 def another_conversion(destination: str, mine: Identity, others: list[Identity]) -> TargetError:
     """The error for a directory that another conversion was begun in."""
     differs = ", ".join(mine.differences(others[0])) or "its records are not ours"
@@ -270,7 +282,7 @@ def another_conversion(destination: str, mine: Identity, others: list[Identity])
 def _locked_alone(path: str) -> Iterator[bool]:
     """Hold a lock that no living run holds; False where one does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         yield True
         return

@@ -134,7 +134,7 @@ def read_headers(files: Mapping[int, str], handles: FileHandles) -> Tree:
         CheckpointError: a file is missing, unreadable or encrypted.
         RetryableError: reading failed.
     """
-    known = KnownStructures()
+    known = KnownStructures(handles)
 
     def index(rank: int) -> Union[CheckpointIndex, DamagedCheckpointError]:
         try:

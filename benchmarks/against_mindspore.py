@@ -1,0 +1,108 @@
+"""The same work by MindSpore's own functions, where an environment with MindSpore is at hand."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Optional
+
+from benchmarks.measure import MIB, Run, Section, memory_backed, remove, reshard, run
+from benchmarks.synthetic import Model, Scheme, wrong_slices
+from benchmarks.throughput import Claim, prepare
+
+ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-conformance" / "bin" / "python"
+MODEL = Model(layers=6, matrices=8, rows=2304, columns=2304)
+CLAIM = Claim("8 ranks to 4", 0.1, Scheme(model=8), Scheme(model=4))
+RANK = 3
+OUR_RUNS = 3
+
+_TRANSFORM = """
+import sys, mindspore
+src, dst, old, new = sys.argv[1:]
+mindspore.transform_checkpoints(src, dst, "checkpoint_", old, new)
+"""
+_BY_RANK = """
+import glob, sys, mindspore
+src, target, old, new, rank = sys.argv[1:]
+needed = mindspore.rank_list_for_transform(int(rank), old, new)
+files = {r: glob.glob(f"{src}/rank_{r}/*.ckpt")[0] for r in needed}
+mindspore.transform_checkpoint_by_rank(int(rank), files, target, old, new)
+"""
+_CHANGE_FORMAT = """
+import sys, mindspore
+mindspore.ckpt_to_safetensors(sys.argv[1], sys.argv[2])
+"""
+
+
+def mindspore_python() -> Optional[str]:
+    """A Python that can import MindSpore: `RESHARD_MINDSPORE_PYTHON`, or the one of `make conformance`."""
+    python = os.environ.get("RESHARD_MINDSPORE_PYTHON") or str(ENVIRONMENT)
+    if not Path(python).exists():
+        return None
+    asked = subprocess.run([python, "-c", "import mindspore"], capture_output=True)
+    return python if asked.returncode == 0 else None
+
+
+def measure() -> Section:
+    """Measure the three kinds that MindSpore can do, or say that they were skipped."""
+    section = Section("Against MindSpore")
+    python = mindspore_python()
+    if python is None:
+        section.say("Skipped: no Python with MindSpore was found; `make conformance` makes one.")
+        return section
+    asked = [python, "-c", "import mindspore; print(mindspore.__version__)"]
+    version = subprocess.run(asked, capture_output=True, text=True).stdout.split()[-1]
+    section.say(
+        f"MindSpore {version} on the same input, {MODEL.nbytes / 1e9:.1f} GB, once; reshard's time is the median of "
+        f"{OUR_RUNS}. Each in a process of its own, so MindSpore's start-up counts, as it does for users (given "
+        "beside). At least ten times faster is asked for."
+    )
+    section.table("kind", "times faster", "reshard", "MindSpore", "its start-up", "memory", "MindSpore's memory")
+    with memory_backed() as place:
+        options = prepare(place, MODEL, CLAIM)
+        old = place / "old" / "ckpt_strategy_rank_0.ckpt"
+        new = place / "new" / "ckpt_strategy_rank_0.ckpt"
+        src, made, theirs = place / "src", place / "made", place / "theirs"
+        start_up = run([python, "-c", "import mindspore"]).seconds
+
+        def row(kind: str, ours: list[object], script: str, *arguments: object) -> None:
+            other = quietly([python, "-c", script, *arguments])
+            mine = []
+            for _ in range(OUR_RUNS):
+                remove(made)
+                mine.append(run(ours))
+            seconds = statistics.median(one.seconds for one in mine)
+            section.row(
+                kind,
+                f"{other.seconds / seconds:.0f}",
+                f"{seconds:.2f} s",
+                f"{other.seconds:.1f} s",
+                f"{start_up:.1f} s",
+                f"{max(one.anonymous for one in mine) / MIB:.0f} MiB",
+                f"{other.anonymous / MIB:.0f} MiB",
+            )
+            remove(theirs)
+
+        row(f"{CLAIM.name}", reshard("transform-dir", src, made, *options), _TRANSFORM, src, theirs, old, new)
+        assert wrong_slices(made, MODEL, CLAIM.new) == 0
+        theirs.mkdir()
+        arguments = [src, theirs / "rank.ckpt", old, new, RANK]
+        row(f"{CLAIM.name}, one of them", reshard("by-rank", RANK, src, made, *options), _BY_RANK, *arguments)
+        to_safetensors = ["--src-strategy", old, "--dst-strategy", old, "--format", "safetensors", "--quiet"]
+        ours = reshard("transform-dir", src, made, *to_safetensors)
+        row(".ckpt to .safetensors", ours, _CHANGE_FORMAT, src, theirs)
+    return section
+
+
+def quietly(command: list[object]) -> Run:
+    """Run a command that has much to say."""
+    return run(["sh", "-c", 'exec "$@" >/dev/null 2>&1', "sh", *command])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        os.environ["RESHARD_MINDSPORE_PYTHON"] = sys.argv[1]
+    measure()

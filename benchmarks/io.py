@@ -1,0 +1,43 @@
+"""Memory maps against explicit reads, on files where both are at home: what `--io auto` decides by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.synthetic import Model
+from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare
+
+MODEL = Model(layers=6, matrices=8, rows=2304, columns=2304)
+PAIRS = 6
+
+
+def measure() -> Section:
+    """Measure every kind, and a single rank of a full tensor's columns."""
+    section = Section("Memory maps and explicit reads")
+    section.say(
+        f"`--io mmap` over `--io pread`, {MODEL.nbytes / 1e9:.1f} GB, {PAIRS} pairs; `auto` takes the first on local "
+        "file systems and the second on all others."
+    )
+    section.table("kind", *COMPARED[:4], "mmap", "pread", *COMPARED[6:])
+    for claim in (SHARDS, COLUMNS_JOINED, COLUMNS_CUT, COLUMNS_TO_FULL):
+        with memory_backed() as place:
+            section.row(claim.name, *both(place, claim, ["transform-dir"]).cells())
+    with memory_backed() as place:
+        section.row(f"{COLUMNS_CUT.name}, one rank", *both(place, COLUMNS_CUT, ["by-rank", 3]).cells())
+    return section
+
+
+def both(place: Path, claim: Claim, command: list[object]) -> Compared:
+    """Measure one kind."""
+    words = reshard(*command, place / "src", place / "made", *prepare(place, MODEL, claim))
+
+    def through(io: str) -> Run:
+        remove(place / "made")
+        return run([*words, "--io", io])
+
+    return pairs(lambda: through("mmap"), lambda: through("pread"), PAIRS)
+
+
+if __name__ == "__main__":
+    measure()

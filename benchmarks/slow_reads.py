@@ -1,0 +1,36 @@
+"""Runs `reshard` with a delay before every read, as on storage that takes a round trip per request.
+
+usage: python -m benchmarks.slow_reads MILLISECONDS FILE_SYSTEM reshard's arguments...
+
+FILE_SYSTEM is the type that the source's file system is taken for. Delays of several threads pass at
+the same time, as requests of several threads do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any, Callable
+
+from reshard.checkpoints import storage
+from reshard.cli.main import main
+
+
+def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same call after a wait."""
+
+    def later(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return call(*arguments)
+
+    return later
+
+
+if __name__ == "__main__":
+    milliseconds, file_system, *words = sys.argv[1:]
+    for name in ("pread", "preadv"):
+        setattr(os, name, delayed(getattr(os, name), float(milliseconds) / 1000))
+    storage.file_system_of = lambda path: file_system
+    sys.argv = ["reshard", *words]
+    main()

@@ -1,0 +1,64 @@
+"""status: what of a conversion is done and what is missing."""
+
+from __future__ import annotations
+
+import click
+
+from reshard.cli import options
+from reshard.cli.output import echo_json
+from reshard.records.status import Status, status_of
+from reshard.wording import byte_size, number_ranges, plural
+
+
+@click.command("status")
+@click.argument("dst")
+@options.json_output
+@options.debug
+def status(dst: str, as_json: bool) -> None:
+    """Print which target ranks in DST are done and which are missing.
+
+    It reads the records in DST alone, so it needs neither the source nor the strategies, and may be
+    asked while runs are writing.
+
+    \b
+    Example:
+      reshard status out/
+    """
+    found = status_of(dst)
+    if as_json:
+        echo_json(
+            {
+                "complete": found.complete,
+                "ranks": found.plan.ranks,
+                "done": list(found.done),
+                "changed": list(found.changed),
+                "missing": list(found.missing),
+                "bytes_done": found.bytes_done,
+                "writing": found.writing,
+                "step": found.plan.step,
+                "manifest": found.manifest,
+            }
+        )
+        return
+    for line in _lines(dst, found):
+        click.echo(line)
+
+
+def _lines(dst: str, found: Status) -> list[str]:
+    step = f"step {found.plan.step}" if found.plan.step else "a checkpoint without a step in its name"
+    what = "recovery" if found.plan.task == "recover" else "conversion"
+    lines = [f"{what} of {step} to {plural(found.plan.ranks, 'rank')} ({found.plan.format})"]
+    for ranks, words in (
+        (found.done, f"done, {byte_size(found.bytes_done)}"),
+        (found.changed, "written, but changed or removed since"),
+        (found.missing, "missing"),
+    ):
+        if ranks:
+            lines.append(f"{plural(len(ranks), 'rank')} {words}: {number_ranges(ranks)}")
+    if found.complete:
+        lines.append(f"complete: {found.manifest}")
+    elif found.writing:
+        lines.append("a run is writing at this moment")
+    else:
+        lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
+    return lines

@@ -1,0 +1,99 @@
+"""How far a target directory is, from its records alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.errors import TargetError
+from reshard.records.identity import Identity
+from reshard.records.ledger import Ledger, begun_in
+from reshard.records.manifest import MANIFEST_NAME, read_manifest
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a conversion is.
+
+    Attributes:
+        plan: which conversion.
+        done: target ranks that are there as they were written, ascending.
+        changed: target ranks that were written and whose file is another one now, or gone.
+        missing: target ranks that were not written yet.
+        bytes_done: size of the files of ``done``.
+        writing: whether some run is writing at this moment, as far as locks tell.
+        manifest: the manifest's path, if it is there.
+    """
+
+    plan: Identity
+    done: tuple[int, ...]
+    changed: tuple[int, ...]
+    missing: tuple[int, ...]
+    bytes_done: int
+    writing: bool
+    manifest: Optional[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank is there and the manifest says so."""
+        return self.manifest is not None and len(self.done) == self.plan.ranks
+
+
+def status_of(directory: str) -> Status:
+    """How far the conversion in a directory is.
+
+    Raises:
+        TargetError: no conversion was begun there, or several were.
+        CheckpointError: the manifest is damaged.
+        RetryableError: it cannot be read.
+    """
+    begun = begun_in(directory)
+    path = os.path.join(directory, MANIFEST_NAME)
+    manifest = path if os.path.lexists(path) else None
+    if len(begun) > 1:
+        raise TargetError(
+            f"{directory} holds records of {len(begun)} conversions",
+            file=directory,
+            hint="the one that is to stay there is begun anew with --overwrite",
+        )
+    if not begun:
+        if manifest is not None:
+            return _by_manifest(directory)
+        raise TargetError(
+            f"{directory}: no conversion was begun here", file=directory, hint="name the DST of a conversion"
+        )
+    (identity,) = begun
+    ledger = Ledger(directory, identity)
+    records = ledger.done()
+    done: list[int] = []
+    changed: list[int] = []
+    size = 0
+    for rank, found in sorted(records.items()):
+        file = os.path.join(directory, identity.file_of(rank))
+        match = next((record for record in found if record.matches(file)), None)
+        if match is None:
+            changed.append(rank)
+        else:
+            done.append(rank)
+            size += match.size
+    known = {*done, *changed}
+    missing = tuple(rank for rank in range(identity.ranks) if rank not in known)
+    return Status(identity, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest)
+
+
+def _by_manifest(directory: str) -> Status:
+    """What the manifest of a directory says whose records are gone, as after a copy."""
+    manifest = read_manifest(directory)
+    done: list[int] = []
+    changed: list[int] = []
+    size = 0
+    for file in manifest.files:
+        try:
+            there = os.stat(os.path.join(directory, file.file)).st_size == file.size
+        except OSError:
+            there = False
+        (done if there else changed).append(file.rank)
+        size += file.size if there else 0
+    path = os.path.join(directory, MANIFEST_NAME)
+    return Status(manifest.plan, tuple(done), tuple(changed), (), size, False, path)

@@ -1,0 +1,228 @@
+"""What a conversion costs, counted: files opened, headers parsed, bytes and requests read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from reshard.checkpoints import FileHandles, alike
+from reshard.checkpoints import open as opening
+from reshard.execute import reading, run
+from reshard.plan.pieces import StoredSlice
+from tests.reference import Strategy
+from tests.running import Argument, done
+from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
+
+NAMES = [f"layer{number}.weight" for number in range(6)]
+SHAPE = (96, 480)
+FULL = {name: value(name, SHAPE) for name in NAMES}
+SIZE = len(NAMES) * math.prod(SHAPE) * 4
+
+
+class Costs:
+    """What was counted since the last `clear`.
+
+    Attributes:
+        opened: times that each source file was opened.
+        parsed: files whose header was parsed.
+        compared: files whose header was compared with those of known structures.
+        reads: (path, bytes) of every request for tensor contents.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.opened: Counter[str] = Counter()
+        self.parsed: list[str] = []
+        self.compared: list[str] = []
+        self.reads: list[tuple[str, int]] = []
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(size for _, size in self.reads)
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
+    counted = Costs()
+    open_file, find, read = FileHandles._open, alike.KnownStructures.find, reading.ExplicitReader._read
+
+    def counting_open(self: Any, path: str) -> int:
+        counted.opened[path] += 1
+        return open_file(self, path)
+
+    def counting_find(self: Any, fd: int, path: str, format: str, size: int) -> Any:
+        counted.compared.append(path)
+        return find(self, fd, path, format, size)
+
+    def counting_read(self: Any, source: StoredSlice, offset: int, out: memoryview) -> None:
+        counted.reads.append((source.path, len(out)))
+        read(self, source, offset, out)
+
+    monkeypatch.setattr(FileHandles, "_open", counting_open)
+    monkeypatch.setattr(alike.KnownStructures, "find", counting_find)
+    monkeypatch.setattr(reading.ExplicitReader, "_read", counting_read)
+    for name in ("read_ckpt_index", "read_safetensors_index"):
+        parse = getattr(opening, name)
+
+        def counting_parse(fd: int, path: str, size: int, parse: Any = parse) -> Any:
+            counted.parsed.append(path)
+            return parse(fd, path, size)
+
+        monkeypatch.setattr(opening, name, counting_parse)
+    return counted
+
+
+def rows(data: int, model: int, sharded: bool = False) -> Strategy:
+    return alike_cut(layout([data, model], [0, -1], *((-1, model) if sharded else ())))
+
+
+def columns(data: int, model: int) -> Strategy:
+    return alike_cut(layout([data, model], [-1, 0]))
+
+
+def alike_cut(cut: dict[str, Any]) -> Strategy:
+    return single({name: cut for name in NAMES})
+
+
+def stages(count: int, model: int) -> Strategy:
+    """Pipeline stages that hold equally many parameters, in order."""
+    share = len(NAMES) // count
+    return [
+        {"devices": model, "layouts": {name: layout([model], [0, -1]) for name in NAMES[n * share : (n + 1) * share]}}
+        for n in range(count)
+    ]
+
+
+class Kind(NamedTuple):
+    """A kind of conversion.
+
+    Attributes:
+        old: source strategy.
+        new: target strategy.
+        format: of the target.
+        copies: how often the target holds every tensor.
+    """
+
+    old: Strategy
+    new: Strategy
+    format: str = "same"
+    copies: int = 1
+
+
+KINDS = {
+    "optimizer shards joined": Kind(rows(2, 4, sharded=True), rows(1, 4)),
+    "stages joined": Kind(stages(2, 2), stages(1, 2)),
+    "format changed": Kind(rows(1, 4), rows(1, 4), "safetensors"),
+    "columns joined": Kind(columns(1, 8), columns(1, 2)),
+    "full to columns": Kind(rows(1, 1), columns(1, 8)),
+    "columns to full": Kind(columns(1, 8), rows(1, 1)),
+    "16 to 24 ranks": Kind(columns(4, 4), columns(3, 8), copies=3),
+}
+
+
+def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, Value]]:
+    """Write a source, convert it, compare the result with what it must be; the source's ranks."""
+    held = cut_ranks(kind.old, FULL)
+    write_tree(place / "src", held)
+    old, new = write_strategy(place / "old", kind.old), write_strategy(place / "new", kind.new)
+    words: list[Argument] = ["--src-strategy", old, "--dst-strategy", new, "--format", kind.format, *options]
+    done("transform-dir", place / "src", place / "dst", *words)
+    same_ranks(read_tree(place / "dst"), cut_ranks(kind.new, FULL))
+    return held
+
+
+@pytest.fixture
+def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request goes to the file, as those for large tensors do."""
+    monkeypatch.setattr(reading.ExplicitReader, "_read_small", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_no_byte_is_read_twice(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:
+    """Not even where the inner axis moves, or where the target holds a tensor several times."""
+    convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs)
+    assert SIZE <= costs.bytes_read <= SIZE * KINDS[name].copies
+    if name == "16 to 24 ranks":
+        # Not a third of what is written, as there are more targets than go into one group.
+        assert costs.bytes_read <= 2 * SIZE
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_every_source_file_is_opened_once(name: str, io: str, tmp_path: Path, costs: Costs) -> None:
+    convert(tmp_path, KINDS[name], "--io", io)
+    assert set(costs.opened.values()) == {1}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_requests_per_tensor_are_as_many_as_its_pieces(
+    name: str, tmp_path: Path, costs: Costs, no_windows: None
+) -> None:
+    """A tensor that fits the buffers takes one request for each file that a target needs of it."""
+    held = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1)
+    targets = sum(len(stage["layouts"]) * stage["devices"] for stage in KINDS[name].new)
+    slices = sum(len(checkpoint) for checkpoint in held.values())
+    # A piece begins where a slice of the source or of the target does.
+    assert len(costs.reads) <= max(slices, targets) + min(slices, targets)
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("ranks", [2, 8, 32])
+def test_headers_of_ranks_that_are_alike_are_parsed_once(
+    ranks: int, ending: str, tmp_path: Path, costs: Costs
+) -> None:
+    old = rows(1, ranks)
+    write_tree(tmp_path / "src", cut_ranks(old, FULL), f"rank_{{rank}}/net-1_10.{ending}")
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", "none"]
+    done("transform-dir", tmp_path / "src", tmp_path / "dst", *words)
+    assert len(costs.parsed) == 1
+    assert sorted(costs.compared) == sorted(set(costs.compared)) and len(costs.compared) == ranks
+    same_ranks(read_tree(tmp_path / "dst"), {0: FULL})
+
+
+def test_headers_are_parsed_once_per_stage(tmp_path: Path, costs: Costs) -> None:
+    convert(tmp_path, Kind(stages(3, 4), stages(1, 2)))
+    assert len(costs.parsed) == 3
+
+
+def test_one_rank_reads_only_the_files_it_needs_and_of_them_only_what_it_needs(
+    tmp_path: Path, costs: Costs, no_windows: None
+) -> None:
+    old, new = rows(2, 8), rows(1, 4)
+    write_tree(tmp_path / "src", cut_ranks(old, FULL))
+    strategies: list[Argument] = [
+        "--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", write_strategy(tmp_path / "new", new)
+    ]  # fmt: skip
+    listed = done("rank-list", 1, *strategies, "--json").json["ranks"]
+    done("by-rank", 1, tmp_path / "src", tmp_path / "dst", *strategies, "--io", "pread")
+    needed = {str(tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt") for rank in listed}
+    assert len(needed) == 2
+    assert {path for path, _ in costs.reads} == needed <= set(costs.opened)
+    # Of a few more the header is read, to see which parameters were saved; never of all sixteen.
+    assert len(costs.opened) <= 2 * len(needed)
+    assert set(costs.opened.values()) == {1}
+    assert costs.bytes_read == SIZE // 4
+
+
+@pytest.mark.parametrize("layers", [1, 4, 16])
+def test_requests_grow_with_the_bytes_and_not_faster(
+    layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors larger than the buffers: the requests are as large as these allow."""
+    monkeypatch.setattr(run, "MOST_BLOCK_BYTES", 16 << 10)
+    full = {f"w{number}": value(f"w{number}", (64, 1024)) for number in range(layers)}
+    old, new = (single({name: layout([n], [0, -1]) for name in full}) for n in (4, 2))
+    write_tree(tmp_path / "src", cut_ranks(old, full))
+    paths = write_strategy(tmp_path / "old", old), write_strategy(tmp_path / "new", new)
+    words: list[Argument] = ["--src-strategy", paths[0], "--dst-strategy", paths[1], "--io", "pread", "--jobs", 1]
+    done("transform-dir", tmp_path / "src", tmp_path / "dst", *words)
+    written = layers * 64 * 1024 * 4
+    assert costs.bytes_read == written
+    assert len(costs.reads) == written // (16 << 10)
