@@ -113,6 +113,9 @@ class TargetDirectory:
             if len(self._asked) == len(self._everything):
                 self._ledger.forget_sources()
             self._ledger.begin_replacing(self._asked)
+        else:
+            # Once more, because another run may have begun meanwhile.
+            self._ledger.check_sources(self._sources)
         self._ledger.add_sources(self._sources)
 
     def end(self) -> None:
@@ -199,7 +202,8 @@ class TargetDirectory:
             source_file(rank, index, structures) for rank, index in sorted(indexes.items())
         ]
         anew = self._overwrite and len(left) == len(self._everything)
-        if anew or (self._take_over and not self._ledger.exists):
+        # Sources of runs that were killed before they had finished anything do not bind.
+        if anew or not self._ledger.done():
             return
         touched = self._ledger.check_sources(self._sources)
         if touched:

@@ -132,10 +132,16 @@ def _tell(summary: Summary, request: Request, verbose: bool) -> None:
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
     done = "would write" if summary.dry_run else "wrote"
     step = f"step {summary.step}" if summary.step else "the checkpoint"
-    which = f" ({number_ranges(summary.ranks)})" if summary.ranks else ""
+    if summary.ranks:
+        first = (
+            f"{done} {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
+            f"{byte_size(summary.bytes_written)}"
+        )
+        first += "" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
+    else:
+        first = f"nothing is left to write to {request.dst}"
     lines = [
-        f"{done} {plural(len(summary.ranks), 'rank')}{which} to {request.dst}: {byte_size(summary.bytes_written)}"
-        + ("" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"),
+        first,
         f"read {step} of source {rank_ranges(summary.source_ranks)}",
         f"{plural(summary.parameters, 'parameter')} resharded",
     ]

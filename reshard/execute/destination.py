@@ -6,9 +6,10 @@ conversion may remain beside the new ones, where a training job would load the t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Optional, Union
 
 from reshard import temporary
@@ -138,6 +139,7 @@ def check_space(needed: Iterable[tuple[str, int]]) -> None:
 
     Raises:
         UnwritableError: some file system has less free space than is needed on it.
+        RetryableError: it does not say.
     """
     on_device: dict[int, tuple[str, int]] = {}
     device_of: dict[str, tuple[int, str]] = {}
@@ -146,11 +148,13 @@ def check_space(needed: Iterable[tuple[str, int]]) -> None:
         while not os.path.isdir(existing):
             existing = os.path.dirname(existing)
         if existing not in device_of:
-            device_of[existing] = os.stat(existing).st_dev, existing
+            with _asking(existing):
+                device_of[existing] = os.stat(existing).st_dev, existing
         device, place = device_of[existing]
         on_device[device] = (on_device.get(device, (place, 0))[0], on_device.get(device, (place, 0))[1] + count)
     for place, count in on_device.values():
-        status = os.statvfs(place)
+        with _asking(place):
+            status = os.statvfs(place)
         free = status.f_bavail * status.f_frsize
         # A file system that reports no blocks at all does not know.
         if status.f_blocks and count > free:
@@ -159,6 +163,15 @@ def check_space(needed: Iterable[tuple[str, int]]) -> None:
                 file=place,
                 hint="free some space or choose another DST",
             )
+
+
+@contextlib.contextmanager
+def _asking(path: str) -> Iterator[None]:
+    """Turn what the file system says into an error that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path) from error
 
 
 def _contains(directory: str, path: str) -> bool:

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout
+from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout, reading_error
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 
@@ -120,6 +120,9 @@ def source_file(rank: int, index: CheckpointIndex, structures: dict[int, str]) -
         index: what is in it.
         structures: digests of structures known so far, by identity of ``index.tensors``, which ranks
             that are built alike share; added to.
+
+    Raises:
+        ReshardError: the file cannot be looked at any more.
     """
     structure = structures.get(id(index.tensors))
     if structure is None:
@@ -127,7 +130,11 @@ def source_file(rank: int, index: CheckpointIndex, structures: dict[int, str]) -
         structure = _digest(*parts)
         structures[id(index.tensors)] = structure
     headers = _digest(repr((index.format, structure, index.crc, sorted(index.metadata.items()))).encode())
-    return SourceFile(rank, index.size, headers, os.stat(index.path).st_mtime_ns)
+    try:
+        modified = os.stat(index.path).st_mtime_ns
+    except OSError as error:
+        raise reading_error(index.path, error) from error
+    return SourceFile(rank, index.size, headers, modified)
 
 
 def strategy_digest(strategy: Strategy) -> str:

@@ -91,6 +91,8 @@ class Ledger:
     def begin(self, take_over: bool) -> None:
         """Say that this conversion is writing here, until `end`.
 
+        Records of runs that were killed before they had finished anything are forgotten.
+
         Args:
             take_over: forget other conversions, whose targets are gone or will all be replaced.
 
@@ -101,6 +103,10 @@ class Ledger:
         try:
             if take_over:
                 self._forget_others()
+            if not self.done():
+                with _locked_alone(os.path.join(self._own, "lock")) as free:
+                    if free:
+                        shutil.rmtree(self._own, ignore_errors=True)
             self._lock = self._lock_shared()
             path = os.path.join(self._own, "plan.json")
             temporary.remove_dead(self._own)
