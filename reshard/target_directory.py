@@ -2,7 +2,7 @@
 
 1. `survey` compares the directory with its records and tells which ranks are still to be written; it
    refuses what is not ours. Nothing is changed.
-2. `begin` says that this run is writing, and removes what dead runs left.
+2. `begin` says that this run is writing, and looks once more, while no other run may begin or end.
 3. `finished` records a target.
 4. `complete` writes the manifest when every rank of the target strategy is there.
 """
@@ -13,12 +13,14 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
+from reshard.checkpoints import crc_of_file
 from reshard.errors import TargetError
 from reshard.execute import Destination
 from reshard.plan.conversion import Conversion
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
 from reshard.records import (
+    MANIFEST_NAME,
     DoneRecord,
     Identity,
     Ledger,
@@ -42,10 +44,14 @@ class TargetDirectory:
         report: told what was found.
         overwrite: existing targets may be replaced.
         adding: other ranks of the same conversion may stay beside what is replaced.
+        checksum: the manifest shall have a checksum of every file.
     """
 
-    def __init__(self, conversion: Conversion, report: Report, *, overwrite: bool, adding: bool) -> None:
+    def __init__(
+        self, conversion: Conversion, report: Report, *, overwrite: bool, adding: bool, checksum: bool
+    ) -> None:
         self._adding = adding
+        self._checksum = checksum
         request = conversion.request
         self._conversion = conversion
         self._overwrite = overwrite
@@ -53,7 +59,10 @@ class TargetDirectory:
         self._root = request.dst
         self._everything = range(request.target.device_count)
         self._asked = conversion.ranks
-        self._take_over = False
+        structures: dict[int, str] = {}
+        self._sources: list[SourceFile] = [
+            source_file(rank, index, structures) for rank, index in sorted(conversion.step.indexes.items())
+        ]
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=strategy_digest(request.target),
@@ -76,16 +85,15 @@ class TargetDirectory:
             TargetError: the directory holds another conversion, foreign checkpoints, or targets that
                 may not be replaced.
         """
-        going_on = self._ledger.exists
-        # One of many by-rank runs looks after its own directory; the first one looked everywhere.
+        others = self._ledger.others()
+        going_on = self._ledger.exists and not others
+        # One of many by-rank runs looks after its own directory; the first one looks everywhere.
         own = [f"rank_{rank}" for rank in self._asked] if going_on and self._adding else None
         present = self._destination.checkpoints(own)
         writing = [self._name(rank) for rank in self._asked]
-        others = self._ledger.others()
-        self._take_over = self._overwrite or not present
-        if others and not self._take_over:
+        if others and present and not self._overwrite:
             raise another_conversion(self._root, self._ledger.identity, others)
-        if going_on and not others and (self._adding or not self._overwrite):
+        if going_on and (self._adding or not self._overwrite):
             allowed = [self._name(rank) for rank in self._everything] if own is None else writing
         else:
             allowed = writing
@@ -96,27 +104,38 @@ class TargetDirectory:
         in_the_way = [rank for rank in left if self._name(rank) in existing]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
-        self._check_sources(left)
+        self._check_sources()
         return left
 
-    def begin(self, left: Sequence[int]) -> None:
-        """Say that this run writes these ranks, until `end`.
+    def begin(self) -> list[int]:
+        """Say that this run writes, until `end`; the ranks that are still to be written, looked at once more.
 
         Raises:
-            TargetError: another conversion is writing here at this moment.
+            TargetError: as `survey`, or another conversion is writing here at this moment.
             RetryableError: the directory cannot be written.
         """
-        self._ledger.begin(self._take_over)
+        with self._ledger.guarded():
+            left = self.survey()
+            anew = self._anew
+            self._ledger.begin()
+            if left:
+                Manifest.remove(self._root)
+            if anew:
+                self._ledger.begin_replacing(self._asked, self._sources)
+                if not self._ledger.done():
+                    self._ledger.forget_sources()
+            self._ledger.add_sources(self._sources)
+        return left
+
+    def tidy(self) -> None:
+        """Remove temporary files that killed runs left in the directories of the ranks asked for."""
         self._destination.remove_dead_temporaries([f"rank_{rank}" for rank in self._asked])
-        if self._overwrite and left and not self._ledger.replacing(self._asked):
-            Manifest.remove(self._root)
-            if len(self._asked) == len(self._everything):
-                self._ledger.forget_sources()
-            self._ledger.begin_replacing(self._asked)
-        else:
-            # Once more, because another run may have begun meanwhile.
-            self._ledger.check_sources(self._sources)
-        self._ledger.add_sources(self._sources)
+
+    @property
+    def manifest(self) -> Optional[str]:
+        """The manifest's path, if it is there."""
+        path = os.path.join(self._root, MANIFEST_NAME)
+        return path if os.path.isfile(path) else None
 
     def end(self) -> None:
         """This run writes no more."""
@@ -154,56 +173,66 @@ class TargetDirectory:
         if layout is not target.layout:
             headers = header_digest(target.layout)
             self._last_headers = (target.layout, headers)
-        self._ledger.record(DoneRecord(target.rank, status.st_size, status.st_mtime_ns, headers, crc))
+        record = DoneRecord(target.rank, status.st_size, status.st_mtime_ns, headers, crc)
+        self._ledger.record(record, flush=not named)
 
     def complete(self) -> Optional[str]:
         """Write the manifest if every rank is there; returns its path."""
-        self._ledger.end_replacing(self._asked)
+        if self._overwrite:
+            self._ledger.end_replacing(self._asked)
+        statuses = {rank: self._status(rank) for rank in self._everything}
         records = self._ledger.done()
-        if len(records) < len(self._everything):
-            return None
         files = []
-        for rank in self._everything:
-            name = self._name(rank)
-            path = os.path.join(self._root, name)
-            found = [record for record in records.get(rank, []) if record.matches(path)]
+        for rank, status in statuses.items():
+            found = [record for record in records.get(rank, []) if record.matches(status)]
             if not found:
                 return None
             # Several runs may have made the same file; a checksum that any of them computed holds.
             best = next((record for record in found if record.crc is not None), found[0])
+            if best.crc is None and self._checksum:
+                best = best._replace(crc=crc_of_file(self._conversion.path(rank)))
+                self._ledger.record(best, flush=False)
             crc = None if best.crc is None else f"{best.crc:08x}"
-            files.append(ManifestFile(rank, name, best.size, best.headers, crc))
-        return Manifest(self._ledger.identity, tuple(files)).write(self._root)
+            files.append(ManifestFile(rank, self._name(rank), best.size, best.headers, crc))
+        path = Manifest(self._ledger.identity, tuple(files)).write(self._root)
+        self._ledger.end_replacing()
+        return path
 
     def _name(self, rank: int) -> str:
         return os.path.relpath(self._conversion.path(rank), self._root)
 
+    @property
+    def _anew(self) -> bool:
+        """Whether this run replaces targets, and does not go on with replacing them."""
+        return self._overwrite and not self._ledger.replacing(self._asked, self._sources)
+
+    def _status(self, rank: int) -> Optional[os.stat_result]:
+        try:
+            return os.stat(self._conversion.path(rank))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""
-        if self._overwrite and not self._ledger.replacing(self._asked):
+        if self._anew:
             return set()
+        # Targets first: another run that finishes one meanwhile has recorded it before it was there.
+        statuses = {rank: self._status(rank) for rank in self._asked}
         records = self._ledger.done(frozenset(self._asked))
-        return {
-            rank
-            for rank, found in records.items()
-            if any(record.matches(self._conversion.path(rank)) for record in found)
-        }
+        return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
 
     def _finished_meanwhile(self, target: TargetFile) -> bool:
-        if not os.path.lexists(target.path):
+        status = self._status(target.rank)
+        if status is None:
             return False
         found = self._ledger.done((target.rank,)).get(target.rank, [])
-        return any(record.matches(target.path) for record in found)
+        return any(record.matches(status) for record in found)
 
-    def _check_sources(self, left: Sequence[int]) -> None:
-        structures: dict[int, str] = {}
-        indexes = self._conversion.step.indexes
-        self._sources: list[SourceFile] = [
-            source_file(rank, index, structures) for rank, index in sorted(indexes.items())
-        ]
-        anew = self._overwrite and len(left) == len(self._everything)
-        # Sources of runs that were killed before they had finished anything do not bind.
-        if anew or not self._ledger.done():
+    def _check_sources(self) -> None:
+        # Sources of runs that ended before they had finished anything do not bind, and neither do
+        # those of targets that are all replaced now.
+        bound = self._ledger.done().keys() - (set(self._asked) if self._anew else set())
+        if not bound:
             return
         touched = self._ledger.check_sources(self._sources)
         if touched:

@@ -20,7 +20,7 @@ import time
 
 _UNTOUCHED_SECONDS = 3600.0
 _NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 
 def create(directory: str) -> tuple[int, str]:
@@ -75,6 +75,23 @@ def write_whole(path: str, data: bytes) -> None:
         os.close(fd)
 
 
+def sync_directory(path: str) -> None:
+    """Make what was created in a directory, or renamed, last through a crash.
+
+    Raises:
+        OSError: it cannot be flushed.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; they do so by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
 def remove_dead(directory: str) -> int:
     """Remove temporary files that no living process is writing; returns how many.
 
@@ -91,7 +108,8 @@ def remove_dead(directory: str) -> int:
             continue
         path = os.path.join(directory, name)
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            # Network file systems lock alone only what may be written.
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 if _dead(fd, match[1], int(match[2])):
                     os.unlink(path)

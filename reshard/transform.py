@@ -144,7 +144,13 @@ def transform(
         directory = (
             None
             if request.exact_file
-            else TargetDirectory(conversion, report, overwrite=options.overwrite, adding=options.adding)
+            else TargetDirectory(
+                conversion,
+                report,
+                overwrite=options.overwrite,
+                adding=options.adding,
+                checksum=options.checksum == "crc32",
+            )
         )
         asked = conversion.ranks
         if directory is not None:
@@ -212,8 +218,13 @@ class _Run:
             check_source_crcs(self._conversion, self._execution, self._handles, self._report)
         if self._directory is None:
             return self._write(self._conversion.target_groups())
-        self._directory.begin(self._conversion.ranks)
+        self._directory.tidy()
+        if not self._conversion.ranks and self._directory.manifest is not None:
+            # Complete: nothing is touched, so that it may also lie where nothing can be written.
+            self.manifest = self._directory.manifest
+            return 0
         try:
+            self._conversion.ranks = tuple(self._directory.begin())
             groups = self._directory.missing(self._conversion.target_groups())
             written = self._write(groups, self._directory.finished)
             self.manifest = self._directory.complete()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layouts import strategies, tensors
-from tests.reference import rank_count, uncovered
+from tests.reference import Strategy, rank_count, uncovered
 from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED as SCALARS
 from tests.small import World
@@ -20,11 +20,13 @@ from tests.test_properties import COPIED, FORMATS, examples, shapes_of
 from tests.trees import (
     Value,
     cut_ranks,
+    layout,
     read_checkpoint,
     read_tree,
     same_checkpoints,
     same_ranks,
     text,
+    value,
     write_checkpoint,
     write_strategy,
     write_tree,
@@ -113,12 +115,68 @@ def test_a_truncated_file_is_made_anew(world: World) -> None:
 
 
 def test_intact_files_are_taken_over_byte_for_byte(world: World) -> None:
-    world.save(FULL, copied={"note": text("kept"), "cur_rank": cut(world)[0]["global_step"]}, crc=True)
-    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**cut(world)[1], "extra": cut(world)[1]["w"]}, crc=True)
+    own = {"note": text("kept"), "cur_rank": SCALARS["global_step"]}
+    world.save(FULL, copied=own, crc=True)
+    held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**held, **own, "extra": held["w"]}, crc=True)
     recover(world)
     for rank in range(4):
         source = world.src / f"rank_{rank}" / "net-1_10.ckpt"
         assert (world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt").read_bytes() == source.read_bytes()
+
+
+def test_a_file_that_lacks_what_all_the_others_hold_is_not_intact(world: World) -> None:
+    world.save(FULL)
+    held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
+    write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", held)
+    assert json.loads(recover(world, "--json").out)["recovered"] == [1]
+    same_ranks(read_tree(world.dst), cut(world))
+
+
+def test_what_belongs_to_a_lost_rank_is_warned_of(world: World) -> None:
+    world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": SCALARS["global_step"]})
+    said = " ".join(recover(world).err.split())
+    assert "warning" in said and "cur_rank" in said and "rank 3" in said
+
+
+def pipeline(data: int) -> Strategy:
+    """Two stages; ``emb`` is tied to the last one, whose strategy does not list it."""
+    devices = 2 * data
+    return [
+        {"devices": devices, "layouts": {"emb": layout([data, 2], [-1, -1]), "a": layout([data, 2], [0, -1])}},
+        {"devices": devices, "layouts": {"b": layout([data, 2], [0, -1])}},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["whole", "cut like the rest"])
+def test_a_tied_parameter_that_the_stage_does_not_list_comes_back(kind: str, tmp_path: Path) -> None:
+    strategy = pipeline(2)
+    full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    for rank in range(4, 8):
+        half = full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2]
+        saved[rank]["emb"] = full["emb"] if kind == "whole" else Value("Float32", half)
+    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 7})
+    words: list[Argument] = ["recover", tmp_path / "src", tmp_path / "dst"]
+    words += ["--strategy", write_strategy(tmp_path / "strategy", strategy)]
+    done(*words)
+    same_ranks(read_tree(tmp_path / "dst"), saved)
+
+
+def test_a_tied_slice_that_nobody_can_be_known_to_hold_is_told(tmp_path: Path) -> None:
+    strategy = pipeline(1)
+    full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
+    # By the strategy ranks 2 and 3 are replicas; the tied parameter, which it does not list, is cut.
+    strategy[1]["layouts"]["b"] = layout([1, 2], [-1, -1])
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    for rank in (2, 3):
+        saved[rank]["emb"] = Value("Float32", full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2])
+    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 3})
+    words: list[Argument] = ["recover", tmp_path / "src", tmp_path / "dst"]
+    words += ["--strategy", write_strategy(tmp_path / "strategy", strategy)]
+    fails(3, *words, says=["emb", "rank 3"])
+    assert not (tmp_path / "dst").exists()
+    done(*words, "--ranks", "0-2")
 
 
 def test_only_lost_ranks_are_written_when_asked(world: World) -> None:

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard.checkpoints import lay_out_copy
+from reshard.errors import RetryableError
+from reshard.execute.writing import TargetWriter
+from reshard.plan.pieces import TargetFile
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -88,7 +92,7 @@ def test_overwrite_replaces_another_conversion_and_its_records(world: World) -> 
     world.convert("--exclude", "m.*")
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))
-    assert len(list((world.dst / ".reshard").iterdir())) == 1
+    assert len([path for path in (world.dst / ".reshard").iterdir() if path.is_dir()]) == 1
     fails(3, *world.words("--exclude", "m.*"), says=[str(world.dst)])
 
 
@@ -279,3 +283,108 @@ def test_what_fails_before_anything_is_written_leaves_no_directory(world: World)
     world.save(FULL)
     fails(3, *world.words("--include", "nothing"), says=["nothing"])
     assert not world.dst.exists()
+
+
+def test_what_the_user_has_in_the_records_directory_is_left_alone(world: World) -> None:
+    world.save(FULL)
+    mine = world.dst / ".reshard" / "mine" / "x"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    (world.dst / ".reshard" / ".DS_Store").write_text("stray")
+    odd = world.dst / ".reshard" / "0123456789abcdef" / "done" / "deeper" / "x"
+    odd.parent.mkdir(parents=True)
+    odd.write_text("also precious")
+    world.convert()
+    world.convert("--overwrite")
+    assert mine.read_text() == "precious" and odd.read_text() == "also precious"
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "dangling"])
+def test_records_are_not_written_where_a_link_leads(world: World, kind: str, tmp_path: Path) -> None:
+    world.save(FULL)
+    elsewhere = tmp_path / "elsewhere"
+    world.dst.mkdir()
+    if kind == "link":
+        (elsewhere / "0123456789abcdef").mkdir(parents=True)
+        (elsewhere / "0123456789abcdef" / "plan.json").write_text("{}")
+    place = world.dst / ".reshard"
+    place.write_text("mine") if kind == "file" else place.symlink_to(elsewhere)
+    for options in ((), ("--overwrite",)):
+        fails(3, *world.words(*options), says=[".reshard"])
+    assert kind != "link" or (elsewhere / "0123456789abcdef" / "plan.json").exists()
+
+
+def test_a_complete_directory_may_be_read_only(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = sorted((str(path), path.lstat().st_mtime_ns) for path in world.dst.rglob("*"))
+    world.convert()
+    assert sorted((str(path), path.lstat().st_mtime_ns) for path in world.dst.rglob("*")) == before
+
+
+def test_a_failed_first_run_leaves_the_users_own_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.dst.mkdir(mode=0o750)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert reshard(*world.words()).status == 1
+    assert world.dst.is_dir() and (world.dst.stat().st_mode & 0o777) == 0o750
+    assert not list(world.dst.rglob("*"))
+
+
+def test_replacing_begins_anew_when_the_source_was_saved_again_meanwhile(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    world.save(tensors("second "))
+    with pytest.MonkeyPatch.context() as patch:
+        plain = os.rename
+
+        def rename(old: str, new: str) -> None:
+            if str(new).endswith("checkpoint_1.ckpt"):
+                raise OSError(5, "Input/output error")
+            plain(old, new)
+
+        patch.setattr(os, "rename", rename)
+        assert reshard(*world.words("--overwrite", "--jobs", "1")).status == 1
+    third = tensors("third ")
+    world.save(third, copied={**COPIED, "epoch_num": COPIED["global_step"]})
+    assert summary(world.convert("--overwrite", "--json"))["ranks"] == [0, 1]
+    found = world.found()
+    assert all(found[rank]["w"].same(world.expected(third)[rank]["w"]) for rank in (0, 1))
+
+
+def test_a_manifest_of_targets_that_are_gone_does_not_stay(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    for rank in (0, 1):
+        shutil.rmtree(world.dst / f"rank_{rank}")
+    world.convert("--ranks", "0", "--exclude", "m.*")
+    assert not (world.dst / "reshard-manifest.json").exists()
+
+
+def test_checksums_asked_for_later_are_computed_of_what_is_done(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.by_rank(1, "--checksum", "crc32")
+    for entry in json.loads(manifest(world))["files"]:
+        assert entry["crc32"] == f"{zlib.crc32((world.dst / entry['file']).read_bytes()):08x}"
+
+
+def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(tmp_path: Path) -> None:
+    """A file that is given up by one thread while another one is writing to it."""
+    layout = lay_out_copy(4)
+    writer = TargetWriter(TargetFile(0, str(tmp_path / "rank_0" / "a"), layout, ()), lambda *_: None)
+    fd = writer._enter()
+    writer.fail(RetryableError("given up"))
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert other != fd
+        os.fstat(fd)
+    finally:
+        os.close(other)
+    writer._leave()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    writer.write(0, memoryview(b"late"))
+    assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True

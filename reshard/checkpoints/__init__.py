@@ -7,7 +7,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 """
 
 from reshard.checkpoints.alike import KnownStructures
-from reshard.checkpoints.crc import CrcCheck, check_crc
+from reshard.checkpoints.crc import CrcCheck, check_crc, crc_of_file
 from reshard.checkpoints.dtypes import can_hold
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.open import format_of, read_index
@@ -39,6 +39,7 @@ __all__ = [
     "Tensor",
     "can_hold",
     "check_crc",
+    "crc_of_file",
     "find_checkpoints",
     "format_of",
     "lay_out_ckpt",

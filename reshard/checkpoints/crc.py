@@ -67,6 +67,24 @@ def check_crc(
     return outcome
 
 
+def crc_of_file(path: str, block_bytes: int = 4 << 20) -> int:
+    """The CRC-32 of a whole file.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            stream = _Stream(fd, path, block_bytes, lambda count: None)
+            stream.add_range(0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise reading_error(path, error) from error
+    return stream.crc
+
+
 def _check_ckpt(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
     if any(tensor.dtype == MAP_TENSOR for tensor in index.tensors.values()):
         return CrcCheck(False, "its CRC leaves out map tensors, so it says nothing")

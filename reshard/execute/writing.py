@@ -46,6 +46,9 @@ class TargetWriter:
         self._open_parts = 0
         self._sealed = False
         self._closed = False
+        # Threads that are writing at this moment: the descriptor is closed when none is, because its
+        # number would else be given to another file under their hands.
+        self._users = 0
         self.error: Optional[ReshardError] = None
         self._made_directory = False
 
@@ -74,7 +77,11 @@ class TargetWriter:
         if self.error is not None:
             return
         try:
-            fd = self._open()
+            fd = self._enter()
+        except OSError as error:
+            self._fail(error)
+            return
+        try:
             done = 0
             while done < len(data):
                 done += os.pwrite(fd, data[done:], offset + done)
@@ -83,6 +90,8 @@ class TargetWriter:
         except OSError as error:
             self._fail(error)
             return
+        finally:
+            self._leave()
         if self._checksums is not None:
             self._checksums.append((offset, len(data), zlib.crc32(data)))
 
@@ -95,56 +104,84 @@ class TargetWriter:
         """
         if self.error is not None:
             return
-        directory = os.path.dirname(self.target.path) or "."
         try:
-            fd = self._open()
-            os.fsync(fd)
-            status = os.fstat(fd)
-            written = status.st_size
-            if written != self.target.layout.size:
-                raise RetryableError(
-                    f"{self.target.path}: {written} bytes were written where {self.target.layout.size} were planned "
-                    f"(rank {self.target.rank})",
-                    file=self.target.path,
-                    rank=self.target.rank,
-                )
-            crc = None if self._checksums is None else joined_crc(self._checksums)
-            self._finish(self.target, status, crc, False)
-            os.rename(self._temporary, self.target.path)
-            self._temporary = ""
-            sync_directory(directory)
-            self._finish(self.target, status, crc, True)
+            fd = self._enter()
+            try:
+                self._finish_file(fd)
+            finally:
+                self._leave()
         except OSError as error:
             self._fail(error)
         finally:
             self.discard()
 
+    def _finish_file(self, fd: int) -> None:
+        directory = os.path.dirname(self.target.path) or "."
+        os.fsync(fd)
+        status = os.fstat(fd)
+        if status.st_size != self.target.layout.size:
+            raise RetryableError(
+                f"{self.target.path}: {status.st_size} bytes were written where {self.target.layout.size} were planned "
+                f"(rank {self.target.rank})",
+                file=self.target.path,
+                rank=self.target.rank,
+            )
+        crc = None if self._checksums is None else joined_crc(self._checksums)
+        if self._made_directory:
+            temporary.sync_directory(os.path.dirname(directory) or ".")
+        self._finish(self.target, status, crc, False)
+        os.rename(self._temporary, self.target.path)
+        self._temporary = ""
+        temporary.sync_directory(directory)
+        self._finish(self.target, status, crc, True)
+
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
         with self._lock:
             self._closed = True
-            fd, self._fd = self._fd, None
             path, self._temporary = self._temporary, ""
+            fd = self._idle_descriptor()
         if path:
             with contextlib.suppress(OSError):
                 os.unlink(path)
                 if self._made_directory:
                     os.rmdir(os.path.dirname(path))
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        _close(fd)
 
-    def _open(self) -> int:
+    def _enter(self) -> int:
+        """The descriptor, to be used until `_leave`.
+
+        Raises:
+            OSError: there is none.
+        """
         with self._lock:
-            if self._fd is not None:
-                return self._fd
-            if self._closed:
-                raise OSError(errno.ECANCELED, "was given up")
+            fd = self._descriptor()
+            self._users += 1
+            return fd
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            fd = self._idle_descriptor()
+        _close(fd)
+
+    def _idle_descriptor(self) -> Optional[int]:
+        """The descriptor, if it is to be closed now; the caller has the lock."""
+        if not self._closed or self._users:
+            return None
+        fd, self._fd = self._fd, None
+        return fd
+
+    def _descriptor(self) -> int:
+        """The file's descriptor, opened when it is first asked for; the caller has the lock."""
+        if self._closed:
+            raise OSError(errno.ECANCELED, "was given up")
+        if self._fd is None:
             directory = os.path.dirname(self.target.path) or "."
             self._made_directory = not os.path.isdir(directory)
             os.makedirs(directory, exist_ok=True)
             self._fd, self._temporary = temporary.create(directory)
-            return self._fd
+        return self._fd
 
     def fail(self, error: ReshardError) -> None:
         """Give the file up; the first reason counts."""
@@ -224,14 +261,7 @@ class PartBuffer:
             self._used = 0
 
 
-def sync_directory(path: str) -> None:
-    """Make a rename in a directory last through a crash."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network file systems cannot flush a directory; their rename is synchronous.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(fd)
+def _close(fd: Optional[int]) -> None:
+    if fd is not None:
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -29,7 +29,7 @@ from reshard.checkpoints import (
     lay_out_safetensors,
 )
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.plan.copies import CopiedValues
+from reshard.plan.copies import CopiedValue, CopiedValues
 from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.parameters import Parameter, one_error
@@ -188,7 +188,7 @@ class Conversion:
         )
         self._stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
         self.sorted = self._sort(selection.listed)
-        self._check()
+        self.check()
 
     @property
     def copied(self) -> list[str]:
@@ -215,7 +215,7 @@ class Conversion:
 
     def data_bytes_by_rank(self) -> dict[int, int]:
         """Bytes of tensor contents in the file of every target rank."""
-        total = {rank: self._copies.of(rank).nbytes for rank in self.ranks}
+        total = {rank: sum(value.tensor.nbytes for value in self.copied_values(rank)) for rank in self.ranks}
         for stage in self._stages.values():
             ranks = self._ranks_of(stage)
             # Bytes that all elements of one kind take, per kind and element.
@@ -261,7 +261,7 @@ class Conversion:
             tensor = TargetTensor(name, parameter.item_size, box, pieces)
             made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
         unholdable = set(self.sorted.unholdable)
-        for name, source, stored in self._copies.of(rank).values:
+        for name, source, stored in self.copied_values(rank):
             if name in unholdable:
                 continue
             box = ((0, stored.nbytes),)
@@ -277,6 +277,10 @@ class Conversion:
             made.sort(key=lambda pair: pair[0].name)
         outputs = tuple(output for output, _ in made)
         return TargetFile(rank, self.path(rank), self._lay_out(outputs), tuple(tensor for _, tensor in made))
+
+    def copied_values(self, rank: int) -> list[CopiedValue]:
+        """What a target rank gets as it is."""
+        return self._copies.of(rank).values
 
     def _lay_out(self, outputs: tuple[OutputTensor, ...]) -> OutputLayout:
         """The file's layout; ranks of one stage mostly have the same, so the last one is kept."""
@@ -360,7 +364,7 @@ class Conversion:
         )
         return Sorted(resharded, left_out, missing, unholdable)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Find every problem there is before anything is written."""
         problems: list[InputError] = []
         self._check_anything()
@@ -378,7 +382,7 @@ class Conversion:
             if tensor.dtype == "MapTensor" or (tensor.dtype != "str" and not can_hold(self.format, tensor.dtype)):
                 problems.append(_cannot_hold(name, tensor.dtype, self.format))
         problems += self._copies.problems
-        problems += self._unlisted_holders()
+        problems += self.problems_of_unlisted()
         if self.request.strict and self.sorted.missing:
             problems.append(
                 CheckpointError(
@@ -424,7 +428,7 @@ class Conversion:
         made = self._cuts.of(parameter, stage).target.shards
         return parameter.plain or (recorded is not None and recorded.shards != made)
 
-    def _unlisted_holders(self) -> list[InputError]:
+    def problems_of_unlisted(self) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
         stages = self.request.source.stages
         if len(stages) < 2:

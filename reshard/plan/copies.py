@@ -120,7 +120,7 @@ class CopiedValues:
         if BELONGS_TO_RANK.search(name):
             return False
         holders = self._step.holders(name)
-        differing = [rank for rank in holders[1:] if not self._same(name, holders[0], rank)]
+        differing = [rank for rank in holders[1:] if not self.same(name, holders[0], rank)]
         if differing:
             self._report.warn(
                 f"{name} on {rank_ranges(differing)} differs from rank {holders[0]}'s, which every target rank gets "
@@ -128,7 +128,12 @@ class CopiedValues:
             )
         return bool(differing)
 
-    def _same(self, name: str, one: int, other: int) -> bool:
+    def same(self, name: str, one: int, other: int) -> bool:
+        """Whether two source ranks hold the same bytes of a tensor, of the same type and shape.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
         first = self._step.indexes[one].tensors[name]
         second = self._step.indexes[other].tensors[name]
         if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):

@@ -2,36 +2,99 @@
 
 A rank whose file holds everything that its stage has at this step keeps that file, byte for byte,
 whatever else it holds. Any other rank gets the file that a conversion to the same strategy would
-write: parameter by parameter from whichever ranks have its slices.
+write, parameter by parameter from whichever ranks have its slices; and what ranks of its stage hold
+although only another stage's strategy lists it (tied embeddings), from a rank that must hold the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from reshard.checkpoints import lay_out_copy
-from reshard.plan.conversion import Conversion
+from reshard.checkpoints import FileHandles, lay_out_copy
+from reshard.errors import IncompleteSourceError, InputError
+from reshard.plan.conversion import Conversion, Request
+from reshard.plan.copies import BELONGS_TO_RANK, CopiedValue
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.selection import Selection
+from reshard.report import Report
+from reshard.strategies import Stage
+from reshard.wording import rank_ranges, some_names
 
 
 class Recovery(Conversion):
     """A planned recovery; source and target strategy are the same."""
 
+    def __init__(
+        self, request: Request, choice: ReplicaChoice, selection: Selection, handles: FileHandles, report: Report
+    ) -> None:
+        self._held: dict[int, tuple[Counter[str], int]] = {}
+        self._same: dict[tuple[str, int], bool] = {}
+        super().__init__(request, choice, selection, handles, report)
+
     def intact(self, rank: int) -> bool:
-        """Whether a rank's own file holds all that its stage has at this step."""
+        """Whether a rank's own file holds all that its stage's ranks have to hold at this step."""
         index = self.step.indexes.get(rank)
         if index is None or index.format != self.format:
             return False
         if self.request.source.is_none:
             return True
         stage = self.request.source.stage_of(rank)
-        return all(name in index.tensors for name in self.resharded_of(stage))
+        held = index.tensors
+        counts, ranks = self._held_in(stage)
+        everywhere = (name for name, count in counts.items() if ranks > 1 and count == ranks - 1)
+        return all(name in held for name in self.resharded_of(stage)) and all(name in held for name in everywhere)
 
     @property
     def lost(self) -> list[int]:
         """Ranks without an intact file, ascending."""
         return [rank for rank in range(self.request.source.device_count) if not self.intact(rank)]
+
+    def check(self) -> None:
+        """Find every problem before anything is written, and say what only the lost ranks knew."""
+        super().check()
+        lost = [rank for rank in self.ranks if not self.intact(rank)]
+        own = [name for name in self._copies.names if BELONGS_TO_RANK.search(name)]
+        if own and lost:
+            self._report.warn(
+                f"{some_names(own, 5)} of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of "
+                "another rank is written instead"
+            )
+
+    def problems_of_unlisted(self) -> list[InputError]:
+        """Unlisted parameters of lost ranks that nobody can be known to hold as they did."""
+        nowhere: dict[int, list[str]] = {}
+        for rank in self.ranks:
+            if not self.intact(rank):
+                names = [name for name, holder in self._unlisted(rank).items() if holder is None]
+                if names:
+                    nowhere[rank] = names
+        if not nowhere:
+            return []
+        names = sorted(set().union(*nowhere.values()))
+        return [
+            IncompleteSourceError(
+                f"{rank_ranges(nowhere)} held {some_names(names, 20)}, which the strategy lists for another stage "
+                "only, and no rank is left that must hold the same",
+                rank=min(nowhere),
+                parameter=names[0],
+                hint="recover the other ranks with --ranks",
+            )
+        ]
+
+    def copied_values(self, rank: int) -> list[CopiedValue]:
+        """What a rank gets as it is: what no strategy lists, and what only another stage's does."""
+        values = super().copied_values(rank)
+        if self.intact(rank):
+            return values
+        found = [
+            CopiedValue(name, holder, self.step.indexes[holder].tensors[name])
+            for name, holder in self._unlisted(rank).items()
+            if holder is not None
+        ]
+        return values + found
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """Lost ranks' files like a conversion's; then the intact ones, each by itself."""
@@ -60,3 +123,57 @@ class Recovery(Conversion):
         """Bytes of every rank's file, of tensor contents where it is made anew."""
         sizes = super().data_bytes_by_rank()
         return {rank: self.step.indexes[rank].size if self.intact(rank) else size for rank, size in sizes.items()}
+
+    def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
+        """How many files of a stage hold each name, and how many files there are."""
+        if stage.number not in self._held:
+            loaded = self.step.loaded(stage)
+            alike = Counter(id(self.step.indexes[rank].tensors) for rank in loaded)
+            examples = {id(self.step.indexes[rank].tensors): self.step.indexes[rank].tensors for rank in loaded}
+            counts: Counter[str] = Counter()
+            for key, count in alike.items():
+                counts.update(dict.fromkeys(examples[key], count))
+            self._held[stage.number] = counts, len(loaded)
+        return self._held[stage.number]
+
+    def _unlisted(self, rank: int) -> dict[str, Optional[int]]:
+        """What ranks of a lost rank's stage hold and only another stage's strategy lists: whose copy it gets."""
+        strategy = self.request.source
+        stage = strategy.stage_of(rank)
+        counts, ranks = self._held_in(stage)
+        listed = {name for other in strategy.stages if other is not stage for name in other.layouts}
+        # What not all the others hold need not have been on the lost one.
+        names = sorted(name for name in listed - stage.layouts.keys() if counts[name] >= max(1, ranks - 1))
+        return {name: self._holder(name, rank, stage) for name in names}
+
+    def _holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
+        """A rank of the stage that must hold the same tensor: the whole one, or a twin's."""
+        full = self._parameters[name].shape if name in self._parameters else None
+        holders = [r for r in self.step.loaded(stage) if r != rank and name in self.step.indexes[r].tensors]
+        for other in holders:
+            if self.step.indexes[other].tensors[name].shape == full:
+                return other
+        twins = [other for other in holders if self._twins(other, rank, stage)]
+        return twins[0] if twins and self._same_on_twins(name, holders, stage) else None
+
+    def _twins(self, one: int, other: int, stage: Stage) -> bool:
+        """Whether two ranks hold the same slice of everything that the stage's strategy lists."""
+        here, there = one - stage.first_rank, other - stage.first_rank
+        return all(layout.slice_of_rank[here] == layout.slice_of_rank[there] for layout in set(stage.layouts.values()))
+
+    def _same_on_twins(self, name: str, holders: Sequence[int], stage: Stage) -> bool:
+        """Whether the tensor is the same on all twins that are left, and there are some.
+
+        Nothing records how it is cut. But all ranks of a stage cut it alike: what does not set other
+        twins apart does not set these apart.
+        """
+        key = (name, stage.number)
+        if key not in self._same:
+            pairs = [
+                (one, other)
+                for number, one in enumerate(holders)
+                for other in holders[number + 1 :]
+                if self._twins(one, other, stage)
+            ]
+            self._same[key] = bool(pairs) and all(self._copies.same(name, one, other) for one, other in pairs)
+        return self._same[key]

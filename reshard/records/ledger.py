@@ -1,36 +1,42 @@
 """The records of a conversion in its target directory.
 
-``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (held by every
+``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (shared by every
 run that is writing), and empty files whose *names* are the records: one per finished target in
 ``done/``, one per source file that a run has read in ``sources/``. An empty file is made in one step
 on every file system, so a record is there whole or not at all, two machines cannot tear each other's,
-and one listing tells everything.
+and one listing tells everything. ``DST/.reshard/lock`` is held while a run begins or ends, so that
+nobody decides on what another is changing.
 
 A new target is recorded after its bytes are on disk under the temporary name and before it gets its
 final one, so no finished target is ever without a record. A record without its target, or with one
-of another size or time, counts for nothing.
+of another size or time, counts for nothing. Whoever compares looks at the target first and at the
+records after, since they come in the other order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
-import shutil
+import re
+import stat
+import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError
 from reshard.records.identity import Identity, SourceFile
+from reshard.records.locks import Lock, locked, try_alone
 from reshard.wording import rank_ranges
 
 DIRECTORY = ".reshard"
 
+_OURS = re.compile(r"[0-9a-f]{16}")
 _SECOND = 10**9
 _NONE = "none"
+# Where locks tell nothing, a run that has left no trace for so long is taken for dead.
+_LONG_UNTOUCHED = 24 * 3600.0
 
 
 class DoneRecord(NamedTuple):
@@ -50,11 +56,9 @@ class DoneRecord(NamedTuple):
     headers: Optional[str]
     crc: Optional[int]
 
-    def matches(self, path: str) -> bool:
-        """Whether the file is there as it was written."""
-        try:
-            status = os.stat(path)
-        except OSError:
+    def matches(self, status: Optional[os.stat_result]) -> bool:
+        """Whether a file of this status, looked at before the record was read, is what was written."""
+        if status is None:
             return False
         return status.st_size == self.size and _same_time(status.st_mtime_ns, self.modified)
 
@@ -69,68 +73,97 @@ class Ledger:
 
     def __init__(self, destination: str, identity: Identity) -> None:
         self.identity = identity
+        self._destination = destination
         self._root = os.path.join(destination, DIRECTORY)
         self._own = os.path.join(self._root, identity.digest)
-        self._lock: Optional[int] = None
+        self._writing: Optional[Lock] = None
+        self._made_destination = False
 
     @property
     def exists(self) -> bool:
         """Whether some run of this conversion has begun."""
         return os.path.isfile(os.path.join(self._own, "plan.json"))
 
-    def others(self) -> list[Identity]:
-        """Other conversions that have begun in the same directory."""
-        return [found for found in begun_in(os.path.dirname(self._root)) if found != self.identity]
-
     @property
     def in_use(self) -> bool:
         """Whether some run is writing at this moment, as far as locks tell."""
-        with _locked_alone(os.path.join(self._own, "lock")) as free:
-            return not free
+        with try_alone(os.path.join(self._own, "lock")) as alone:
+            return alone is False
 
-    def begin(self, take_over: bool) -> None:
-        """Say that this conversion is writing here, until `end`.
+    def others(self) -> list[Identity]:
+        """Other conversions that have begun in the same directory."""
+        return [found for found in begun_in(self._destination) if found != self.identity]
 
-        Records of runs that were killed before they had finished anything are forgotten.
-
-        Args:
-            take_over: forget other conversions, whose targets are gone or will all be replaced.
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Keep other runs from beginning or ending in the same directory while this block runs.
 
         Raises:
-            TargetError: another conversion is writing here.
+            TargetError: what should be the records' directory is something else.
+            RetryableError: it cannot be written, or another run takes too long.
+        """
+        try:
+            if not os.path.isdir(self._destination):
+                os.makedirs(self._destination)
+                self._made_destination = True
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._root)
+            if not stat.S_ISDIR(os.lstat(self._root).st_mode):
+                raise TargetError(
+                    f"{self._root} is not a directory of its own",
+                    file=self._root,
+                    hint="remove it, or choose another DST",
+                )
+            with locked(os.path.join(self._root, "lock"), again=lambda: os.makedirs(self._root, exist_ok=True)):
+                yield
+        except OSError as error:
+            raise _unwritable(self._root, error) from error
+
+    def begin(self) -> None:
+        """Say that this conversion is writing here, until `end`; to be called `guarded`.
+
+        Other conversions are forgotten: the caller has seen that none of their targets is left, or
+        replaces all of them. So are sources of runs that ended before they had finished anything.
+
+        Raises:
+            TargetError: another conversion is writing here at this moment.
             RetryableError: the directory cannot be written.
         """
         try:
-            if take_over:
-                self._forget_others()
-            if not self.done():
-                with _locked_alone(os.path.join(self._own, "lock")) as free:
-                    if free:
-                        shutil.rmtree(self._own, ignore_errors=True)
-            self._lock = self._lock_shared()
-            path = os.path.join(self._own, "plan.json")
+            for name in _listed(self._root):
+                if _OURS.fullmatch(name) and name != self.identity.digest:
+                    self._forget(name)
+            if not self.done() and not self.in_use:
+                _remove_records(self._own)
+            for name in ("done", "sources"):
+                os.makedirs(os.path.join(self._own, name), exist_ok=True)
+            self._writing = Lock.shared(os.path.join(self._own, "lock"))
             temporary.remove_dead(self._own)
+            path = os.path.join(self._own, "plan.json")
             if not os.path.exists(path):
                 temporary.write_whole(path, (self.identity.to_json() + "\n").encode())
         except OSError as error:
             raise _unwritable(self._root, error) from error
-        # Two that begin at the same moment see each other here.
-        others = self.others()
-        if others:
-            self.end()
-            raise another_conversion(os.path.dirname(self._root), self.identity, others)
 
     def end(self) -> None:
         """This run writes no more. Records of nothing are removed, unless another run is writing."""
-        if self._lock is None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             return
-        with contextlib.suppress(OSError):
-            if not self.done() and _flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(self._own)
+        writing.release()
+        # What cannot be tidied up does no harm.
+        with contextlib.suppress(OSError, RetryableError):
+            with self.guarded():
+                with try_alone(os.path.join(self._own, "lock")) as alone:
+                    if alone is not True or self.done():
+                        return
+                    _remove_records(self._own)
+                if any(name != "lock" for name in _listed(self._root)):
+                    return
+                os.unlink(os.path.join(self._root, "lock"))
                 os.rmdir(self._root)
-                os.rmdir(os.path.dirname(self._root))
-        os.close(self._lock)
-        self._lock = None
+            if self._made_destination:
+                os.rmdir(self._destination)
 
     def check_sources(self, sources: Iterable[SourceFile]) -> list[int]:
         """Compare source files with what earlier runs of this conversion read.
@@ -156,8 +189,8 @@ class Ledger:
         if changed:
             raise TargetError(
                 f"the source files of {rank_ranges(changed)} have changed since the conversion in "
-                f"{os.path.dirname(self._root)} was begun",
-                file=os.path.dirname(self._root),
+                f"{self._destination} was begun",
+                file=self._destination,
                 rank=changed[0],
                 hint="choose another DST, or convert everything again with --overwrite",
             )
@@ -183,8 +216,12 @@ class Ledger:
                 found.setdefault(record.rank, []).append(record)
         return found
 
-    def record(self, record: DoneRecord) -> None:
+    def record(self, record: DoneRecord, flush: bool) -> None:
         """Remember that a target is finished.
+
+        Args:
+            record: the target.
+            flush: see that the record outlasts a crash before the target gets its name.
 
         Raises:
             RetryableError: it cannot be written down.
@@ -192,6 +229,11 @@ class Ledger:
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}", ())
+        if flush:
+            try:
+                temporary.sync_directory(os.path.join(self._own, "done"))
+            except OSError as error:
+                raise _unwritable(self._own, error) from error
 
     def forget(self, ranks: Collection[int]) -> None:
         """Forget that targets are finished, because they are to be made again."""
@@ -201,36 +243,22 @@ class Ledger:
             if record is None or record.rank in chosen:
                 _remove(os.path.join(self._own, "done", name))
 
-    def replacing(self, ranks: Collection[int]) -> bool:
-        """Whether a run that replaces existing targets of these ranks was begun and has not ended."""
-        return os.path.exists(self._replacing(ranks))
+    def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
+        """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
+        return os.path.exists(os.path.join(self._own, _replacing(ranks, sources)))
 
-    def begin_replacing(self, ranks: Collection[int]) -> None:
+    def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
         """Remember that all targets of these ranks are to be made again, until `end_replacing`."""
+        self.end_replacing(ranks)
         self.forget(ranks)
-        self._mark("", os.path.basename(self._replacing(ranks)), ())
+        self._mark("", _replacing(ranks, sources), ())
 
-    def end_replacing(self, ranks: Collection[int]) -> None:
-        """All of them have been made."""
-        _remove(self._replacing(ranks))
-
-    def _lock_shared(self) -> int:
-        path = os.path.join(self._own, "lock")
-        while True:
-            for name in ("done", "sources"):
-                os.makedirs(os.path.join(self._own, name), exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                _flock(fd, fcntl.LOCK_SH)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(path), os.fstat(fd)):
-                        return fd
-                # Removed by a run that ended between opening and locking it.
-                os.close(fd)
-
-    def _replacing(self, ranks: Collection[int]) -> str:
-        digest = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
-        return os.path.join(self._own, f"replacing.{digest}")
+    def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
+        """All of these ranks, or of all, have been made."""
+        start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
+        for name in _listed(self._own):
+            if name.startswith(start):
+                _remove(os.path.join(self._own, name))
 
     def _mark(self, directory: str, name: str, known: Collection[str]) -> None:
         if name not in known:
@@ -240,18 +268,17 @@ class Ledger:
             except OSError as error:
                 raise _unwritable(path, error) from error
 
-    def _forget_others(self) -> None:
-        for name in _listed(self._root):
-            if name == self.identity.digest:
-                continue
-            with _locked_alone(os.path.join(self._root, name, "lock")) as free:
-                if not free:
-                    raise TargetError(
-                        f"another conversion is being written to {os.path.dirname(self._root)} at this moment",
-                        file=os.path.dirname(self._root),
-                        hint="wait until it has ended, or choose another DST",
-                    )
-                shutil.rmtree(os.path.join(self._root, name), ignore_errors=True)
+    def _forget(self, name: str) -> None:
+        path = os.path.join(self._root, name)
+        with try_alone(os.path.join(path, "lock")) as alone:
+            if alone is False or (alone is None and not _long_untouched(path)):
+                raise TargetError(
+                    f"another conversion is being written to {self._destination} at this moment",
+                    file=self._destination,
+                    hint="wait until it has ended, or choose another DST"
+                    + ("" if alone is False else f"; if it is dead, remove {path}"),
+                )
+            _remove_records(path)
 
 
 def begun_in(destination: str) -> list[Identity]:
@@ -262,7 +289,7 @@ def begun_in(destination: str) -> list[Identity]:
     """
     root = os.path.join(destination, DIRECTORY)
     found = []
-    for name in _listed(root):
+    for name in filter(_OURS.fullmatch, _listed(root)):
         try:
             with open(os.path.join(root, name, "plan.json"), encoding="utf-8") as file:
                 found.append(Identity.from_json(file.read()))
@@ -284,27 +311,33 @@ def another_conversion(destination: str, mine: Identity, others: list[Identity])
     )
 
 
-@contextlib.contextmanager
-def _locked_alone(path: str) -> Iterator[bool]:
-    """Hold a lock that no living run holds; False where one does."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        yield _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(fd)
+def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
+    """The name that marks a run that replaces targets: what it replaces, and from which sources."""
+    what = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
+    whence = hashlib.sha256(repr(sorted(sources)).encode()).hexdigest()[:16]
+    return f"replacing.{what}.{whence}"
 
 
-def _flock(fd: int, operation: int) -> bool:
-    """Lock an open file; False where somebody else has it. A file system without locks has none to lose."""
-    try:
-        fcntl.flock(fd, operation)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
+def _remove_records(path: str) -> None:
+    """Remove a conversion's records, and nothing else that may lie there."""
+    for directory in (os.path.join(path, "done"), os.path.join(path, "sources"), path):
+        temporary.remove_dead(directory)
+        for name in _listed(directory):
+            ours = directory != path or name in ("lock", "plan.json") or name.startswith("replacing.")
+            if ours:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(directory, name))
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+
+def _long_untouched(path: str) -> bool:
+    """Whether nothing was recorded for long, where locks do not tell who lives."""
+    newest = 0.0
+    for place in (path, os.path.join(path, "done"), os.path.join(path, "sources")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, os.stat(place).st_mtime)
+    return time.time() - newest > _LONG_UNTOUCHED
 
 
 def _same_time(found: int, recorded: int) -> bool:

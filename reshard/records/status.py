@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Optional
@@ -65,13 +66,16 @@ def status_of(directory: str) -> Status:
         )
     (identity,) = begun
     ledger = Ledger(directory, identity)
+    statuses = {}
+    for rank in range(identity.ranks):
+        with contextlib.suppress(OSError):
+            statuses[rank] = os.stat(os.path.join(directory, identity.file_of(rank)))
     records = ledger.done()
     done: list[int] = []
     changed: list[int] = []
     size = 0
     for rank, found in sorted(records.items()):
-        file = os.path.join(directory, identity.file_of(rank))
-        match = next((record for record in found if record.matches(file)), None)
+        match = next((record for record in found if record.matches(statuses.get(rank))), None)
         if match is None:
             changed.append(rank)
         else:
