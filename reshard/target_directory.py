@@ -97,6 +97,13 @@ class TargetDirectory:
             allowed = [self._name(rank) for rank in self._everything] if own is None else writing
         else:
             allowed = writing
+        beside = sorted(set(present).difference(writing))
+        if going_on and self._overwrite and beside and not self._adding:
+            raise TargetError(
+                f"{self._root} would keep {some_names(beside, 3)} beside the targets that --overwrite replaces",
+                file=os.path.join(self._root, beside[0]),
+                hint="replace all ranks, or single ones with by-rank --overwrite",
+            )
         self._destination.check(present, allowed, writing)
         done = self._done()
         existing = set(present)

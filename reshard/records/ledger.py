@@ -103,21 +103,24 @@ class Ledger:
             RetryableError: it cannot be written, or another run takes too long.
         """
         try:
-            if not os.path.isdir(self._destination):
+            with contextlib.suppress(FileExistsError):
                 os.makedirs(self._destination)
                 self._made_destination = True
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._root)
+            self._make_root()
             if not stat.S_ISDIR(os.lstat(self._root).st_mode):
                 raise TargetError(
                     f"{self._root} is not a directory of its own",
                     file=self._root,
                     hint="remove it, or choose another DST",
                 )
-            with locked(os.path.join(self._root, "lock"), again=lambda: os.makedirs(self._root, exist_ok=True)):
+            with locked(os.path.join(self._root, "lock"), again=self._make_root):
                 yield
         except OSError as error:
             raise _unwritable(self._root, error) from error
+
+    def _make_root(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(self._root)
 
     def begin(self) -> None:
         """Say that this conversion is writing here, until `end`; to be called `guarded`.
