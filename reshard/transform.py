@@ -18,6 +18,7 @@ from reshard.execute.writing import Finish
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
+from reshard.plan.shares import share_of
 from reshard.report import Report
 from reshard.source_crcs import check_source_crcs, damaged_files
 from reshard.target_directory import TargetDirectory
@@ -45,6 +46,7 @@ class Options:
         adding: one of several runs that fill the same directory rank by rank; what the others wrote may
             stay beside a target that is replaced.
         dry_run: plan and check everything, write nothing.
+        share: index and count, where several runs divide the target ranks among them.
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
     """
@@ -57,6 +59,7 @@ class Options:
     overwrite: bool = False
     adding: bool = False
     dry_run: bool = False
+    share: Optional[tuple[int, int]] = None
     recover: bool = False
     lost_only: bool = False
 
@@ -137,6 +140,8 @@ def transform(
         if options.lost_only and isinstance(conversion, Recovery):
             lost = set(conversion.lost)
             conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)
+        if options.share is not None:
+            conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
         check_disjoint(request.src, conversion.step.files.values(), request.dst)
         execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.

@@ -88,7 +88,7 @@ def test_commands_of_later_versions_are_wrong_usage(command: str) -> None:
     fails(2, command, says=[command])
 
 
-@pytest.mark.parametrize("option", ["--shard", "--scheduler"])
+@pytest.mark.parametrize("option", ["--scheduler"])
 def test_options_of_later_versions_are_wrong_usage(world: World, option: str) -> None:
     world.save(FULL)
     world.refuses(2, option, options=(option,))

@@ -11,6 +11,7 @@ from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
+from reshard.cli.shard import ShardType, Share
 from reshard.plan.conversion import Request
 from reshard.plan.selection import Filters
 from reshard.report import Report
@@ -27,18 +28,27 @@ if TYPE_CHECKING:
 @click.argument("dst")
 @options.strategies
 @click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these target ranks.")
+@click.option(
+    "--shard",
+    type=ShardType(),
+    metavar="I/N|auto",
+    help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
+)
 @options.conversion
-def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
+def transform_dir(
+    src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: Optional[Share], **typed: Any
+) -> None:
     """Convert the checkpoint in SRC for every rank of the target strategy.
 
     SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
     with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
 
     \b
-    Example, 8 ranks to 4:
+    Example, 8 ranks to 4; and the same as four tasks of a Slurm array:
       reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+      reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt --shard auto
     """
-    _convert(src, dst, ranks, typed, adding=False)
+    _convert(src, dst, ranks, typed, adding=False, share=shard)
 
 
 @click.command("by-rank")
@@ -61,7 +71,14 @@ def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     _convert(src, dst, (rank,), typed, adding=True)
 
 
-def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[str, Any], adding: bool) -> None:
+def _convert(
+    src: str,
+    dst: str,
+    ranks: Optional[tuple[int, ...]],
+    typed: dict[str, Any],
+    adding: bool,
+    share: Optional[Share] = None,
+) -> None:
     source_path, target_path = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
     report = Report(listener(typed["quiet"]))
     source, target = read_strategy(source_path), read_strategy(target_path)
@@ -88,6 +105,7 @@ def _convert(src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: dict[s
         overwrite=typed["overwrite"],
         checksum=typed["checksum"],
         adding=adding,
+        share=share,
         dry_run=typed["dry_run"],
     )
     summary = transform(request, how, report, progress_bar(typed["quiet"]))

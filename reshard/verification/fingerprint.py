@@ -11,14 +11,17 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.verification.reading import Means, Part, sum_parts
+from reshard.verification.reading import Means, Part, batches, sum_parts
 from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
-from reshard.verification.tree import Tree, belongs_to_rank, is_text
+from reshard.verification.tree import Parameter, Tree, belongs_to_rank, is_text
 from reshard.wording import number_ranges, rank_ranges
+
+_SUM_BYTES = 16
 
 
 class Entry(NamedTuple):
@@ -44,7 +47,7 @@ class ParameterSums:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    slices: dict[tuple[int, Box], int]
+    slices: Mapping[tuple[int, Box], int]
 
     def entry(self) -> Entry:
         """The parameter's fingerprint.
@@ -146,9 +149,11 @@ class Fingerprints:
             if mine is None:
                 self.parameters[name] = ParameterSums(name, theirs.dtype, theirs.shape, dict(theirs.slices))
                 continue
+            merged = dict(mine.slices)
             for (stage, box), total in theirs.slices.items():
-                if mine.slices.setdefault((stage, box), total) != total:
+                if merged.setdefault((stage, box), total) != total:
                     raise _contradiction(name, f"the slice {[list(interval) for interval in box]} of stage {stage}")
+            mine.slices = merged
             mine.check_cuts()
         for name, copies in other.values.items():
             if name in self.parameters:
@@ -242,26 +247,75 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
     """
     tree.check_readings()
-    parts: list[Part] = []
-    places: list[tuple[str, int, Optional[Box]]] = []
     result = Fingerprints()
-    for name, parameter in tree.parameters.items():
-        result.parameters[name] = ParameterSums(name, parameter.dtype, parameter.shape, {})
-        for held in parameter.slices:
-            if held.holders:
-                parts.append(tree.part(name, held.holders[0], parameter.shape, held.box))
-                places.append((name, held.stage, held.box))
-    for name, ranks in tree.outside.items():
-        result.values[name] = {}
-        for rank in ranks:
-            parts.append(tree.whole_part(name, rank))
-            places.append((name, rank, None))
-    for (name, number, box), part, total in zip(places, parts, sum_parts(parts, means)):
-        if box is None:
-            result.values[name][number] = Copy(part.tensor.dtype, part.shape, total)
-        else:
-            result.parameters[name].slices[number, box] = total
+    total = sum(tree.tensor(name, rank).nbytes for name, ranks in tree.outside.items() for rank in ranks)
+    for parameter in tree.parameters.values():
+        total += sum(tree.tensor(parameter.name, held.holders[0]).nbytes for held in parameter.slices if held.holders)
+    means.progress.begin(total)
+    try:
+        shared = _Keys()
+        for batch in batches(tree.parameters.values(), lambda parameter: len(parameter.slices)):
+            _add_parameters(result, tree, batch, shared, means)
+        copies: dict[Copy, Copy] = {}
+        for names in batches(tree.outside, lambda name: len(tree.outside[name])):
+            parts = [tree.whole_part(name, rank) for name in names for rank in tree.outside[name]]
+            coming = iter(zip(parts, sum_parts(parts, means)))
+            for name in names:
+                result.values[name] = {}
+                for rank in tree.outside[name]:
+                    part, number = next(coming)
+                    copy = Copy(part.tensor.dtype, part.shape, number)
+                    result.values[name][rank] = copies.setdefault(copy, copy)
+    finally:
+        means.progress.end()
     return result
+
+
+def _add_parameters(
+    result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: _Keys, means: Means
+) -> None:
+    parts: list[Part] = []
+    for parameter in parameters:
+        parts += [
+            tree.part(parameter.name, held.holders[0], parameter.shape, held.box)
+            for held in parameter.slices
+            if held.holders
+        ]
+    sums = iter(sum_parts(parts, means))
+    for parameter in parameters:
+        slices = shared.sums(((held.stage, held.box) for held in parameter.slices if held.holders), sums)
+        result.parameters[parameter.name] = ParameterSums(parameter.name, parameter.dtype, parameter.shape, slices)
+
+
+class _SliceSums(Mapping[tuple[int, Box], int]):
+    """Sums by stage and box in few bytes: parameters that are cut alike share the places."""
+
+    def __init__(self, places: dict[tuple[int, Box], int], sums: bytes) -> None:
+        self._places = places
+        self._sums = sums
+
+    def __getitem__(self, key: tuple[int, Box]) -> int:
+        at = self._places[key] * _SUM_BYTES
+        return int.from_bytes(self._sums[at : at + _SUM_BYTES], "little")
+
+    def __iter__(self) -> Iterator[tuple[int, Box]]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class _Keys:
+    """The places that parameters share."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, Box], ...], dict[tuple[int, Box], int]] = {}
+
+    def sums(self, keys: Iterable[tuple[int, Box]], coming: Iterator[int]) -> _SliceSums:
+        """The next sums, one for every key."""
+        told = tuple(keys)
+        places = self._known.setdefault(told, {key: number for number, key in enumerate(told)})
+        return _SliceSums(places, b"".join(next(coming).to_bytes(_SUM_BYTES, "little") for _ in told))
 
 
 def check_complete(tree: Tree) -> None:

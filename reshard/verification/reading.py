@@ -6,10 +6,10 @@ import math
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Callable, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.storage import storage_of
@@ -18,6 +18,14 @@ from reshard.verification.sums import PRIME, Box, Workspace
 
 # Larger parts are taken by several threads.
 _PART_BYTES = 64 << 20
+# Parts that are described at a time: some MB, and enough to keep all threads busy.
+_MOST_PARTS = 1 << 14
+# A thread takes as many parts, or as many bytes, at a time.
+_TAKEN_PARTS, _TAKEN_BYTES = 64, 1 << 20
+# Contents up to this size are remembered with their sums, as many of them, because copies are equal.
+_SMALL, _REMEMBERED = 4 << 10, 256
+
+_T = TypeVar("_T")
 
 
 class Progress(Protocol):
@@ -82,8 +90,28 @@ def intersection(one: Box, other: Box) -> Box:
     return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(one, other))
 
 
-def sum_parts(parts: Sequence[Part], means: Means) -> list[int]:
+def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Items in groups that have no more parts together than should be described at a time."""
+    batch: list[_T] = []
+    total = 0
+    for item in items:
+        parts = parts_of(item)
+        if batch and total + parts > _MOST_PARTS:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += parts
+    if batch:
+        yield batch
+
+
+def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[int]:
     """The sum of every part, in their order.
+
+    Args:
+        parts: what to read; equal ones should be neighbours.
+        means: what may be used for it.
+        told: whether the progress, which the caller begins and ends, is told.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -91,7 +119,6 @@ def sum_parts(parts: Sequence[Part], means: Means) -> list[int]:
     sums = [0] * len(parts)
     if not parts:
         return sums
-    means.progress.begin(sum(part.nbytes for part in parts))
     in_flight = means.jobs * storage_of(parts[0].path).in_flight
     threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
     threads = max(1, min(threads, means.max_memory // Workspace.LEAST_MEMORY))
@@ -100,16 +127,18 @@ def sum_parts(parts: Sequence[Part], means: Means) -> list[int]:
     stop = threading.Event()
 
     def work() -> None:
-        space = Workspace(means.max_memory // threads)
+        adder = _Adder(means.handles, means.max_memory // threads)
         while not stop.is_set():
             with lock:
-                number, part = next(tasks, (-1, None))
-            if part is None:
+                taken = _take(tasks)
+            if not taken:
                 return
-            total = space.sum(part.shape, part.tensor.item_size, part.box, _BoxReader(part, means.handles).read)
+            totals = [adder.sum(part) for _, part in taken]
             with lock:
-                sums[number] = (sums[number] + total) % PRIME
-                means.progress.wrote(part.nbytes)
+                for (number, part), total in zip(taken, totals):
+                    sums[number] = (sums[number] + total) % PRIME
+                if told:
+                    means.progress.wrote(sum(part.nbytes for _, part in taken))
 
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -119,9 +148,50 @@ def sum_parts(parts: Sequence[Part], means: Means) -> list[int]:
             # Also Ctrl-C: nobody waits for terabytes to be read.
             stop.set()
             raise
-        finally:
-            means.progress.end()
     return sums
+
+
+class _Adder:
+    """Sums parts, in one thread; content that it has summed before, at the same place, only read."""
+
+    def __init__(self, handles: FileHandles, memory: int) -> None:
+        self._handles = handles
+        self._space = Workspace(memory)
+        self._small = bytearray(_SMALL)
+        self._known: dict[tuple[tuple[int, ...], int, Box, bytes], int] = {}
+
+    def sum(self, part: Part) -> int:
+        """The sum of a part."""
+        item_size, nbytes = part.tensor.item_size, part.nbytes
+        reader = _BoxReader(part, self._handles)
+        if nbytes > _SMALL:
+            return self._space.sum(part.shape, item_size, part.box, reader.read)
+        content = memoryview(self._small)[:nbytes]
+        reader.read(0, content)
+        key = (part.shape, item_size, part.box, bytes(content))
+        total = self._known.get(key)
+        if total is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+
+            def give(offset: int, out: memoryview) -> None:
+                out[:] = content[offset : offset + len(out)]
+
+            total = self._known[key] = self._space.sum(part.shape, item_size, part.box, give)
+        return total
+
+
+def _take(tasks: Iterator[tuple[int, Part]]) -> list[tuple[int, Part]]:
+    """The next parts for one thread; none when all are taken."""
+    taken: list[tuple[int, Part]] = []
+    nbytes = 0
+    while len(taken) < _TAKEN_PARTS and nbytes < _TAKEN_BYTES:
+        task = next(tasks, None)
+        if task is None:
+            break
+        taken.append(task)
+        nbytes += task[1].nbytes
+    return taken
 
 
 def _tasks(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:

@@ -3,6 +3,9 @@
 The strategy says how a parameter is cut; the shapes of the slices in the files say which of its
 possible readings is true: JSON strategies may join entries of a tensor map to one dimension, and
 accumulated gradients may be stored without the optimizer shard that is recorded for them.
+
+Nothing is kept per parameter and rank: ranks whose files are built alike share their tensors, and
+parameters that the same ranks hold share the list of them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
@@ -57,6 +61,20 @@ class Slice(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Holding(NamedTuple):
+    """A stage that holds a parameter.
+
+    Attributes:
+        stage: the stage.
+        layout: how it cuts the parameter, of the readings of its record the one that is true.
+        holders: ranks of the stage whose file has the parameter, ascending; at least one.
+    """
+
+    stage: Stage
+    layout: Layout
+    holders: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter that a strategy lists, as the files hold it.
@@ -65,20 +83,30 @@ class Parameter:
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: shape of the full tensor.
-        slices: its slices, stage by stage.
+        holdings: the stages that hold it, in order.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    holdings: tuple[Holding, ...]
 
-    def whole_stages(self) -> list[list[Slice]]:
-        """The stages of which every slice is there, each with its slices."""
-        stages: dict[int, list[Slice]] = defaultdict(list)
-        for part in self.slices:
-            stages[part.stage].append(part)
-        return [parts for parts in stages.values() if all(part.holders for part in parts)]
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Its slices, stage by stage; made when they are asked for."""
+        return tuple(
+            part for stage, layout, holders in self.holdings for part in slices_of(layout, stage, self.shape, holders)
+        )
+
+    @property
+    def holders(self) -> Iterator[int]:
+        """Every rank whose file has it, ascending."""
+        return itertools.chain.from_iterable(holding.holders for holding in self.holdings)
+
+    def whole_stages(self) -> list[tuple[Slice, ...]]:
+        """The slices of every stage of which all are there."""
+        stages = [slices_of(layout, stage, self.shape, holders) for stage, layout, holders in self.holdings]
+        return [parts for parts in stages if all(part.holders for part in parts)]
 
 
 @dataclass
@@ -112,6 +140,13 @@ class Tree:
             first = problems[0]
             told = "\n".join(problem.message for problem in problems)
             raise CheckpointError(told, file=first.file, rank=first.rank, parameter=first.parameter, hint=first.hint)
+
+    def alike(self) -> list[tuple[Mapping[str, Tensor], tuple[int, ...]]]:
+        """What files hold, with the ranks, ascending, whose files are built so."""
+        ranks: dict[int, list[int]] = defaultdict(list)
+        for rank, index in self.indexes.items():
+            ranks[id(index.tensors)].append(rank)
+        return [(self.indexes[same[0]].tensors, tuple(same)) for same in ranks.values()]
 
     def tensor(self, name: str, rank: int) -> Tensor:
         """A rank's tensor of a name."""
@@ -175,25 +210,49 @@ def read_tree(
         RetryableError: reading failed.
     """
     tree = read_headers(files, handles)
-    holders: dict[str, list[int]] = defaultdict(list)
-    for rank, index in tree.indexes.items():
-        for name in index.tensors:
-            holders[name].append(rank)
+    holders = _Holders(tree)
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
-    for name in sorted(holders, key=lambda name: (name.startswith(_ACCUMULATED), name)):
+    for name in sorted(holders.names, key=lambda name: (name.startswith(_ACCUMULATED), name)):
         if admit is not None and not admit(name):
             continue
-        if not _lists(strategy, name, tree.tensor(name, holders[name][0])):
-            tree.outside[name] = tuple(holders[name])
+        ranks = holders.of(name)
+        if not _lists(strategy, name, tree.tensor(name, ranks[0])):
+            tree.outside[name] = ranks
             continue
         try:
-            parameter = _parameter(name, strategy, tree, holders[name])
+            parameter = _parameter(name, strategy, tree, holders)
         except InputError as error:
             tree.problems[name] = error
             continue
         if parameter is not None:
             tree.parameters[name] = parameter
     return tree
+
+
+class _Holders:
+    """Which ranks have which tensors; those of the same files share one tuple of ranks."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._ranks: list[tuple[int, ...]] = []
+        self._files: dict[str, list[int]] = defaultdict(list)
+        for number, (tensors, ranks) in enumerate(tree.alike()):
+            self._ranks.append(ranks)
+            for name in tensors:
+                self._files[name].append(number)
+        self._found: dict[tuple[tuple[int, ...], int, int], tuple[int, ...]] = {}
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def of(self, name: str, first: int = 0, count: int = 1 << 62) -> tuple[int, ...]:
+        """The ranks of a stage (default: all) that have a tensor, ascending."""
+        key = (tuple(self._files[name]), first, count)
+        found = self._found.get(key)
+        if found is None:
+            ranks = sorted(itertools.chain.from_iterable(self._ranks[number] for number in key[0]))
+            found = self._found[key] = tuple(rank for rank in ranks if first <= rank < first + count)
+        return found
 
 
 def _lists(strategy: Strategy, name: str, tensor: Tensor) -> bool:
@@ -215,22 +274,55 @@ def slice_shape(layout: Layout, shape: tuple[int, ...], local_rank: int) -> tupl
     return tuple(stop - start for start, stop in box)
 
 
-def slices_of(layout: Layout, stage: Stage, shape: tuple[int, ...], holders: Iterable[int]) -> Iterator[Slice]:
+def slice_shapes(layout: Layout, shape: tuple[int, ...], local_ranks: Iterable[int]) -> list[tuple[int, ...]]:
+    """The shapes of the slices that several ranks of the stage hold."""
+    if layout.uneven is None:
+        # All slices are alike.
+        return [slice_shape(layout, shape, 0)] * len(list(local_ranks))
+    return [slice_shape(layout, shape, rank) for rank in local_ranks]
+
+
+def slices_of(layout: Layout, stage: Stage, shape: tuple[int, ...], holders: Iterable[int]) -> tuple[Slice, ...]:
     """Every slice of a parameter in a stage."""
+    return _slices_of(_shared(layout), stage.number, stage.first_rank, shape, tuple(holders))
+
+
+@lru_cache(maxsize=1024)
+def _shared(layout: Layout) -> Layout:
+    """One of all equal layouts, since each keeps tables of all ranks."""
+    return layout
+
+
+# Most parameters are cut like one shortly before them.
+@lru_cache(maxsize=8)
+def _slices_of(
+    layout: Layout, stage: int, first: int, shape: tuple[int, ...], holders: tuple[int, ...]
+) -> tuple[Slice, ...]:
     there = set(holders)
     edges = [layout.boundaries(dimension, size) for dimension, size in enumerate(shape)]
     # Slices count in C order.
     boxes = itertools.product(*(zip(cuts, cuts[1:]) for cuts in edges))
+    slices = []
     for number, box in enumerate(boxes):
-        ranks = tuple(stage.first_rank + rank for rank in layout.holders(number).tolist())
-        yield Slice(stage.number, box, tuple(rank for rank in ranks if rank in there), ranks)
+        ranks = tuple(first + rank for rank in layout.holders(number).tolist())
+        held = tuple(rank for rank in ranks if rank in there)
+        slices.append(Slice(stage, box, ranks if held == ranks else held, ranks))
+    return tuple(slices)
 
 
 class _Stored(NamedTuple):
-    """A stage that lists a parameter, and the shapes of what its ranks hold of it."""
+    """A stage that lists a parameter, and what its ranks hold of it.
+
+    Attributes:
+        stage: the stage.
+        recorded: the layout that it lists.
+        holders: ranks that have the parameter, ascending.
+        shapes: shape of what each of them has.
+    """
 
     stage: Stage
     recorded: Layout
+    holders: tuple[int, ...]
     shapes: dict[int, tuple[int, ...]]
 
     def readings(self, name: str, plain: bool) -> dict[tuple[int, ...], Layout]:
@@ -254,44 +346,46 @@ class _Stored(NamedTuple):
         return found
 
 
-def _parameter(name: str, strategy: Strategy, tree: Tree, holders: list[int]) -> Optional[Parameter]:
+def _parameter(name: str, strategy: Strategy, tree: Tree, holders: _Holders) -> Optional[Parameter]:
     stored = []
+    tensors: dict[int, Tensor] = {}
     for stage in strategy.stages:
-        ranks = [rank for rank in holders if 0 <= rank - stage.first_rank < stage.device_count]
-        shapes = {rank: tree.tensor(name, rank).shape for rank in ranks}
-        if shapes and strategy.is_none:
-            stored.append(_Stored(stage, Layout((), ((),) * len(shapes[ranks[0]])), shapes))
-        elif shapes and name in stage.layouts:
-            stored.append(_Stored(stage, stage.layouts[name], shapes))
+        ranks = holders.of(name, stage.first_rank, stage.device_count)
+        if not ranks or not (strategy.is_none or name in stage.layouts):
+            continue
+        held = {rank: tree.indexes[rank].tensors[name] for rank in ranks}
+        tensors.update(held)
+        recorded = Layout((), ((),) * len(held[ranks[0]].shape)) if strategy.is_none else stage.layouts[name]
+        stored.append(_Stored(stage, recorded, ranks, {rank: tensor.shape for rank, tensor in held.items()}))
     if not stored:
         return None
-    dtype = _one_dtype(name, tree, [rank for held in stored for rank in held.shapes])
+    dtype = _one_dtype(name, tree, tensors)
     readings: dict[tuple[int, ...], list[Layout]] = {}
     for plain in (False, True):
         if plain and not name.startswith(_ACCUMULATED):
             continue
-        found = [held.readings(name, plain) for held in stored]
+        found = [one.readings(name, plain) for one in stored]
         for shape in set(found[0]).intersection(*found):
             readings.setdefault(shape, [choices[shape] for choices in found])
     shape = _decide(name, tree, stored, list(readings))
-    slices = [
-        part
-        for held, layout in zip(stored, readings[shape])
-        for part in slices_of(layout, held.stage, shape, held.shapes)
-    ]
-    return Parameter(name, dtype, shape, tuple(slices))
+    holdings = tuple(Holding(one.stage, _shared(layout), one.holders) for one, layout in zip(stored, readings[shape]))
+    return Parameter(name, dtype, shape, holdings)
 
 
-def _one_dtype(name: str, tree: Tree, ranks: list[int]) -> str:
-    first = tree.tensor(name, ranks[0])
-    for rank in ranks:
-        tensor = tree.tensor(name, rank)
+def _one_dtype(name: str, tree: Tree, tensors: Mapping[int, Tensor]) -> str:
+    first_rank, first = next(iter(tensors.items()))
+    # Ranks whose files are built alike share one description.
+    checked: set[int] = set()
+    for rank, tensor in tensors.items():
+        if id(tensor) in checked:
+            continue
+        checked.add(id(tensor))
         path = tree.indexes[rank].path
         problem = None
         if is_text(tensor.dtype):
             problem = f"{path}: {name} is {tensor.dtype}, but the strategy lays it out as a tensor (rank {rank})"
         elif (tensor.dtype, tensor.item_size) != (first.dtype, first.item_size):
-            problem = f"{name} is {first.dtype} on rank {ranks[0]} but {tensor.dtype} on rank {rank} ({path})"
+            problem = f"{name} is {first.dtype} on rank {first_rank} but {tensor.dtype} on rank {rank} ({path})"
         if problem is not None:
             raise CheckpointError(problem, file=path, rank=rank, parameter=name)
     return first.dtype

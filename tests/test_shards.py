@@ -1,0 +1,90 @@
+"""--shard: every target rank is in one share, whoever runs it and in whatever order."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
+from reshard.cli.shard import Share, launched_as
+from reshard.plan.shares import share_of
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+FULL = tensors()
+MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
+
+
+@given(st.dictionaries(st.integers(0, 99), st.integers(0, 1000), max_size=40), st.integers(1, 12))
+def test_every_rank_is_in_exactly_one_share_and_shares_are_balanced(sizes: dict[int, int], count: int) -> None:
+    shares = [share_of(sizes, index, count) for index in range(count)]
+    assert sorted(rank for share in shares for rank in share) == sorted(sizes)
+    fair = sum(sizes.values()) / count
+    for share in shares:
+        assert sum(sizes[rank] for rank in share) <= fair + max(sizes.values(), default=0)
+
+
+@pytest.mark.parametrize("count", [1, 3, 12, 20])
+def test_shares_in_any_order_repeated_end_in_one_manifest(count: int, tmp_path: Path) -> None:
+    old, new = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=3)
+    write_checkpoint(tmp_path / "src", MODEL, old)
+    write_strategy(tmp_path / "old", MODEL, old)
+    write_strategy(tmp_path / "new", MODEL, new)
+    options: list[Argument] = ["--src-strategy", tmp_path / "old", "--dst-strategy", tmp_path / "new"]
+    done("transform-dir", tmp_path / "src", tmp_path / "whole", *options)
+    order = [*range(count), *range(count)]
+    random.Random(count).shuffle(order)
+    for index in order:
+        done("transform-dir", tmp_path / "src", tmp_path / "dst", *options, "--shard", f"{index}/{count}")
+    assert wrong_slices(tmp_path / "dst", MODEL, new) == 0
+    name = "reshard-manifest.json"
+    assert (tmp_path / "dst" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert json.loads(done("status", tmp_path / "dst", "--json").out)["complete"]
+
+
+@pytest.mark.parametrize("typed", ["1", "a/b", "2/2", "-1/2", "0/0", "1/4/5", "auto"])
+def test_a_shard_that_is_none_is_wrong_usage(world: World, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(__import__("os").environ):
+        if name.startswith(("SLURM", "OMPI", "PMI", "MV2", "JOB_")):
+            monkeypatch.delenv(name)
+    world.save(FULL)
+    fails(2, *world.words("--shard", typed))
+
+
+ARRAY = {"SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "10", "SLURM_ARRAY_TASK_COUNT": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "8"}, Share(2, 4)),
+        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "3", "SLURM_NTASKS": "9"}, Share(0, 4)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "9"}, Share(3, 9)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Share(1, 2)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Share(0, 2)),
+        ({"JOB_COMPLETION_INDEX": "5", "JOB_COMPLETIONS": "6"}, Share(5, 6)),
+    ],
+)
+def test_launchers_tell_the_share(environment: dict[str, str], share: Share) -> None:
+    assert launched_as(environment) == share
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"JOB_COMPLETION_INDEX": "5"},
+        {"PMI_RANK": "2", "PMI_SIZE": "2"},
+        {**ARRAY, "SLURM_ARRAY_TASK_ID": "5"},
+        {**ARRAY, "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MAX": "9"},
+        {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
+    ],
+)
+def test_launchers_that_tell_nothing_sensible_are_an_error(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"auto|no shard|evenly"):
+        launched_as(environment)
