@@ -78,23 +78,22 @@ class TargetDirectory:
         self._ledger = Ledger(self._root, identity)
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
-    def survey(self) -> list[int]:
+    def survey(self, guarded: bool = False) -> list[int]:
         """Target ranks, of those asked for, that are still to be written, ascending.
+
+        Args:
+            guarded: no other run can begin or end meanwhile.
 
         Raises:
             TargetError: the directory holds another conversion, foreign checkpoints, or targets that
                 may not be replaced.
         """
-        others = self._ledger.others()
-        going_on = self._ledger.exists and not others
-        # One of many by-rank runs looks after its own directory; the first one looks everywhere.
-        own = [f"rank_{rank}" for rank in self._asked] if going_on and self._adding else None
-        present = self._destination.checkpoints(own)
+        present, others, going_on = self._look()
         writing = [self._name(rank) for rank in self._asked]
         if others and present and not self._overwrite:
             raise another_conversion(self._root, self._ledger.identity, others)
         if going_on and (self._adding or not self._overwrite):
-            allowed = [self._name(rank) for rank in self._everything] if own is None else writing
+            allowed = [self._name(rank) for rank in self._everything]
         else:
             allowed = writing
         beside = sorted(set(present).difference(writing))
@@ -111,8 +110,19 @@ class TargetDirectory:
         in_the_way = [rank for rank in left if self._name(rank) in existing]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
-        self._check_sources()
+        self._check_sources(guarded)
         return left
+
+    def _look(self) -> tuple[list[str], list[Identity], bool]:
+        """Checkpoints that are there, other conversions, and whether this one was begun."""
+        while True:
+            others, exists = self._ledger.others(), self._ledger.exists
+            going_on = exists and not others
+            # One of many by-rank runs looks after its own directory; the first one looks everywhere.
+            own = [f"rank_{rank}" for rank in self._asked] if going_on and self._adding else None
+            present = self._destination.checkpoints(own)
+            if (others, exists) == (self._ledger.others(), self._ledger.exists):
+                return present, others, going_on
 
     def begin(self) -> list[int]:
         """Say that this run writes, until `end`; the ranks that are still to be written, looked at once more.
@@ -122,7 +132,7 @@ class TargetDirectory:
             RetryableError: the directory cannot be written.
         """
         with self._ledger.guarded():
-            left = self.survey()
+            left = self.survey(guarded=True)
             anew = self._anew
             self._ledger.begin()
             if left:
@@ -187,23 +197,50 @@ class TargetDirectory:
         """Write the manifest if every rank is there; returns its path."""
         if self._overwrite:
             self._ledger.end_replacing(self._asked)
+        # A look that costs little first, for one of many by-rank runs.
+        if len(self._ledger.done()) < len(self._everything):
+            return None
+        computed = self._missing_checksums()
+        with self._ledger.guarded():
+            found = self._all_done()
+            if found is None:
+                return None
+            files = []
+            for rank, record in found.items():
+                if record in computed:
+                    record = record._replace(crc=computed[record])
+                    self._ledger.record(record, flush=False)
+                crc = None if record.crc is None else f"{record.crc:08x}"
+                files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
+            return Manifest(self._ledger.identity, tuple(files)).write(self._root)
+
+    @property
+    def lacks_checksums(self) -> bool:
+        """Whether checksums are asked for, and targets were written without."""
+        found = self._all_done() if self._checksum else None
+        return found is not None and any(record.crc is None for record in found.values())
+
+    def _missing_checksums(self) -> dict[DoneRecord, int]:
+        """Checksums that are asked for, of targets that were written without."""
+        found = self._all_done() if self._checksum else None
+        return {
+            record: crc_of_file(self._conversion.path(rank))
+            for rank, record in (found or {}).items()
+            if record.crc is None
+        }
+
+    def _all_done(self) -> Optional[dict[int, DoneRecord]]:
+        """The record of every rank of the target strategy, or None where some target is not there."""
         statuses = {rank: self._status(rank) for rank in self._everything}
         records = self._ledger.done()
-        files = []
+        found = {}
         for rank, status in statuses.items():
-            found = [record for record in records.get(rank, []) if record.matches(status)]
-            if not found:
+            matching = [record for record in records.get(rank, []) if record.matches(status)]
+            if not matching:
                 return None
             # Several runs may have made the same file; a checksum that any of them computed holds.
-            best = next((record for record in found if record.crc is not None), found[0])
-            if best.crc is None and self._checksum:
-                best = best._replace(crc=crc_of_file(self._conversion.path(rank)))
-                self._ledger.record(best, flush=False)
-            crc = None if best.crc is None else f"{best.crc:08x}"
-            files.append(ManifestFile(rank, self._name(rank), best.size, best.headers, crc))
-        path = Manifest(self._ledger.identity, tuple(files)).write(self._root)
-        self._ledger.end_replacing()
-        return path
+            found[rank] = next((record for record in matching if record.crc is not None), matching[0])
+        return found
 
     def _name(self, rank: int) -> str:
         return os.path.relpath(self._conversion.path(rank), self._root)
@@ -235,13 +272,22 @@ class TargetDirectory:
         found = self._ledger.done((target.rank,)).get(target.rank, [])
         return any(record.matches(status) for record in found)
 
-    def _check_sources(self) -> None:
+    def _check_sources(self, guarded: bool) -> None:
         # Sources of runs that ended before they had finished anything do not bind, and neither do
-        # those of targets that are all replaced now.
+        # those of targets that are all replaced now; those of a run that is alive always do.
         bound = self._ledger.done().keys() - (set(self._asked) if self._anew else set())
-        if not bound:
+        live = guarded and self._ledger.in_use
+        if not bound and not live:
             return
         touched = self._ledger.check_sources(self._sources)
+        if touched and not bound:
+            raise TargetError(
+                f"another run is writing to {self._root} from source files of {rank_ranges(touched)} that were changed "
+                "since",
+                file=self._root,
+                rank=touched[0],
+                hint="wait until it has ended, or stop it, and convert everything with --overwrite",
+            )
         if touched:
             self._report.warn(
                 f"source files of {rank_ranges(touched)} have another time than when the conversion in {self._root} "

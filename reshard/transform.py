@@ -224,7 +224,8 @@ class _Run:
         if self._directory is None:
             return self._write(self._conversion.target_groups())
         self._directory.tidy()
-        if not self._conversion.ranks and self._directory.manifest is not None:
+        complete = not self._conversion.ranks and self._directory.manifest is not None
+        if complete and not self._directory.lacks_checksums:
             # Complete: nothing is touched, so that it may also lie where nothing can be written.
             self.manifest = self._directory.manifest
             return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Optional
 
@@ -9,9 +10,21 @@ from reshard.checkpoints import SourceTree, find_checkpoints
 from reshard.errors import CheckpointError
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Filters, StepSelector, check_ranks
+from reshard.records import Manifest
 from reshard.report import Report
 from reshard.strategies import Strategy
-from reshard.verification import Difference, Means, compare_replicas, compare_trees
+from reshard.verification import (
+    Difference,
+    Means,
+    Tree,
+    compare_copies,
+    compare_trees,
+    not_held,
+    read_tree,
+)
+from reshard.wording import plural, rank_ranges
+
+_MOST_SHOWN = 3
 
 
 def verify_conversion(
@@ -71,7 +84,54 @@ def verify_replicas(
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     if candidate.step is not None:
         report.note(f"step {candidate.step} is compared")
-    return compare_replicas(candidate.files, strategy, means, filters.admit)
+    held = read_tree(candidate.files, strategy, means.handles, filters.admit)
+    found = compare_copies(held, means)
+    _tell_not_held(held, strategy, report)
+    return found
+
+
+def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:
+    """A line on what was not compared because files lack it."""
+    lacking = not_held(tree, strategy)
+    if lacking:
+        # The ones that fewest ranks lack: with a de-duplicated save they are the odd ones out.
+        names = sorted(lacking, key=lambda name: (len(lacking[name]), name))
+        shown = ", ".join(f"{name} on {rank_ranges(lacking[name])}" for name in names[:_MOST_SHOWN])
+        more = f" and {plural(len(names) - _MOST_SHOWN, 'other')}" if len(names) > _MOST_SHOWN else ""
+        report.note(
+            f"not in every file that the strategy gives them to, as in a de-duplicated save, and compared as far as "
+            f"they are there: {plural(len(names), 'parameter')}: {shown}{more}"
+        )
+
+
+def converted_files(
+    out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
+) -> tuple[dict[int, str], list[Difference]]:
+    """The files of a converted checkpoint by rank, and those beside them that do not belong to it.
+
+    Without a manifest these are the files of the newest step there.
+
+    Args:
+        out: the directory.
+        manifest: its manifest, where there is one, which says what belongs to it.
+        ranks: ranks that are looked at; all where None.
+
+    Raises:
+        ReshardError: without a manifest, there are no files, or which are the newest cannot be told.
+    """
+    if manifest is not None:
+        listed = {file.rank: os.path.join(out, file.file) for file in manifest.files}
+        return {rank: path for rank, path in listed.items() if os.path.isfile(path)}, []
+    tree = find_checkpoints(out)
+    newest = next(iter(tree.candidates()), None)
+    if newest is None:
+        raise CheckpointError(f"{out}: holds no checkpoints", file=out)
+    others = [
+        Difference("file", None, (file.rank,), f"{file.path} is not of the newest step, which was compared")
+        for file in tree.files
+        if file.step != newest.step and (ranks is None or file.rank in ranks)
+    ]
+    return newest.files, others
 
 
 def step_files(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
@@ -12,13 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoints import FileHandles
-from reshard.errors import IncompleteSourceError, InputError
+from reshard.checkpoints import FileHandles, read_index
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.layout import Overlap
 from reshard.plan import conversion
 from reshard.plan.pieces import Box, StoredSlice
 from reshard.strategies import read_strategy
-from reshard.verification import Difference, Means, compare_replicas, compare_trees
+from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
+from reshard.verification import tree as tree_module
+from reshard.verification.sums import Workspace
 from tests import cases
 from tests.conftest import LONG
 from tests.layouts import strategies, tensors
@@ -32,6 +35,7 @@ from tests.trees import (
     cut_ranks,
     layout,
     read_tree,
+    safetensors_bytes,
     same_ranks,
     scalar,
     single,
@@ -231,7 +235,7 @@ def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
     for rank in target:
         target[rank]["w"] = Value("Float32", target[rank]["w"].array.reshape(-1))
     pair.write(held(SOURCE), target)
-    assert brief(pair.compare()) == [("shape", "w", (0,)), ("shape", "w", (1,))]
+    assert brief(pair.compare()) == [("shape", "w", (0, 1))]
 
 
 def test_copied_values_are_the_lowest_ranks_or_a_ranks_own(tmp_path: Path) -> None:
@@ -296,6 +300,152 @@ def test_accumulated_gradients_are_read_as_the_shapes_tell(tmp_path: Path, store
     target[1]["accu_grads.w"] = flipped(target[1]["accu_grads.w"])
     pair.write(cut_ranks(pair.old, full, {}, plain), target)
     assert brief(pair.compare()) == [("content", "accu_grads.w", (1,))]
+
+
+def test_ranks_that_the_target_does_not_have_are_told(pair: Pair) -> None:
+    target = held(TARGET)
+    pair.write(held(SOURCE), {**target, 7: target[1]})
+    assert brief(pair.compare()) == [("file", None, (7,))]
+    assert pair.compare(ranks=[0, 1]) == []
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> None:
+    text_ = {"note": text("some")} if ending == "ckpt" else {}
+    int4 = {"q": Value("Int4", np.arange(6, dtype=np.int8))} if ending != "ckpt" else {}
+    more = {"empty": value("e", (0, 3)), "step": scalar(3), **text_, **int4}
+    source, target = held(SOURCE), held(TARGET)
+    for checkpoint in (*source.values(), *target.values()):
+        checkpoint.update(more)
+    pair.write(source, target, ending)
+    path = pair.root / "dst" / "rank_1" / f"checkpoint_1.{ending}"
+    if ending == "safetensors":
+        path.write_bytes(safetensors_bytes(target[1], {"remove_redundancy": "False"}))
+    assert pair.compare() == []
+    with FileHandles() as handles:
+        tensors_ = read_index(handles, str(path)).tensors
+    extents = [extent for tensor in tensors_.values() for extent in tensor.extents]
+    content = {at for start, size in extents for at in range(start, start + size)}
+    data = path.read_bytes()
+    # The key of a content of no bytes: what it says is the same without it.
+    content.add(data.find(b"\x1a\x00") if ending == "ckpt" else -1)
+    for at in sorted(set(range(len(data))) - content):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(bytes(changed))
+        try:
+            assert pair.compare(), f"byte {at} of {path}"
+        except CheckpointError as error:
+            assert str(path) in error.message
+
+
+@pytest.mark.parametrize("wrong", [{"remove_redundancy": "True"}, {"format": "np"}, {"m.w": "Int4x"}])
+def test_metadata_that_are_not_true_are_told(pair: Pair, wrong: Mapping[str, str]) -> None:
+    pair.write(held(SOURCE), held(TARGET), "safetensors")
+    for tree, rank in (("src", 3), ("dst", 1)):
+        path = Path(files_of(pair.root / tree)[rank])
+        path.write_bytes(safetensors_bytes(held(SOURCE if tree == "src" else TARGET)[rank], wrong))
+        if tree == "src" and "remove_redundancy" in wrong:
+            assert pair.compare() == []
+    found = pair.compare()
+    if "remove_redundancy" in wrong:
+        assert brief(found) == [("file", None, (1,))]
+    else:
+        # What the source says of itself may be said of the target.
+        assert found == []
+    pair.write(held(SOURCE), held(TARGET), "safetensors")
+    path.write_bytes(safetensors_bytes(held(TARGET)[1], wrong))
+    assert brief(pair.compare()) == [("file", None, (1,))]
+
+
+# At scale.
+
+
+def many(root: Path, ranks: int, parameters: int) -> Pair:
+    """Small parameters on many ranks, half of them cut."""
+    names = [f"layer{number}.weight" for number in range(parameters)]
+    maps = {name: [0, -1] if number % 2 else [-1, 0] for number, name in enumerate(names)}
+    old = single({name: layout([ranks // 4, 4], cut) for name, cut in maps.items()})
+    new = single({name: layout([ranks // 4, 4], cut[::-1]) for name, cut in maps.items()})
+    pair = Pair(root, old, new)
+    full = {name: value(name, (8, 8)) for name in names}
+    pair.write(held(old, full), held(new, full))
+    return pair
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(reading, "_MOST_PARTS", most)
+    pair = many(tmp_path, 8, 6)
+    assert pair.compare() == [] and pair.replicas() == []
+    assert pair.progress.read == pair.progress.total
+    ranks = held(pair.new, {name: value(name, (8, 8)) for name in names_of(pair.new)})
+    ranks[5]["layer0.weight"] = flipped(ranks[5]["layer0.weight"], 9)
+    ranks[2]["layer4.weight"] = flipped(ranks[2]["layer4.weight"], 0, 7)
+    ranks[7]["global_step"] = scalar(1, shape=(1,))
+    write_tree(pair.root / "dst", ranks, "rank_{rank}/checkpoint_{rank}.ckpt")
+    wrong = [("global_step", (7,)), ("layer0.weight", (5,)), ("layer4.weight", (2,))]
+    assert brief(pair.compare()) == [("content", name, where) for name, where in wrong]
+    assert [found.parameter for found in pair.replicas("dst")] == [name for name, _ in wrong]
+
+
+def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOST_PARTS", 1)
+    pair = many(tmp_path, 8, 6)
+    read: list[str] = []
+
+    def counted(handles: FileHandles, path: str, known: Any) -> Any:
+        read.append(path)
+        return read_index(handles, path, known)
+
+    monkeypatch.setattr(tree_module, "read_index", counted)
+    pair.compare()
+    assert len(read) == len(set(read)) == 16
+    read.clear()
+    pair.replicas()
+    assert len(read) == 8
+
+
+@pytest.mark.parametrize("what", ["compare", "replicas", "fingerprints"])
+def test_memory_does_not_grow_with_parameters_times_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(reading, "_MOST_PARTS", 128)
+    ranks, few, more = 64, 20, 80
+    peaks: list[int] = []
+    for parameters in (few, few, more):
+        pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)
+        tracemalloc.start()
+        try:
+            if what == "fingerprints":
+                with FileHandles() as handles:
+                    strategy = read_strategy(str(pair.old_path))
+                    tree = tree_module.read_tree(files_of(pair.root / "src"), strategy, handles)
+                    fingerprints(tree, Means(handles, 2, 8 << 20, Quiet()))
+            else:
+                assert getattr(pair, what)() == []
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    # Its name, type, place in the files and the like, but nothing per rank: a pointer each would be more.
+    _, before, after = peaks
+    assert (after - before) / (more - few) < 8 * ranks * 12
+
+
+def test_equal_copies_are_summed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = 0
+    plain = Workspace.sum
+
+    def counted(self: Workspace, *arguments: Any) -> int:
+        nonlocal sums
+        sums += 1
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Workspace, "sum", counted)
+    pair = many(tmp_path, 64, 6)
+    assert pair.replicas() == []
+    # Two threads, each of which may meet all 6 x 4 slices and the one value.
+    assert sums <= 2 * 25
 
 
 # Mistakes of the planner, which this room must not share.

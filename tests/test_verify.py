@@ -19,7 +19,8 @@ from reshard.plan import conversion as conversion_module
 from reshard.plan.cuts import Cut
 from reshard.plan.pieces import TargetTensor
 from tests.running import Argument, Result, done, fails, reshard
-from tests.small import World, tensors
+from tests.small import COPIED, SOURCE, World, tensors
+from tests.trees import cut_ranks, write_tree
 
 FULL = tensors()
 
@@ -112,6 +113,80 @@ def test_a_replica_that_differs_is_found_in_a_source(world: World) -> None:
     flip(world.src / "rank_2" / "net-1_10.ckpt", "v")
     result = fails(4, *words)
     assert "v" in result.out and "rank" in result.out and "2" in result.out
+
+
+def test_ranks_beyond_the_target_are_differences_unless_others_were_named(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "reshard-manifest.json").unlink()
+    extra = world.dst / "rank_7" / "checkpoint_7.ckpt"
+    extra.parent.mkdir()
+    extra.write_bytes((world.dst / "rank_1" / "checkpoint_1.ckpt").read_bytes())
+    result = verify(world)
+    assert result.status == 4 and "rank 7" in result.out
+    assert verify(world, "--ranks", "0-1").status == 0
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_only_the_ranks_that_were_named_are_looked_at(world: World, manifest: bool) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32")
+    flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
+    if not manifest:
+        (world.dst / "reshard-manifest.json").unlink()
+    else:
+        assert done("verify", world.dst, "--ranks", "0").status == 0
+        fails(4, "verify", world.dst, "--ranks", "1")
+    assert verify(world, "--ranks", "0").status == 0
+    assert verify(world, "--ranks", "1").status == 4
+
+
+def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "reshard-manifest.json").unlink()
+    for rank in (0, 1):
+        path = world.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt"
+        path.rename(path.with_name("net-1_10.ckpt"))
+    assert verify(world).status == 0
+    old = world.dst / "rank_1" / "net-1_9.ckpt"
+    old.write_bytes((world.dst / "rank_1" / "net-1_10.ckpt").read_bytes())
+    flip(old, "w")
+    result = verify(world, "--json")
+    assert result.status == 4
+    (found,) = json.loads(result.out)["differences"]
+    assert (found["kind"], found["ranks"]) == ("file", [1]) and "net-1_9.ckpt" in found["detail"]
+    assert verify(world, "--ranks", "0").status == 0
+    (world.dst / "rank_1" / "net-1_10.ckpt").unlink()
+    result = verify(world)
+    assert result.status == 4 and "rank 1: there is no file" in result.out
+
+
+def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
+    assert "not in every file" not in done(*words).err
+    held = cut_ranks(SOURCE, FULL, COPIED)
+    del held[2]["v"], held[3]["v"], held[1]["w"]
+    write_tree(world.src, held)
+    (line,) = [line for line in done(*words).err.splitlines() if "not in every file" in line]
+    assert "w on rank 1" in line and "v on ranks 2-3" in line
+
+
+@pytest.mark.parametrize("without", [[0], [0, 1]])
+def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World, without: list[int]) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32")
+    assert "contents" not in done("verify", world.dst).err
+    path = world.dst / "reshard-manifest.json"
+    manifest = json.loads(path.read_text())
+    for rank in without:
+        manifest["files"][rank]["crc32"] = None
+    path.write_text(json.dumps(manifest))
+    said = done("verify", world.dst).err
+    assert "contents were not compared" in said
+    assert ("of rank 0" in said) == (without == [0])
+    assert "contents" not in done("verify", world.dst, "--ranks", "1").err or 1 in without
 
 
 @pytest.mark.parametrize("words", [("--src", "x"), ("--replicas",), ("--strategy", "x"), ("--src-strategy", "x")])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles, find_checkpoints
+from reshard.checkpoints import FileHandles
 from reshard.cli import options
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
@@ -19,8 +20,8 @@ from reshard.strategies import read_strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verify import verify_conversion, verify_replicas
-from reshard.wording import plural, printable
+from reshard.verify import converted_files, verify_conversion, verify_replicas
+from reshard.wording import plural, printable, rank_ranges
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -78,16 +79,13 @@ def verify(
             manifest = _manifest(out)
             step = typed["step"]
             if manifest is not None:
-                found += compare_with_manifest(out, manifest, means)
+                found += _against_manifest(out, manifest, ranks, means)
                 if step == "latest" and manifest.plan.step is not None:
                     step = manifest.plan.step
                 if not (filters.include or filters.exclude):
                     filters = Filters(manifest.plan.include, manifest.plan.exclude)
-            files = {
-                rank: path
-                for candidate in find_checkpoints(out).candidates()
-                for rank, path in candidate.files.items()
-            }
+            files, others = converted_files(out, manifest, ranks)
+            found += others
             found += verify_conversion(
                 src,
                 read_strategy(source),
@@ -104,12 +102,8 @@ def verify(
             raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
         elif not replicas:
             manifest = read_manifest(out)
-            found += compare_with_manifest(out, manifest, means)
-            if not any(file.crc32 for file in manifest.files):
-                report.note(
-                    "the manifest has no checksums, so contents were not compared; give --src, or convert with "
-                    "--checksum crc32"
-                )
+            found += _against_manifest(out, manifest, ranks, means)
+            _tell_unchecked(manifest, ranks, report)
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in found]})
     tell_differences(found, typed["quiet"], to_standard_output=not typed["as_json"])
@@ -124,6 +118,32 @@ def tell_differences(found: Sequence[Difference], quiet: bool, to_standard_outpu
         click.get_current_context().exit(DIFFERENT)
     if not quiet:
         click.echo("verified: no differences", err=True)
+
+
+def _against_manifest(
+    out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means
+) -> list[Difference]:
+    """What is not as the manifest says, of some ranks or all."""
+    found = compare_with_manifest(out, _of_ranks(manifest, ranks), means)
+    return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
+
+
+def _of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
+    if ranks is None:
+        return manifest
+    return dataclasses.replace(manifest, files=tuple(file for file in manifest.files if file.rank in ranks))
+
+
+def _tell_unchecked(manifest: Manifest, ranks: Optional[tuple[int, ...]], report: Report) -> None:
+    """Say whose contents were not compared."""
+    files = _of_ranks(manifest, ranks).files
+    unchecked = [file.rank for file in files if file.crc32 is None]
+    if unchecked:
+        whose = "no checksums" if len(unchecked) == len(files) else f"no checksums of {rank_ranges(unchecked)}"
+        report.note(
+            f"the manifest has {whose}, so {'' if len(unchecked) == len(files) else 'their '}contents were not "
+            "compared; give --src, or convert with --checksum crc32"
+        )
 
 
 def _manifest(out: str) -> Optional[Manifest]:

@@ -20,6 +20,8 @@ from reshard.plan.pieces import TargetFile
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
+_TIMES = 4
+
 Finish = Callable[[TargetFile, os.stat_result, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
 
@@ -178,9 +180,17 @@ class TargetWriter:
             raise OSError(errno.ECANCELED, "was given up")
         if self._fd is None:
             directory = os.path.dirname(self.target.path) or "."
-            self._made_directory = not os.path.isdir(directory)
-            os.makedirs(directory, exist_ok=True)
-            self._fd, self._temporary = temporary.create(directory)
+            for last in (False,) * _TIMES + (True,):
+                self._made_directory = not os.path.isdir(directory)
+                try:
+                    os.makedirs(directory, exist_ok=True)
+                    self._fd, self._temporary = temporary.create(directory)
+                    break
+                except FileNotFoundError:
+                    # Another run that gave up has removed it between the two.
+                    if last:
+                        raise
+        assert self._fd is not None
         return self._fd
 
     def fail(self, error: ReshardError) -> None:

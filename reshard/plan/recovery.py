@@ -32,6 +32,7 @@ class Recovery(Conversion):
     ) -> None:
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._same: dict[tuple[str, int], bool] = {}
+        self._slices: dict[int, dict[int, tuple[int, ...]]] = {}
         super().__init__(request, choice, selection, handles, report)
 
     def intact(self, rank: int) -> bool:
@@ -44,7 +45,7 @@ class Recovery(Conversion):
         stage = self.request.source.stage_of(rank)
         held = index.tensors
         counts, ranks = self._held_in(stage)
-        everywhere = (name for name, count in counts.items() if ranks > 1 and count == ranks - 1)
+        everywhere = (name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
         return all(name in held for name in self.resharded_of(stage)) and all(name in held for name in everywhere)
 
     @property
@@ -89,6 +90,13 @@ class Recovery(Conversion):
         values = super().copied_values(rank)
         if self.intact(rank):
             return values
+        index = self.step.indexes.get(rank)
+        if index is not None:
+            # Its own file lacks something else.
+            values = [
+                CopiedValue(value.name, rank, index.tensors[value.name]) if value.name in index.tensors else value
+                for value in values
+            ]
         found = [
             CopiedValue(name, holder, self.step.indexes[holder].tensors[name])
             for name, holder in self._unlisted(rank).items()
@@ -153,13 +161,17 @@ class Recovery(Conversion):
         for other in holders:
             if self.step.indexes[other].tensors[name].shape == full:
                 return other
-        twins = [other for other in holders if self._twins(other, rank, stage)]
+        signatures = self._signatures(stage)
+        twins = [other for other in holders if signatures[other] == signatures[rank]]
         return twins[0] if twins and self._same_on_twins(name, holders, stage) else None
 
-    def _twins(self, one: int, other: int, stage: Stage) -> bool:
-        """Whether two ranks hold the same slice of everything that the stage's strategy lists."""
-        here, there = one - stage.first_rank, other - stage.first_rank
-        return all(layout.slice_of_rank[here] == layout.slice_of_rank[there] for layout in set(stage.layouts.values()))
+    def _signatures(self, stage: Stage) -> dict[int, tuple[int, ...]]:
+        """Which slices each rank of a stage holds, of everything that the stage's strategy lists."""
+        if stage.number not in self._slices:
+            cuts = [layout.slice_of_rank.tolist() for layout in set(stage.layouts.values())]
+            ranks = range(stage.first_rank, stage.first_rank + stage.device_count)
+            self._slices[stage.number] = dict(zip(ranks, zip(*cuts))) if cuts else dict.fromkeys(ranks, ())
+        return self._slices[stage.number]
 
     def _same_on_twins(self, name: str, holders: Sequence[int], stage: Stage) -> bool:
         """Whether the tensor is the same on all twins that are left, and there are some.
@@ -169,11 +181,11 @@ class Recovery(Conversion):
         """
         key = (name, stage.number)
         if key not in self._same:
-            pairs = [
-                (one, other)
-                for number, one in enumerate(holders)
-                for other in holders[number + 1 :]
-                if self._twins(one, other, stage)
-            ]
+            first_of: dict[tuple[int, ...], int] = {}
+            pairs = []
+            for other in holders:
+                first = first_of.setdefault(self._signatures(stage)[other], other)
+                if first != other:
+                    pairs.append((first, other))
             self._same[key] = bool(pairs) and all(self._copies.same(name, one, other) for one, other in pairs)
         return self._same[key]

@@ -37,6 +37,7 @@ _SECOND = 10**9
 _NONE = "none"
 # Where locks tell nothing, a run that has left no trace for so long is taken for dead.
 _LONG_UNTOUCHED = 24 * 3600.0
+_TIMES = 100
 
 
 class DoneRecord(NamedTuple):
@@ -107,20 +108,38 @@ class Ledger:
                 os.makedirs(self._destination)
                 self._made_destination = True
             self._make_root()
-            if not stat.S_ISDIR(os.lstat(self._root).st_mode):
-                raise TargetError(
-                    f"{self._root} is not a directory of its own",
-                    file=self._root,
-                    hint="remove it, or choose another DST",
-                )
+            self._check_root()
             with locked(os.path.join(self._root, "lock"), again=self._make_root):
                 yield
         except OSError as error:
             raise _unwritable(self._root, error) from error
 
+    def _nobody_writes(self) -> bool:
+        with try_alone(os.path.join(self._own, "lock")) as alone:
+            return alone is True or (alone is None and _long_untouched(self._own))
+
+    def _marks(self) -> list[str]:
+        return [name for name in _listed(self._own) if name.startswith("replacing.")]
+
     def _make_root(self) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(self._root)
+        for _ in range(_TIMES):
+            # Another run that ends may remove it, or DST, at any moment before it is locked.
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.makedirs(self._root)
+            if os.path.lexists(self._root):
+                return
+
+    def _check_root(self) -> None:
+        try:
+            is_directory = stat.S_ISDIR(os.lstat(self._root).st_mode)
+        except FileNotFoundError:
+            return
+        if not is_directory:
+            raise TargetError(
+                f"{self._root} is not a directory of its own",
+                file=self._root,
+                hint="remove it, or choose another DST",
+            )
 
     def begin(self) -> None:
         """Say that this conversion is writing here, until `end`; to be called `guarded`.
@@ -136,8 +155,12 @@ class Ledger:
             for name in _listed(self._root):
                 if _OURS.fullmatch(name) and name != self.identity.digest:
                     self._forget(name)
-            if not self.done() and not self.in_use:
-                _remove_records(self._own)
+            if not self.done() and self._nobody_writes():
+                if self._marks():
+                    # A run that replaces targets goes on, though none was replaced yet.
+                    self.forget_sources()
+                else:
+                    _remove_records(self._own)
             for name in ("done", "sources"):
                 os.makedirs(os.path.join(self._own, name), exist_ok=True)
             self._writing = Lock.shared(os.path.join(self._own, "lock"))
@@ -158,7 +181,7 @@ class Ledger:
         with contextlib.suppress(OSError, RetryableError):
             with self.guarded():
                 with try_alone(os.path.join(self._own, "lock")) as alone:
-                    if alone is not True or self.done():
+                    if alone is not True or self.done() or self._marks():
                         return
                     _remove_records(self._own)
                 if any(name != "lock" for name in _listed(self._root)):

@@ -49,7 +49,7 @@ def try_alone(path: str) -> Iterator[Optional[bool]]:
     """
     try:
         fd = _open(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         yield True
         return
     try:

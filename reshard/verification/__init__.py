@@ -5,7 +5,7 @@ and `compare_replicas` find out which rank holds something else than it should. 
 are read by the rooms that conversions use too; what they mean for each other is worked out anew here.
 """
 
-from reshard.verification.compare import Difference, compare_replicas, compare_trees
+from reshard.verification.compare import Difference, compare_copies, compare_replicas, compare_trees, not_held
 from reshard.verification.fingerprint import Entry, Fingerprints, check_complete, fingerprints
 from reshard.verification.reading import Means, Progress
 from reshard.verification.tree import Tree, read_tree
@@ -18,8 +18,10 @@ __all__ = [
     "Progress",
     "Tree",
     "check_complete",
+    "compare_copies",
     "compare_replicas",
     "compare_trees",
     "fingerprints",
+    "not_held",
     "read_tree",
 ]

@@ -6,21 +6,25 @@ Two checkpoints are compared through sums (see `sums`), from the strategies alon
 2. Where all copies of a target slice agree and the slices add up to the source's sum, the parameter is right.
 3. Of all others, the source's sum over every target slice's own box is made; each rank's copy is right or
    wrong by itself then.
+
+All this goes by batches of parameters: what is in memory does not grow with parameters times ranks.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import Tensor, can_hold, format_of
+from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
+from reshard.checkpoints.dtypes import INT4
 from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
 from reshard.verification.fingerprint import check_complete
-from reshard.verification.reading import Means, Part, intersection, sum_parts
+from reshard.verification.reading import Means, Part, batches, intersection, sum_parts
 from reshard.verification.sums import PRIME, Box
 from reshard.verification.tree import (
     Parameter,
@@ -30,7 +34,7 @@ from reshard.verification.tree import (
     layout_choices,
     read_headers,
     read_tree,
-    slice_shape,
+    slice_shapes,
     slices_of,
 )
 from reshard.wording import rank_ranges
@@ -75,10 +79,10 @@ def compare_trees(
     Args:
         source_files: files of the step that was converted, by rank.
         source: their strategy.
-        target_files: files of the converted checkpoint, by rank.
+        target_files: files of the converted checkpoint, by rank; all that there are.
         target: their strategy.
         means: what may be used for reading.
-        ranks: target ranks to look at; all of the strategy where None.
+        ranks: target ranks to look at; where None all of the strategy, and there must be no others.
         admit: which parameters were converted, by name; all where None.
 
     Returns:
@@ -100,7 +104,16 @@ def compare_trees(
     source_tree.check_readings()
     check_complete(source_tree)
     target_tree = read_headers({rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles)
-    return _Comparison(source_tree, source, target_tree, target, wanted, means).run(target_files)
+    found = _Comparison(source_tree, source, target_tree, target, wanted, means).run(target_files)
+    if ranks is None:
+        found = [*_beyond(target_files, target), *found]
+    return found
+
+
+def _beyond(files: Mapping[int, str], strategy: Strategy) -> Iterator[Difference]:
+    """Files of ranks that a strategy does not have."""
+    for rank in sorted(rank for rank in files if rank >= strategy.device_count):
+        yield Difference("file", None, (rank,), f"{files[rank]} is not of this conversion")
 
 
 class _Copies(NamedTuple):
@@ -133,16 +146,45 @@ class _Comparison:
             elif rank in self._target.damaged:
                 self._add("file", None, [rank], self._target.damaged[rank])
         self._check_names()
-        copies = [
-            copies
-            for name, parameter in self._source.parameters.items()
-            for stage in self._new.stages
-            if self._new.is_none or name in stage.layouts
-            for copies in self._slices(parameter, stage)
-        ]
-        self._compare(copies)
-        self._compare_values()
+        self._check_metadata()
+        self._means.progress.begin(self._bytes_to_read())
+        try:
+            for batch in batches(self._source.parameters.values(), self._parts_of):
+                self._compare(
+                    [
+                        copies
+                        for parameter in batch
+                        for stage in self._new.stages
+                        if self._new.is_none or parameter.name in stage.layouts
+                        for copies in self._slices(parameter, stage)
+                    ]
+                )
+            for names in batches(self._source.outside, lambda name: 2 * len(self._ranks)):
+                self._compare_values(names)
+        finally:
+            self._means.progress.end()
         return sorted(self._differences, key=lambda found: (found.parameter or "", found.kind, found.ranks))
+
+    def _parts_of(self, parameter: Parameter) -> int:
+        return sum(holding.layout.slice_count for holding in parameter.holdings) + len(self._ranks)
+
+    def _bytes_to_read(self) -> int:
+        """Bytes of all copies that are as they should be, and of what they are compared with."""
+        total = 0
+        for name, parameter in self._source.parameters.items():
+            if self._new.is_none or any(name in stage.layouts for stage in self._new.stages):
+                slices = (held for held in parameter.slices if held.holders)
+                total += sum(self._source.tensor(name, held.holders[0]).nbytes for held in slices)
+        for stage, tensors, ranks in self._built_alike():
+            total += len(ranks) * sum(
+                tensor.nbytes
+                for name, tensor in tensors.items()
+                if self._is_converted(name, stage) or self._is_copied(name, stage)
+            )
+        for name in self._source.outside:
+            origins = {self._origin(name, rank) for rank in self._values_on(name)}
+            total += sum(self._source.tensor(name, origin).nbytes for origin in origins)
+        return total
 
     def _add(self, kind: str, name: Optional[str], ranks: Iterable[int], detail: str) -> None:
         self._differences.append(Difference(kind, name, tuple(sorted(ranks)), detail))
@@ -152,51 +194,84 @@ class _Comparison:
         last = stage.first_rank + stage.device_count
         return [rank for rank in self._ranks if rank in self._target.indexes and stage.first_rank <= rank < last]
 
+    def _built_alike(self) -> Iterator[tuple[Stage, Mapping[str, Tensor], list[int]]]:
+        """What files hold, with the ranks of a stage whose files are built so."""
+        for tensors, same in self._target.alike():
+            for stage in self._new.stages:
+                last = stage.first_rank + stage.device_count
+                ranks = [rank for rank in same if stage.first_rank <= rank < last]
+                if ranks:
+                    yield stage, tensors, ranks
+
     def _check_names(self) -> None:
         """Names in target files that nothing puts there."""
         extra: dict[str, list[int]] = defaultdict(list)
-        for rank, index in self._target.indexes.items():
-            listed = self._new.stage_of(rank).layouts
-            for name in index.tensors:
-                converted = name in self._source.parameters and (self._new.is_none or name in listed)
-                if not converted and not self._copied_to(name, rank):
-                    extra[name].append(rank)
+        for stage, tensors, ranks in self._built_alike():
+            for name in tensors:
+                if not self._is_converted(name, stage) and not self._is_copied(name, stage):
+                    extra[name] += ranks
         for name, ranks in extra.items():
             self._add("extra", name, ranks, "is in the file, but the source and the strategies do not put it there")
 
-    def _copied_to(self, name: str, rank: int) -> bool:
-        """Whether a rank gets a value that the source strategy does not list."""
+    def _check_metadata(self) -> None:
+        """Metadata of target files that tell a reader something else than what is in them."""
+        known = {item for index in self._source.indexes.values() for item in index.metadata.items()}
+        wrong: dict[str, list[int]] = defaultdict(list)
+        for rank, index in self._target.indexes.items():
+            for text in _strange_metadata(index, known):
+                wrong[text].append(rank)
+        for text, ranks in wrong.items():
+            self._add("file", None, ranks, text)
+
+    def _is_converted(self, name: str, stage: Stage) -> bool:
+        """Whether a stage's ranks get slices of a parameter that the source strategy lists."""
+        return name in self._source.parameters and (self._new.is_none or name in stage.layouts)
+
+    def _is_copied(self, name: str, stage: Stage) -> bool:
+        """Whether a stage's ranks get a value that the source strategy does not list."""
         if name not in self._source.outside:
             return False
-        stages = [stage.number for stage in self._new.stages if name in stage.layouts]
-        return not stages or self._new.stage_of(rank).number in stages
+        return name in stage.layouts or not any(name in other.layouts for other in self._new.stages)
+
+    def _values_on(self, name: str) -> list[int]:
+        """Ranks that a value outside the source strategy belongs on, and that were read."""
+        stages = [stage for stage in self._new.stages if self._is_copied(name, stage)]
+        ranks = (rank for stage in stages for rank in self._present(stage))
+        return [rank for rank in ranks if name in self._target.indexes[rank].tensors]
+
+    def _origin(self, name: str, rank: int) -> int:
+        """The source rank whose copy of a value a target rank gets."""
+        holders = self._source.outside[name]
+        return rank if belongs_to_rank(name) and rank in holders else holders[0]
 
     def _slices(self, parameter: Parameter, stage: Stage) -> list[_Copies]:
         """The slices of a parameter that a stage's ranks hold rightly cut; all else is told."""
         name = parameter.name
-        example = next(held for held in parameter.slices if held.holders)
-        sample = self._source.tensor(name, example.holders[0])
-        there, shapes = [], {}
+        sample = self._source.tensor(name, next(parameter.holders))
+        wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
+        shapes = {}
         for rank in self._present(stage):
             tensor = self._target.indexes[rank].tensors.get(name)
             if tensor is None:
-                self._add("missing", name, [rank], "is not in the file")
+                wrong["missing", "is not in the file"].append(rank)
             elif (tensor.dtype, tensor.item_size) != (sample.dtype, sample.item_size):
-                self._add("type", name, [rank], f"is {tensor.dtype}, but {sample.dtype} in the source")
+                wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
             else:
-                there.append(rank)
                 shapes[rank] = tensor.shape
         recorded = Layout((), ((),) * len(parameter.shape)) if self._new.is_none else stage.layouts[name]
         layout = self._layout(parameter, recorded, stage, shapes)
+        right = []
+        if layout is not None:
+            expected = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in shapes])
+            for (rank, shape), fitting in zip(shapes.items(), expected):
+                if shape == fitting:
+                    right.append(rank)
+                else:
+                    wrong["shape", f"has shape {list(shape)}, not {list(fitting)}"].append(rank)
+        for (kind, detail), ranks in wrong.items():
+            self._add(kind, name, ranks, detail)
         if layout is None:
             return []
-        right = []
-        for rank in there:
-            expected = slice_shape(layout, parameter.shape, rank - stage.first_rank)
-            if shapes[rank] == expected:
-                right.append(rank)
-            else:
-                self._add("shape", name, [rank], f"has shape {list(shapes[rank])}, not {list(expected)}")
         return [_Copies(parameter, held) for held in slices_of(layout, stage, parameter.shape, right)]
 
     def _layout(
@@ -208,10 +283,8 @@ class _Comparison:
             if len(layout.cuts) != len(parameter.shape) or layout.recorded_shape not in (None, parameter.shape):
                 continue
             try:
-                fitting = sum(
-                    slice_shape(layout, parameter.shape, rank - stage.first_rank) == shape
-                    for rank, shape in shapes.items()
-                )
+                expected = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in shapes])
+                fitting = sum(map(operator.eq, expected, shapes.values()))
             except LayoutError:
                 continue
             if fitting > best[0]:
@@ -282,7 +355,7 @@ class _Comparison:
                     parts.append(self._source.part(parameter.name, rank, parameter.shape, stored.box, common))
                     owners.append(number)
         expected = [0] * len(check)
-        for number, total in zip(owners, sum_parts(parts, self._means)):
+        for number, total in zip(owners, sum_parts(parts, self._means, told=False)):
             expected[number] = (expected[number] + total) % PRIME
         wrong: dict[str, list[int]] = defaultdict(list)
         for ((parameter, _), by_rank), right in zip(check, expected):
@@ -291,33 +364,67 @@ class _Comparison:
             if ranks:
                 self._add("content", name, ranks, "differs from the source")
 
-    def _compare_values(self) -> None:
+    def _compare_values(self, names: Iterable[str]) -> None:
         """Values outside the source's strategy: each target rank's copy and the source's."""
         parts: list[Part] = []
-        pairs: list[tuple[str, int]] = []
-        for name, holders in self._source.outside.items():
-            for rank in self._target.indexes:
-                if not self._copied_to(name, rank):
-                    continue
-                origin = rank if belongs_to_rank(name) and rank in holders else holders[0]
-                theirs = self._source.tensor(name, origin)
-                mine = self._target.indexes[rank].tensors.get(name)
-                if mine is None:
-                    if can_hold(format_of(self._target.indexes[rank].path), theirs.dtype):
-                        self._add("missing", name, [rank], "is not in the file")
-                elif _kind(mine) != _kind(theirs):
-                    told = f"is {mine.dtype} {list(mine.shape)}, but {theirs.dtype} {list(theirs.shape)} in the source"
-                    self._add("type", name, [rank], told)
-                else:
-                    parts += [self._source.whole_part(name, origin), self._target.whole_part(name, rank)]
-                    pairs.append((name, rank))
-        sums = sum_parts(parts, self._means)
+        places: list[tuple[str, Optional[int], int]] = []
+        for name in names:
+            there = set(self._values_on(name))
+            origins = set()
+            for stage in self._new.stages:
+                for rank in self._present(stage) if self._is_copied(name, stage) else ():
+                    origin = self._origin(name, rank)
+                    if rank not in there:
+                        self._check_missing_value(name, rank, origin)
+                        continue
+                    problem = self._value_problem(name, rank, origin)
+                    if problem is not None:
+                        self._add("type", name, [rank], problem)
+                        continue
+                    if origin not in origins:
+                        origins.add(origin)
+                        parts.append(self._source.whole_part(name, origin))
+                        places.append((name, None, origin))
+                    parts.append(self._target.whole_part(name, rank))
+                    places.append((name, rank, origin))
+        expected: dict[tuple[str, int], int] = {}
         wrong: dict[str, list[int]] = defaultdict(list)
-        for (name, rank), expected, total in zip(pairs, sums[::2], sums[1::2]):
-            if expected != total:
-                wrong[name].append(rank)
+        # The source's copy comes before the first that is compared with it.
+        for (name, target, origin), total in zip(places, sum_parts(parts, self._means)):
+            if target is None:
+                expected[name, origin] = total
+            elif total != expected[name, origin]:
+                wrong[name].append(target)
         for name, ranks in wrong.items():
             self._add("content", name, ranks, "differs from the source")
+
+    def _check_missing_value(self, name: str, rank: int, origin: int) -> None:
+        if can_hold(format_of(self._target.indexes[rank].path), self._source.tensor(name, origin).dtype):
+            self._add("missing", name, [rank], "is not in the file")
+
+    def _value_problem(self, name: str, rank: int, origin: int) -> Optional[str]:
+        """In what a rank's value is of another kind than the source's, content aside."""
+        mine, theirs = self._target.tensor(name, rank), self._source.tensor(name, origin)
+        if _kind(mine) != _kind(theirs):
+            return f"is {mine.dtype} {list(mine.shape)}, but {theirs.dtype} {list(theirs.shape)} in the source"
+        formats = {self._target.indexes[rank].format, self._source.indexes[origin].format}
+        if formats == {"ckpt"} and mine.dims != theirs.dims:
+            return f"records dimensions {list(mine.dims)}, but {list(theirs.dims)} in the source"
+        return None
+
+
+def _strange_metadata(index: CheckpointIndex, known: set[tuple[str, str]]) -> Iterator[str]:
+    """What in the metadata of a safetensors file neither holds for it nor is in the source."""
+    for key, text in index.metadata.items():
+        tensor = index.tensors.get(key)
+        right = {"format": "ms", "remove_redundancy": "False"}.get(key)
+        if right is None and tensor is not None and tensor.dtype == INT4:
+            right = INT4
+        # Every slice is there, whatever the source says; other entries may be the source's.
+        same_as_source = key != "remove_redundancy" and (key, text) in known
+        if text != right and key != "crc_num" and not same_as_source:
+            told = "nothing" if right is None else repr(right)
+            yield f"its metadata say {text!r} for {key!r}, not {told}"
 
 
 def compare_replicas(
@@ -340,46 +447,98 @@ def compare_replicas(
     Raises:
         ReshardError: a file is missing or cannot be read.
     """
-    tree = read_tree(files, strategy, means.handles, admit)
+    return compare_copies(read_tree(files, strategy, means.handles, admit), means)
+
+
+def compare_copies(tree: Tree, means: Means) -> list[Difference]:
+    """Where copies of one slice within a checkpoint that was read differ; see `compare_replicas`.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
     found = [Difference("file", None, (rank,), text) for rank, text in tree.damaged.items()]
     for name, problem in tree.problems.items():
         found.append(Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message))
-    parts: list[Part] = []
-    groups: list[tuple[str, Optional[int], tuple[int, ...]]] = []
-    for name, parameter in tree.parameters.items():
-        tied = len({held.stage for held in parameter.slices}) > 1
-        for held in parameter.slices:
-            if len(held.holders) > 1 or (held.holders and tied):
-                parts += [tree.part(name, rank, parameter.shape, held.box) for rank in held.holders]
-                groups.append((name, held.stage, held.holders))
-    for name, ranks in tree.outside.items():
-        if len(ranks) > 1 and not belongs_to_rank(name):
-            parts += [tree.whole_part(name, rank) for rank in ranks]
-            groups.append((name, None, ranks))
-    coming = iter(zip(parts, sum_parts(parts, means)))
-    stages: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for name, stage, ranks in groups:
-        copies = {}
-        for rank in ranks:
-            part, total = next(coming)
-            copies[rank] = (_kind(part.tensor), total)
-        ranked = Counter(copies.values()).most_common()
-        if stage is not None:
-            stages[name][stage] += ranked[0][0][1]
-        if len(ranked) == 1:
-            continue
-        if ranked[0][1] > ranked[1][1]:
-            wrong = [rank for rank, copy in copies.items() if copy != ranked[0][0]]
-            most = rank_ranges(set(ranks) - set(wrong))
-            found.append(Difference("replica", name, tuple(wrong), f"differs from the copies on {most}"))
-        else:
-            found.append(Difference("replicas", name, ranks, "copies differ, and no majority tells which is wrong"))
-    doubtful = {difference.parameter for difference in found}
-    for name, totals in stages.items():
-        whole = {held[0].stage for held in tree.parameters[name].whole_stages()}
-        if name not in doubtful and len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
-            found.append(Difference("stages", name, (), "pipeline stages hold different values of it"))
+    shared = {name: ranks for name, ranks in tree.outside.items() if len(ranks) > 1 and not belongs_to_rank(name)}
+    total = sum(tree.tensor(name, rank).nbytes for name, ranks in shared.items() for rank in ranks)
+    for parameter in tree.parameters.values():
+        for held in _copied_slices(parameter):
+            total += len(held.holders) * tree.tensor(parameter.name, held.holders[0]).nbytes
+    means.progress.begin(total)
+    try:
+        for batch in batches(tree.parameters.values(), lambda parameter: sum(1 for _ in parameter.holders)):
+            found += _differing_slices(tree, batch, means)
+        for names in batches(shared, lambda name: len(shared[name])):
+            parts = [tree.whole_part(name, rank) for name in names for rank in shared[name]]
+            copies = iter(zip(parts, sum_parts(parts, means)))
+            for name in names:
+                kinds = {}
+                for rank in shared[name]:
+                    part, number = next(copies)
+                    kinds[rank] = (_kind(part.tensor), number)
+                found += _minority(name, kinds)
+    finally:
+        means.progress.end()
     return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
+
+
+def _copied_slices(parameter: Parameter) -> list[Slice]:
+    """The slices of a parameter that can be compared with something."""
+    tied = len(parameter.holdings) > 1
+    return [held for held in parameter.slices if len(held.holders) > 1 or (held.holders and tied)]
+
+
+def _differing_slices(tree: Tree, parameters: Iterable[Parameter], means: Means) -> Iterator[Difference]:
+    compared = [(parameter, held) for parameter in parameters for held in _copied_slices(parameter)]
+    parts = [
+        tree.part(parameter.name, rank, parameter.shape, held.box)
+        for parameter, held in compared
+        for rank in held.holders
+    ]
+    coming = iter(sum_parts(parts, means))
+    stages: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    doubtful = set()
+    by_name: dict[str, Parameter] = {}
+    for parameter, held in compared:
+        name = by_name.setdefault(parameter.name, parameter).name
+        copies = {rank: next(coming) for rank in held.holders}
+        stages[name][held.stage] += Counter(copies.values()).most_common(1)[0][0]
+        for difference in _minority(name, copies):
+            doubtful.add(name)
+            yield difference
+    for name, totals in stages.items():
+        if name not in doubtful and len(totals) > 1:
+            whole = {parts[0].stage for parts in by_name[name].whole_stages()}
+            if len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
+                yield Difference("stages", name, (), "pipeline stages hold different values of it")
+
+
+def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:
+    """The ranks whose copy is not that of most."""
+    ranked = Counter(copies.values()).most_common(2)
+    if len(ranked) == 1:
+        return
+    if ranked[0][1] > ranked[1][1]:
+        wrong = [rank for rank, copy in copies.items() if copy != ranked[0][0]]
+        most = rank_ranges(set(copies) - set(wrong))
+        yield Difference("replica", name, tuple(wrong), f"differs from the copies on {most}")
+    else:
+        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority tells which is wrong")
+
+
+def not_held(tree: Tree, strategy: Strategy) -> dict[str, list[int]]:
+    """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could too.
+
+    A de-duplicated save is so by intention, and conversions take the copy of any rank.
+    """
+    lacking: dict[str, list[int]] = defaultdict(list)
+    for tensors, same in tree.alike():
+        for stage in strategy.stages:
+            ranks = [rank for rank in same if 0 <= rank - stage.first_rank < stage.device_count]
+            for name in stage.layouts if ranks else ():
+                if name in tree.parameters and name not in tensors:
+                    lacking[name] += ranks
+    return {name: sorted(ranks) for name, ranks in sorted(lacking.items())}
 
 
 def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:

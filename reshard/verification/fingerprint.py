@@ -314,7 +314,9 @@ class _Keys:
     def sums(self, keys: Iterable[tuple[int, Box]], coming: Iterator[int]) -> _SliceSums:
         """The next sums, one for every key."""
         told = tuple(keys)
-        places = self._known.setdefault(told, {key: number for number, key in enumerate(told)})
+        places = self._known.get(told)
+        if places is None:
+            places = self._known[told] = {key: number for number, key in enumerate(told)}
         return _SliceSums(places, b"".join(next(coming).to_bytes(_SUM_BYTES, "little") for _ in told))
 
 

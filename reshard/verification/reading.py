@@ -24,6 +24,8 @@ _MOST_PARTS = 1 << 14
 _TAKEN_PARTS, _TAKEN_BYTES = 64, 1 << 20
 # Contents up to this size are remembered with their sums, as many of them, because copies are equal.
 _SMALL, _REMEMBERED = 4 << 10, 256
+# Parts of fewer bytes on average are not worth a second thread where reading takes no waiting.
+_TINY = 8 << 10
 
 _T = TypeVar("_T")
 
@@ -119,8 +121,12 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
     sums = [0] * len(parts)
     if not parts:
         return sums
-    in_flight = means.jobs * storage_of(parts[0].path).in_flight
+    storage = storage_of(parts[0].path)
+    in_flight = means.jobs * storage.in_flight
     threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
+    if not storage.remote and sum(part.nbytes for part in parts) < len(parts) * _TINY:
+        # Nearly all of the time goes to the interpreter, which runs one thread at a time.
+        threads = 1
     threads = max(1, min(threads, means.max_memory // Workspace.LEAST_MEMORY))
     tasks = _tasks(parts)
     lock = threading.Lock()
@@ -135,7 +141,7 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
                 return
             totals = [adder.sum(part) for _, part in taken]
             with lock:
-                for (number, part), total in zip(taken, totals):
+                for (number, _), total in zip(taken, totals):
                     sums[number] = (sums[number] + total) % PRIME
                 if told:
                     means.progress.wrote(sum(part.nbytes for _, part in taken))
