@@ -55,6 +55,9 @@ class Destination:
                 continue
             try:
                 names = sorted(os.listdir(directory))
+            except FileNotFoundError:
+                # Another run that gave up has removed what it had made.
+                continue
             except OSError as error:
                 raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
             found += [os.path.join(entry, name) for name in names if name.endswith(_CHECKPOINT_ENDINGS)]
