@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -303,7 +304,11 @@ def test_sets_in_patterns_mean_what_they_mean_in_a_shell(tmp_path: Path, pattern
     for name in names:
         (tmp_path / name).touch()
     found = [os.path.basename(path) for _, _, path in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
-    assert found == sorted(fnmatch.filter(names, pattern))
+    try:
+        expected = sorted(fnmatch.filter(names, pattern))
+    except re.error:
+        pytest.skip("the fnmatch of this Python cannot read the set")
+    assert found == expected
 
 
 # Sizes: time and memory

@@ -7,13 +7,14 @@ the files that they need are read and judged, so that only those need be there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles, read_index
-from reshard.errors import CheckpointError, IncompleteSourceError
+from reshard.errors import CheckpointError, IncompleteSourceError, UsageError
 from reshard.plan.coverage import Lost, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
 from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
@@ -30,6 +31,15 @@ class Filters:
 
     include: Sequence[str] = field(default=())
     exclude: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse patterns that cannot be read, before anything else is done."""
+        for pattern in (*self.include, *self.exclude):
+            try:
+                re.compile(translate(pattern))
+            except re.error as error:
+                # Older Pythons cannot read every set that a shell can.
+                raise UsageError(f"{pattern!r} (--include, --exclude) is no pattern: {error}") from error
 
     def admit(self, name: str) -> bool:
         """Whether a parameter of this name is written: exclusion wins."""
