@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints import crc_of_file
-from reshard.errors import TargetError
+from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.plan.conversion import Conversion
 from reshard.plan.pieces import TargetFile
@@ -251,10 +251,15 @@ class TargetDirectory:
         return self._overwrite and not self._ledger.replacing(self._asked, self._sources)
 
     def _status(self, rank: int) -> Optional[os.stat_result]:
+        path = self._conversion.path(rank)
         try:
-            return os.stat(self._conversion.path(rank))
+            return os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise RetryableError(
+                f"{path}: cannot be looked at (rank {rank}): {error.strerror or error}", file=path, rank=rank
+            ) from error
 
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""
