@@ -203,10 +203,14 @@ class Conversion:
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """The plan of every target rank, made a group at a time; a group's files are written together."""
+        yield from self.groups_of(self.ranks)
+
+    def groups_of(self, ranks: Sequence[int]) -> Iterator[list[TargetFile]]:
+        """Like `target_groups`, of some of the target ranks, ascending."""
         for stage in self._stages.values():
             found = (self._cuts.of(self._parameters[name], stage) for name in self.resharded_of(stage))
             cuts = {cut.number: cut for cut in found}.values()
-            for members in reading_groups(self._ranks_of(stage), stage, cuts, self.most_together):
+            for members in reading_groups(_ranks_of(stage, ranks), stage, cuts, self.most_together):
                 yield [self.target_file(rank, members[0]) for rank in members]
 
     def data_bytes(self) -> int:
@@ -217,7 +221,7 @@ class Conversion:
         """Bytes of tensor contents in the file of every target rank."""
         total = {rank: sum(value.tensor.nbytes for value in self.copied_values(rank)) for rank in self.ranks}
         for stage in self._stages.values():
-            ranks = self._ranks_of(stage)
+            ranks = _ranks_of(stage, self.ranks)
             # Bytes that all elements of one kind take, per kind and element.
             sizes: dict[int, list[int]] = {}
             elements: dict[int, int] = {}
@@ -330,9 +334,6 @@ class Conversion:
                 hint="choose the target's with --format ckpt or --format safetensors",
             )
         return next(iter(formats))
-
-    def _ranks_of(self, stage: Stage) -> list[int]:
-        return [r for r in self.ranks if stage.first_rank <= r < stage.first_rank + stage.device_count]
 
     def resharded_of(self, stage: Stage) -> list[str]:
         """Names that a target stage gets, sorted."""
@@ -501,6 +502,10 @@ class Conversion:
 
     def _stored(self, name: str, rank: int, box: Box) -> StoredSlice:
         return StoredSlice(self.step.files[rank], rank, self.step.indexes[rank].tensors[name].extents, box)
+
+
+def _ranks_of(stage: Stage, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if stage.first_rank <= rank < stage.first_rank + stage.device_count]
 
 
 def _volume(box: Box) -> int:

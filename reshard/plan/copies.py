@@ -9,20 +9,17 @@ with its own number, where there is one.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.errors import CheckpointError, InputError
+from reshard.names import belongs_to_rank
 from reshard.plan.selection import Filters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Strategy
 from reshard.wording import rank_ranges
-
-# Of MindSpore: end-of-life saves store cur_rank, generators are cells with _seed and _offset.
-BELONGS_TO_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(seed|offset|state))$|\._(seed|offset)$")
 
 _BLOCK = 1 << 20
 
@@ -88,7 +85,7 @@ class CopiedValues:
             if self._stages[name] and stage not in self._stages[name]:
                 continue
             holders = self._step.holders(name)
-            source = rank if BELONGS_TO_RANK.search(name) and rank in holders else holders[0]
+            source = rank if belongs_to_rank(name) and rank in holders else holders[0]
             values.append(CopiedValue(name, source, self._step.indexes[source].tensors[name]))
         return RankCopies(values, sum(value.tensor.nbytes for value in values))
 
@@ -117,7 +114,7 @@ class CopiedValues:
 
     def _compare(self, name: str) -> bool:
         """Warn where copies differ; whether they do."""
-        if BELONGS_TO_RANK.search(name):
+        if belongs_to_rank(name):
             return False
         holders = self._step.holders(name)
         differing = [rank for rank in holders[1:] if not self.same(name, holders[0], rank)]

@@ -16,7 +16,8 @@ from typing import Optional
 from reshard.checkpoints import Tensor
 from reshard.errors import CheckpointError, InputError, LayoutError
 from reshard.layout import Layout
-from reshard.plan.replicas import ACCUMULATED_GRADIENTS, Holding, whole
+from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.plan.replicas import Holding, whole
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
 from reshard.wording import rank_ranges

@@ -14,8 +14,9 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, lay_out_copy
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.names import belongs_to_rank
 from reshard.plan.conversion import Conversion, Request
-from reshard.plan.copies import BELONGS_TO_RANK, CopiedValue
+from reshard.plan.copies import CopiedValue
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Selection
@@ -30,6 +31,7 @@ class Recovery(Conversion):
     def __init__(
         self, request: Request, choice: ReplicaChoice, selection: Selection, handles: FileHandles, report: Report
     ) -> None:
+        self._intact: dict[tuple[int, int], bool] = {}
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._same: dict[tuple[str, int], bool] = {}
         self._slices: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -43,10 +45,14 @@ class Recovery(Conversion):
         if self.request.source.is_none:
             return True
         stage = self.request.source.stage_of(rank)
-        held = index.tensors
-        counts, ranks = self._held_in(stage)
-        everywhere = (name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
-        return all(name in held for name in self.resharded_of(stage)) and all(name in held for name in everywhere)
+        # Files that are built alike share their tensors, so this is decided once for all of them.
+        key = (stage.number, id(index.tensors))
+        if key not in self._intact:
+            counts, ranks = self._held_in(stage)
+            wanted = set(self.resharded_of(stage))
+            wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
+            self._intact[key] = wanted <= index.tensors.keys()
+        return self._intact[key]
 
     @property
     def lost(self) -> list[int]:
@@ -57,7 +63,7 @@ class Recovery(Conversion):
         """Find every problem before anything is written, and say what only the lost ranks knew."""
         super().check()
         lost = [rank for rank in self.ranks if not self.intact(rank)]
-        own = [name for name in self._copies.names if BELONGS_TO_RANK.search(name)]
+        own = [name for name in self._copies.names if belongs_to_rank(name)]
         if own and lost:
             self._report.warn(
                 f"{some_names(own, 5)} of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of "
@@ -106,13 +112,8 @@ class Recovery(Conversion):
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """Lost ranks' files like a conversion's; then the intact ones, each by itself."""
-        asked = self.ranks
-        try:
-            self.ranks = tuple(rank for rank in asked if not self.intact(rank))
-            yield from super().target_groups()
-        finally:
-            self.ranks = asked
-        for rank in asked:
+        yield from self.groups_of([rank for rank in self.ranks if not self.intact(rank)])
+        for rank in self.ranks:
             if self.intact(rank):
                 yield [self.target_file(rank)]
 

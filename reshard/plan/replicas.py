@@ -22,10 +22,9 @@ import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies import Stage, Strategy
 from reshard.wording import rank_ranges
-
-ACCUMULATED_GRADIENTS = "accu_grads."
 
 
 class Holding(NamedTuple):

@@ -18,11 +18,11 @@ import numpy as np
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
+from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
 from reshard.wording import number_ranges, rank_ranges, some_names
 
-_ACCUMULATED = "accu_grads."
 _OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
 _OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")
 
@@ -56,7 +56,7 @@ def replicas_of_strategy(strategy: Strategy) -> Replicas:
         keys = _slices_held(stage.layouts.values(), stage.device_count)
         groups += _groups(stage, keys)
         plain = {
-            name: layout.without_shards() if name.startswith(_ACCUMULATED) else layout
+            name: layout.without_shards() if name.startswith(ACCUMULATED_GRADIENTS) else layout
             for name, layout in stage.layouts.items()
         }
         claimed = [name for name, layout in stage.layouts.items() if layout.shards != plain[name].shards]

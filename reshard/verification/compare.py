@@ -22,6 +22,7 @@ from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
 from reshard.checkpoints.dtypes import INT4
 from reshard.errors import LayoutError
 from reshard.layout import Layout
+from reshard.names import belongs_to_rank
 from reshard.strategies import Stage, Strategy
 from reshard.verification.fingerprint import check_complete
 from reshard.verification.reading import Means, Part, batches, intersection, sum_parts
@@ -30,7 +31,6 @@ from reshard.verification.tree import (
     Parameter,
     Slice,
     Tree,
-    belongs_to_rank,
     layout_choices,
     read_headers,
     read_tree,

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.names import belongs_to_rank
 from reshard.verification.reading import Means, Part, batches, sum_parts
 from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
-from reshard.verification.tree import Parameter, Tree, belongs_to_rank, is_text
+from reshard.verification.tree import Parameter, Tree, is_text
 from reshard.wording import number_ranges, rank_ranges
 
 _SUM_BYTES = 16

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,20 +23,13 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, T
 from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
 from reshard.layout import Layout
+from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies import Stage, Strategy
 from reshard.verification.reading import Part, whole_box
 from reshard.verification.sums import Box
 from reshard.wording import rank_ranges
 
-_ACCUMULATED = "accu_grads."
 _OPAQUE = ("str", "MapTensor")
-# End-of-life saves store cur_rank; generators are cells with a seed and an offset.
-_OF_ONE_RANK = re.compile(r"(^|[._])(cur_rank|rng_state|generator(_\d+)?\._?(seed|offset|state))$|\._(seed|offset)$")
-
-
-def belongs_to_rank(name: str) -> bool:
-    """Whether a value outside the strategies differs between ranks by nature."""
-    return _OF_ONE_RANK.search(name) is not None
 
 
 def is_text(dtype: str) -> bool:
@@ -212,7 +204,7 @@ def read_tree(
     tree = read_headers(files, handles)
     holders = _Holders(tree)
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
-    for name in sorted(holders.names, key=lambda name: (name.startswith(_ACCUMULATED), name)):
+    for name in sorted(holders.names, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
         if admit is not None and not admit(name):
             continue
         ranks = holders.of(name)
@@ -264,7 +256,7 @@ def _lists(strategy: Strategy, name: str, tensor: Tensor) -> bool:
 def layout_choices(name: str, recorded: Layout) -> Iterator[Layout]:
     """The layouts that a recorded one may mean."""
     yield from recorded.regroupings()
-    if name.startswith(_ACCUMULATED) and recorded.shards > 1:
+    if name.startswith(ACCUMULATED_GRADIENTS) and recorded.shards > 1:
         yield from recorded.without_shards().regroupings()
 
 
@@ -362,7 +354,7 @@ def _parameter(name: str, strategy: Strategy, tree: Tree, holders: _Holders) -> 
     dtype = _one_dtype(name, tree, tensors)
     readings: dict[tuple[int, ...], list[Layout]] = {}
     for plain in (False, True):
-        if plain and not name.startswith(_ACCUMULATED):
+        if plain and not name.startswith(ACCUMULATED_GRADIENTS):
             continue
         found = [one.readings(name, plain) for one in stored]
         for shape in set(found[0]).intersection(*found):
@@ -395,7 +387,7 @@ def _decide(name: str, tree: Tree, stored: list[_Stored], shapes: list[tuple[int
     """The full shape, of those that the slices allow."""
     if len(shapes) == 1:
         return shapes[0]
-    owner = tree.parameters.get(name[len(_ACCUMULATED) :]) if name.startswith(_ACCUMULATED) else None
+    owner = tree.parameters.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
     if owner is not None and owner.shape in shapes:
         return owner.shape
     rank, _ = next(iter(stored[0].shapes.items()))
