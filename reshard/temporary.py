@@ -92,16 +92,15 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def remove_dead(directory: str) -> int:
-    """Remove temporary files that no living process is writing; returns how many.
+def remove_dead(directory: str) -> None:
+    """Remove temporary files that no living process is writing.
 
     A directory that cannot be listed has none that matter.
     """
-    removed = 0
     try:
         names = os.listdir(directory)
     except OSError:
-        return 0
+        return
     for name in names:
         match = _NAME.fullmatch(name)
         if match is None:
@@ -113,10 +112,8 @@ def remove_dead(directory: str) -> int:
             try:
                 if _dead(fd, match[1], int(match[2])):
                     os.unlink(path)
-                    removed += 1
             finally:
                 os.close(fd)
-    return removed
 
 
 def _dead(fd: int, machine: str, process: int) -> bool:

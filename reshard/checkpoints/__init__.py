@@ -22,7 +22,7 @@ from reshard.checkpoints.output import (
 )
 from reshard.checkpoints.steps import Step
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
+from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints, target_name
 
 __all__ = [
     "CheckpointIndex",
@@ -47,4 +47,5 @@ __all__ = [
     "lay_out_safetensors",
     "read_index",
     "reading_error",
+    "target_name",
 ]

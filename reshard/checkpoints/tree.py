@@ -290,6 +290,11 @@ def _is_directory(path: str) -> bool:
         raise reading_error(path, error) from error
 
 
+def target_name(rank: int, prefix: str, format: str) -> str:
+    """The file of a rank in a converted tree, relative to the tree."""
+    return os.path.join(f"rank_{rank}", f"{prefix}{rank}.{format}")
+
+
 def _subdirectories(directory: str) -> list[str]:
     with _reading(directory), os.scandir(directory) as entries:
         return sorted(entry.name for entry in entries if _leads_to(entry.is_dir))

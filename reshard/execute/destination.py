@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Optional, Union
 
@@ -92,14 +93,10 @@ class Destination:
             if os.path.lexists(path) and not os.path.isfile(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
 
-    def remove_dead_temporaries(self, directories: Optional[Collection[str]] = None) -> int:
-        """Remove what killed runs left, here and in the rank directories; returns how many files."""
-        try:
-            names = os.listdir(self.path) if directories is None else list(directories)
-        except OSError:
-            return 0
-        ranks = (name for name in names if _RANK_DIRECTORY.fullmatch(name))
-        return sum(map(temporary.remove_dead, [self.path, *(os.path.join(self.path, name) for name in ranks)]))
+    def remove_dead_temporaries(self, directories: Iterable[str]) -> None:
+        """Remove what killed runs left, here and in these rank directories."""
+        for directory in (self.path, *(os.path.join(self.path, name) for name in directories)):
+            temporary.remove_dead(directory)
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""
@@ -144,18 +141,20 @@ def check_space(needed: Iterable[tuple[str, int]]) -> None:
         UnwritableError: some file system has less free space than is needed on it.
         RetryableError: it does not say.
     """
-    on_device: dict[int, tuple[str, int]] = {}
-    device_of: dict[str, tuple[int, str]] = {}
+    places: dict[int, str] = {}
+    totals: Counter[int] = Counter()
+    devices: dict[str, int] = {}
     for directory, count in needed:
         existing = os.path.abspath(directory)
         while not os.path.isdir(existing):
             existing = os.path.dirname(existing)
-        if existing not in device_of:
+        if existing not in devices:
             with _asking(existing):
-                device_of[existing] = os.stat(existing).st_dev, existing
-        device, place = device_of[existing]
-        on_device[device] = (on_device.get(device, (place, 0))[0], on_device.get(device, (place, 0))[1] + count)
-    for place, count in on_device.values():
+                devices[existing] = os.stat(existing).st_dev
+            places.setdefault(devices[existing], existing)
+        totals[devices[existing]] += count
+    for device, place in places.items():
+        count = totals[device]
         with _asking(place):
             status = os.statvfs(place)
         free = status.f_bavail * status.f_frsize

@@ -27,6 +27,7 @@ from reshard.checkpoints import (
     format_of,
     lay_out_ckpt,
     lay_out_safetensors,
+    target_name,
 )
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.plan.copies import CopiedValue, CopiedValues
@@ -199,7 +200,7 @@ class Conversion:
         """The final name of a target rank's file."""
         if self.request.exact_file:
             return self.request.dst
-        return os.path.join(self.request.dst, f"rank_{rank}", f"{self.request.prefix}{rank}.{self.format}")
+        return os.path.join(self.request.dst, target_name(rank, self.request.prefix, self.format))
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """The plan of every target rank, made a group at a time; a group's files are written together."""

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout, reading_error
+from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout, reading_error, target_name
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 
@@ -50,11 +50,11 @@ class Identity:
     @property
     def digest(self) -> str:
         """The whole of it in a few characters."""
-        return _digest(self.to_json().encode())
+        return short_digest(self.to_json().encode())
 
     def file_of(self, rank: int) -> str:
         """The file of a target rank, relative to the target directory."""
-        return os.path.join(f"rank_{rank}", f"{self.prefix}{rank}.{self.format}")
+        return target_name(rank, self.prefix, self.format)
 
     def to_json(self) -> str:
         """As text, the same for equal identities."""
@@ -127,9 +127,9 @@ def source_file(rank: int, index: CheckpointIndex, structures: dict[int, str]) -
     structure = structures.get(id(index.tensors))
     if structure is None:
         parts = (repr(tuple(tensor)).encode() for tensor in index.tensors.values())
-        structure = _digest(*parts)
+        structure = short_digest(*parts)
         structures[id(index.tensors)] = structure
-    headers = _digest(repr((index.format, structure, index.crc, sorted(index.metadata.items()))).encode())
+    headers = short_digest(repr((index.format, structure, index.crc, sorted(index.metadata.items()))).encode())
     try:
         modified = os.stat(index.path).st_mtime_ns
     except OSError as error:
@@ -155,10 +155,11 @@ def strategy_digest(strategy: Strategy) -> str:
 def header_digest(layout: OutputLayout) -> Optional[str]:
     """A digest of all bytes of a file that are not tensor contents, in file order; None without any."""
     literals = [segment.data for segment in layout.segments() if isinstance(segment, Literal)]
-    return _digest(*literals) if literals else None
+    return short_digest(*literals) if literals else None
 
 
-def _digest(*parts: bytes) -> str:
+def short_digest(*parts: bytes) -> str:
+    """A digest in a few characters, of bytes in parts; how they are divided does not matter."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)

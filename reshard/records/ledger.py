@@ -16,7 +16,6 @@ records after, since they come in the other order.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -26,7 +25,7 @@ from typing import NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError
-from reshard.records.identity import Identity, SourceFile
+from reshard.records.identity import Identity, SourceFile, short_digest
 from reshard.records.locks import Lock, locked, try_alone
 from reshard.wording import rank_ranges
 
@@ -339,8 +338,8 @@ def another_conversion(destination: str, mine: Identity, others: list[Identity])
 
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
     """The name that marks a run that replaces targets: what it replaces, and from which sources."""
-    what = hashlib.sha256(repr(sorted(ranks)).encode()).hexdigest()[:16]
-    whence = hashlib.sha256(repr(sorted(sources)).encode()).hexdigest()[:16]
+    what = short_digest(repr(sorted(ranks)).encode())
+    whence = short_digest(repr(sorted(sources)).encode())
     return f"replacing.{what}.{whence}"
 
 
