@@ -29,9 +29,7 @@ MODEL = Model(layers=16, matrices=8, rows=2304, columns=2304)
 # Of 16 and 24 ranks every parameter is there several times.
 SEVERAL_COPIES = Model(layers=5, matrices=8, rows=2304, columns=2304)
 WHOLE = Scheme()
-SHARDS = Claim(
-    "optimizer shards joined: dp2 x mp4 to mp4", 0.8, Scheme(data=2, model=4, sharded=True), Scheme(model=4)
-)
+SHARDS = Claim("optimizer shards joined: dp2 x mp4 to mp4", 0.8, Scheme(data=2, model=4, sharded=True), Scheme(model=4))
 COLUMNS_JOINED = Claim("8 column slices to 2", 1.0, Scheme(model=8, cut=1), Scheme(model=2, cut=1))
 COLUMNS_CUT = Claim("full to 8 column slices", 1.0, WHOLE, Scheme(model=8, cut=1))
 COLUMNS_TO_FULL = Claim("8 column slices to full", 1.0, Scheme(model=8, cut=1), WHOLE)

@@ -175,9 +175,7 @@ def test_requests_per_tensor_are_as_many_as_its_pieces(
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("ranks", [2, 8, 32])
-def test_headers_of_ranks_that_are_alike_are_parsed_once(
-    ranks: int, ending: str, tmp_path: Path, costs: Costs
-) -> None:
+def test_headers_of_ranks_that_are_alike_are_parsed_once(ranks: int, ending: str, tmp_path: Path, costs: Costs) -> None:
     old = rows(1, ranks)
     write_tree(tmp_path / "src", cut_ranks(old, FULL), f"rank_{{rank}}/net-1_10.{ending}")
     words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", "none"]

@@ -119,9 +119,7 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
 
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
-def test_reads_and_writes_that_do_a_part_are_continued(
-    io: str, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_and_writes_that_do_a_part_are_continued(io: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     read, write = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:3]], offset))

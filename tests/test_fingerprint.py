@@ -442,4 +442,3 @@ def test_a_result_survives_json() -> None:
     mine.values["step"] = {3: Copy("Int32", (), 5)}
     again = Fingerprints.from_json(json.dumps(mine.to_json()).encode(), "file")
     assert again == mine
-

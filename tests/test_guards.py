@@ -154,9 +154,7 @@ def requests(world: World) -> Request:
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
-def test_threads_that_die_are_never_taken_for_success(
-    world: World, jobs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
 
     class NoMemory:

@@ -413,9 +413,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "a header of 90 MB": ("c.safetensors", lambda: safetensors_header(b"{}" + b" " * 90_000_000), "claims"),
     "a shape of a million numbers": (
         "c.safetensors",
-        lambda: safetensors_header(
-            b'{"w":{"dtype":"U8","data_offsets":[0,0],"shape":[' + b"0," * 10**6 + b"0]}}"
-        ),
+        lambda: safetensors_header(b'{"w":{"dtype":"U8","data_offsets":[0,0],"shape":[' + b"0," * 10**6 + b"0]}}"),
         "shape",
     ),
 }

@@ -133,9 +133,7 @@ def test_a_dimension_that_does_not_divide_is_an_error() -> None:
 
 def test_an_expanded_map_is_regrouped_to_the_tensors_own_dimensions() -> None:
     # Corpus case 07: (64, 32) stored as [2, 32, 32] with map [2, 0, -1] and two optimizer shards.
-    expanded = Layout(
-        (2, 2, 2), ((2,), (0,), ()), shard_size=2, recorded_shape=(2, 32, 32), expandable=True
-    )
+    expanded = Layout((2, 2, 2), ((2,), (0,), ()), shard_size=2, recorded_shape=(2, 32, 32), expandable=True)
     (own,) = [layout for layout in expanded.regroupings() if len(layout.cuts) == 2]
     assert own.recorded_shape == (64, 32)
     assert own.cuts == (8, 1)

@@ -71,9 +71,7 @@ def test_sixteen_ranks_to_twenty_four_read_each_row_once_for_a_group(tmp_path: P
 
 
 @pytest.mark.parametrize("limit", ["1K", "16K", "100K"])
-def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_other(
-    limit: str, tmp_path: Path
-) -> None:
+def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_other(limit: str, tmp_path: Path) -> None:
     write_tree(tmp_path / "src", {0: FULL}, "rank_{rank}/net-1_1.safetensors")
     convert(tmp_path, "none", columns(1, 8), "--max-memory", limit)
 

@@ -237,9 +237,7 @@ class _Parameters:
             else:
                 fits = nbytes == 0
             if not fits:
-                raise self._damaged(
-                    first, f"has {nbytes} bytes of {first.dtype} for dimensions {list(first.dims)}"
-                )
+                raise self._damaged(first, f"has {nbytes} bytes of {first.dtype} for dimensions {list(first.dims)}")
         elif nbytes != expected:
             twice = " (or it occurs twice)" if len(self._pieces) > 1 and nbytes > expected else ""
             raise self._damaged(
@@ -369,9 +367,7 @@ class _Walk:
         if self.position > end:
             raise self.damaged("a field ends beyond its message", start)
 
-    def damaged(
-        self, what: str, at: Optional[int] = None, name: Optional[str] = None
-    ) -> DamagedCheckpointError:
+    def damaged(self, what: str, at: Optional[int] = None, name: Optional[str] = None) -> DamagedCheckpointError:
         """The error for what is wrong at byte ``at`` (default: here)."""
         where = self.position if at is None else at
         return DamagedCheckpointError(

@@ -53,9 +53,7 @@ def check_crc(
     try:
         with handles.borrow(index.path) as fd:
             stream = _Stream(fd, index.path, block_bytes, on_block)
-            outcome = (
-                _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
-            )
+            outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     except OSError as error:
         raise reading_error(index.path, error) from error
     if outcome.checked and stream.crc != index.crc:
@@ -98,9 +96,7 @@ def _check_safetensors(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
         if tensor.shape == () and tensor.dtype in INTEGERS:
             zeros[name] = stream.integer(tensor)
             if not 0 <= zeros[name] <= _MOST_ZEROS:
-                return CrcCheck(
-                    False, f"its CRC counts {name} as {zeros[name]} zero bytes, which cannot be checked"
-                )
+                return CrcCheck(False, f"its CRC counts {name} as {zeros[name]} zero bytes, which cannot be checked")
     for name in sorted(index.tensors):
         stream.add(name.encode())
         if name in zeros:
@@ -148,6 +144,4 @@ class _Stream:
 
     def integer(self, tensor: Tensor) -> int:
         ((offset, size),) = tensor.extents
-        return int.from_bytes(
-            os.pread(self._fd, size, offset), "little", signed=not tensor.dtype.startswith("U")
-        )
+        return int.from_bytes(os.pread(self._fd, size, offset), "little", signed=not tensor.dtype.startswith("U"))

@@ -120,9 +120,7 @@ def lay_out_ckpt(tensors: Sequence[OutputTensor], record_limit: int = RECORD_LIM
     return _output(runs)
 
 
-def lay_out_safetensors(
-    tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None
-) -> OutputLayout:
+def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None) -> OutputLayout:
     """Lay out a safetensors file as MindSpore marks them: metadata ``format: ms`` and Int4 marks.
 
     The data begins at a multiple of 8 bytes. Tensors keep their order, unless one of them would then

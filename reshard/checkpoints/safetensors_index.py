@@ -64,16 +64,12 @@ def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
         position = stop
         if metadata.get(name) == INT4:
             if dtype != "Int8":
-                raise _damaged(
-                    path, f"{name} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name
-                )
+                raise _damaged(path, f"{name} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name)
             dtype = INT4
         extents = ((data_start + start, stop - start),) if stop > start else ()
         tensors[name] = Tensor(name, dtype, shape, shape, extents, stop - start)
     if data_start + position != size:
-        raise _damaged(
-            path, f"its tensors end at byte {data_start + position}, but the file has {size} bytes"
-        )
+        raise _damaged(path, f"its tensors end at byte {data_start + position}, but the file has {size} bytes")
     return CheckpointIndex(path, "safetensors", size, tensors, _crc(metadata, path), metadata)
 
 
@@ -97,9 +93,7 @@ def _read_header(fd: int, path: str, size: int) -> tuple[dict[str, Any], int]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        header = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=refuse
-        )
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
@@ -170,16 +164,12 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], 
             raise _damaged(path, f"{name} is too large", name)
     start, stop = offsets
     if stop - start != expected:
-        raise _damaged(
-            path, f"{name} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name
-        )
+        raise _damaged(path, f"{name} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name)
     return name, dtype, tuple(shape), start, stop
 
 
 def _are_numbers(found: Any) -> bool:
-    return isinstance(found, list) and all(
-        type(entry) is int and 0 <= entry <= _LARGEST_NUMBER for entry in found
-    )
+    return isinstance(found, list) and all(type(entry) is int and 0 <= entry <= _LARGEST_NUMBER for entry in found)
 
 
 def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
@@ -192,6 +182,4 @@ def _crc(metadata: dict[str, str], path: str) -> Optional[int]:
 
 
 def _damaged(path: str, what: str, name: Optional[str] = None) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{path}: is damaged, or no safetensors file: {what}", file=path, parameter=name
-    )
+    return DamagedCheckpointError(f"{path}: is damaged, or no safetensors file: {what}", file=path, parameter=name)

@@ -111,9 +111,7 @@ class SourceTree:
     def _named(self, step: Step) -> Step:
         if step not in self.steps:
             there = ", ".join("none in the name" if found is None else str(found) for found in self.steps)
-            raise CheckpointError(
-                f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root
-            )
+            raise CheckpointError(f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root)
         return step
 
     def _of_step(self, step: Optional[Step]) -> StepFiles:
@@ -240,9 +238,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
     if ranks:
         shown = ", ".join(ranks[:_MOST_LISTED])
-        return CheckpointError(
-            f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file", file=src
-        )
+        return CheckpointError(f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file", file=src)
     hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(os.path.abspath(src))}?"
@@ -255,9 +251,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     files = [os.path.basename(path) for path in _checkpoints(src)]
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
-        return CheckpointError(
-            f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint
-        )
+        return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
     return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
 
 

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
 )
 @options.conversion
-def transform_dir(
-    src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: Optional[Share], **typed: Any
-) -> None:
+def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: Optional[Share], **typed: Any) -> None:
     """Convert the checkpoint in SRC for every rank of the target strategy.
 
     SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path

@@ -21,9 +21,7 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     name = "ranks"
 
-    def convert(
-        self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]
-    ) -> tuple[int, ...]:
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> tuple[int, ...]:
         """The ranks, ascending."""
         if isinstance(value, tuple):
             return value

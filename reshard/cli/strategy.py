@@ -169,4 +169,3 @@ def _layout_rows(stage: Stage) -> list[dict[str, object]]:
             }
         )
     return rows
-

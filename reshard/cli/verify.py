@@ -120,9 +120,7 @@ def tell_differences(found: Sequence[Difference], quiet: bool, to_standard_outpu
         click.echo("verified: no differences", err=True)
 
 
-def _against_manifest(
-    out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means
-) -> list[Difference]:
+def _against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
     """What is not as the manifest says, of some ranks or all."""
     found = compare_with_manifest(out, _of_ranks(manifest, ranks), means)
     return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]

@@ -152,9 +152,7 @@ class BlockFiller:
             rows = max(1, counts[axis] // 2)
         head = tuple((0, 1) for _ in counts[:axis])
         tail = tuple((0, count) for count in counts[axis + 1 :])
-        return [
-            (*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)
-        ]
+        return [(*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)]
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -159,9 +159,7 @@ def _split(segments: list[Segment], target: TargetFile, part_bytes: int) -> Iter
         yield pending
 
 
-def _shared_rows(
-    tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment], ...]
-) -> Optional[SharedRows]:
+def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment], ...]) -> Optional[SharedRows]:
     """The rows of a tensor that members share, or None where reading them once gains nothing."""
     data = [[segment for segment in mine if isinstance(segment, Data)] for mine in segments]
     first = tensors[0]
@@ -192,9 +190,7 @@ def _shared_rows(
     return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.items()))
 
 
-def _split_shared(
-    shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int
-) -> Iterator[Stretch]:
+def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int) -> Iterator[Stretch]:
     """Cut shared rows where all members together take more than a part's bytes."""
     step = max(1, part_bytes // sum(shared.row_bytes))
     for first in range(0, shared.last, step):

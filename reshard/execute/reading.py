@@ -31,6 +31,7 @@ _LEAST_GIVEN_BACK = 4 << 20
 _MAPS = 64
 _MOST_WINDOWS = 32
 
+
 class Reader(Protocol):
     """Reads bytes of stored slices; offsets count from the slice's first byte.
 

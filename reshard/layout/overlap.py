@@ -125,9 +125,7 @@ def stand_in_shape(sources: Sequence[Layout], target: Layout) -> tuple[int, ...]
         raise LayoutError(f"tensor maps {maps} lay out different numbers of dimensions")
     shape = []
     for dimension in range(len(target.cuts)):
-        by_hand = [
-            sum(layout.uneven) for layout in (*sources, target) if dimension == 0 and layout.uneven is not None
-        ]
+        by_hand = [sum(layout.uneven) for layout in (*sources, target) if dimension == 0 and layout.uneven is not None]
         even = math.lcm(*(layout.cuts[dimension] for layout in (*sources, target)))
         shape.append(by_hand[0] if by_hand else even)
     return tuple(shape)

@@ -122,9 +122,7 @@ def plan_as(kind: type[C], request: Request, handles: FileHandles, report: Repor
         ReshardError: the request cannot be met; nothing has been written.
     """
     choice = ReplicaChoice(request.source, request.target)
-    selector = StepSelector(
-        request.source, request.target, request.ranks, request.filters, choice, handles, report
-    )
+    selector = StepSelector(request.source, request.target, request.ranks, request.filters, choice, handles, report)
     selection = selector.select(_sound(_candidates(request, handles), request.excluded))
     return kind(request, choice, selection, handles, report)
 
@@ -260,9 +258,7 @@ class Conversion:
             if key not in takes:
                 takes[key] = self._take(rank, leader, cut, parameter, present, base)
             box, parts = takes[key]
-            pieces = tuple(
-                Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts
-            )
+            pieces = tuple(Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts)
             tensor = TargetTensor(name, parameter.item_size, box, pieces)
             made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
         unholdable = set(self.sorted.unholdable)
@@ -300,9 +296,7 @@ class Conversion:
         Only files that record a CRC matter here, so the plan of all targets is walked only where
         there are any.
         """
-        recorded = {
-            self.step.files[rank]: index for rank, index in self.step.indexes.items() if index.crc is not None
-        }
+        recorded = {self.step.files[rank]: index for rank, index in self.step.indexes.items() if index.crc is not None}
         if not recorded:
             return {}
         used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, set[Box]]] = {}
@@ -346,9 +340,7 @@ class Conversion:
         target = self.request.target
         admit = self.request.filters.admit
         wanted = set().union(*(stage.layouts.keys() for stage in self._stages.values()))
-        resharded = sorted(
-            name for name in self._parameters if admit(name) and (target.is_none or name in wanted)
-        )
+        resharded = sorted(name for name in self._parameters if admit(name) and (target.is_none or name in wanted))
         left_out: list[str] = []
         if not target.is_none:
             everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
@@ -356,9 +348,7 @@ class Conversion:
         copied = set(self._copies.names)
         # As a target, `none` wants whatever the source's files hold.
         asked = listed & self.step.names() if target.is_none else wanted
-        missing = sorted(
-            name for name in asked if admit(name) and name not in self._parameters and name not in copied
-        )
+        missing = sorted(name for name in asked if admit(name) and name not in self._parameters and name not in copied)
         unholdable = sorted(
             name
             for name, tensor in self._copies.examples()
@@ -396,9 +386,7 @@ class Conversion:
         if problems:
             raise one_error(problems)
         if self.sorted.unholdable:
-            self._report.warn(
-                f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}"
-            )
+            self._report.warn(f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}")
         stages = self._stages.values()
         plain = {name for stage in stages for name in self.resharded_of(stage) if self._plain(name, stage)}
         if plain:
@@ -534,4 +522,3 @@ def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
         parameter=name,
         hint=f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or leave it out with --exclude '{name}'",
     )
-

@@ -61,9 +61,7 @@ def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) ->
     return frozenset(lost)
 
 
-def unread_parameters(
-    source: Strategy, step: SourceStep, stages: Iterable[Stage], found: set[str]
-) -> list[Lost]:
+def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage], found: set[str]) -> list[Lost]:
     """Parameters that were found nowhere but may have been on an absent rank (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
     if source.is_none:

@@ -89,9 +89,7 @@ def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
     }
 
 
-def read_parameters(
-    source: Strategy, step: SourceStep, listed: set[str], written: set[str]
-) -> dict[str, Parameter]:
+def read_parameters(source: Strategy, step: SourceStep, listed: set[str], written: set[str]) -> dict[str, Parameter]:
     """Find out the shape and real layout of every listed parameter that the files read so far hold.
 
     Args:
@@ -148,9 +146,7 @@ class _Stored:
     layout: Layout
 
 
-def _read_parameter(
-    name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter]
-) -> Optional[Parameter]:
+def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter]) -> Optional[Parameter]:
     stored = []
     for stage in source.stages:
         if not source.is_none and name not in stage.layouts:

@@ -68,7 +68,6 @@ class Manifest:
             raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
         return path
 
-
     @staticmethod
     def remove(directory: str) -> None:
         """Remove the manifest of a directory that is complete no more."""

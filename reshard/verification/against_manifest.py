@@ -41,9 +41,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
     def compare(file: ManifestFile) -> list[Difference]:
         path = os.path.join(directory, file.file)
-        return [
-            Difference("file", None, (file.rank,), text) for text in _differences(path, file, means, block)
-        ]
+        return [Difference("file", None, (file.rank,), text) for text in _differences(path, file, means, block)]
 
     try:
         with ThreadPoolExecutor(means.jobs) as pool:

@@ -272,9 +272,7 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     return result
 
 
-def _add_parameters(
-    result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: _Keys, means: Means
-) -> None:
+def _add_parameters(result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: _Keys, means: Means) -> None:
     parts: list[Part] = []
     for parameter in parameters:
         parts += [

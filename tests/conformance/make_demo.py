@@ -46,9 +46,7 @@ def main() -> None:
     for case, name in ((source, "src_strategy.ckpt"), (target, "dst_strategy.ckpt")):
         (file,) = sorted(case.directory.iterdir())
         shutil.copyfile(file, DEMO / name)
-    expected = {
-        str(rank): {name: target.expected(name, rank) for name in weights} for rank in target.slices["ranks"]
-    }
+    expected = {str(rank): {name: target.expected(name, rank) for name in weights} for rank in target.slices["ranks"]}
     lines = ",\n".join(
         f' "{rank}": {{\n'
         + ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in held.items())

@@ -14,17 +14,13 @@ mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: run `make 
 Arrays = Mapping[str, Any]
 
 
-def save(
-    arrays: Arrays, path: Path, append_dict: Optional[Mapping[str, Any]] = None, **options: Any
-) -> None:
+def save(arrays: Arrays, path: Path, append_dict: Optional[Mapping[str, Any]] = None, **options: Any) -> None:
     """`mindspore.save_checkpoint` of arrays or MindSpore tensors; `options` are its own."""
     parameters = [
         {"name": name, "data": array if isinstance(array, mindspore.Tensor) else tensor(array)}
         for name, array in arrays.items()
     ]
-    mindspore.save_checkpoint(
-        parameters, str(path), append_dict=dict(append_dict) if append_dict else None, **options
-    )
+    mindspore.save_checkpoint(parameters, str(path), append_dict=dict(append_dict) if append_dict else None, **options)
 
 
 def tensor(array: Any) -> Any:

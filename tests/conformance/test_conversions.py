@@ -165,9 +165,7 @@ def test_the_same_call_in_python_gives_the_same(tmp_path: Path) -> None:
     ours, theirs = load_tree(tmp_path / "ours", "net"), load_tree(tmp_path / "theirs", "net")
     assert_same_ranks(ours, theirs)
     assert_same_ranks(ours, conversion.expected())
-    by_rank = [
-        mindspore.load_checkpoint(str(tmp_path / f"{out}_rank" / "net0.ckpt")) for out in ("ours", "theirs")
-    ]
+    by_rank = [mindspore.load_checkpoint(str(tmp_path / f"{out}_rank" / "net0.ckpt")) for out in ("ours", "theirs")]
     assert sorted(by_rank[0]) == sorted(by_rank[1])
     for name, value in by_rank[0].items():
         assert value.asnumpy().tobytes() == by_rank[1][name].asnumpy().tobytes()

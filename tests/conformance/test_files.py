@@ -97,9 +97,7 @@ def test_int4_stays_int4(source: str, target: str, tmp_path: Path) -> None:
     parameters = mindspore.load_checkpoint(str(tmp_path / "by_hand.ckpt"))
     mindspore.save_checkpoint(parameters, str(tmp_path / f"net.{source}"), format=source)
     convert(tmp_path / f"net.{source}", tmp_path / "out", "--format", target)
-    converted = mindspore.load_checkpoint(
-        str(tmp_path / "out" / "rank_0" / f"checkpoint_0.{target}"), format=target
-    )
+    converted = mindspore.load_checkpoint(str(tmp_path / "out" / "rank_0" / f"checkpoint_0.{target}"), format=target)
     assert str(converted["q"].dtype) == "Int4"
     assert_same({"q": plain(converted["q"])}, {"q": packed.view(np.int8)})
 
@@ -244,8 +242,7 @@ def test_a_network_takes_what_was_converted(form: str, tmp_path: Path) -> None:
     }
     ranks = {
         rank: {
-            name: value[rank * 3 : rank * 3 + 3] if name.startswith("first") else value
-            for name, value in full.items()
+            name: value[rank * 3 : rank * 3 + 3] if name.startswith("first") else value for name, value in full.items()
         }
         for rank in range(2)
     }

@@ -29,16 +29,12 @@ def test_either_may_come_first(order: list[str]) -> None:
         f"restore_group_info_list({str(group)!r})",
     ]
     script = "\n".join(USE[library].format(call=call) for library in order for call in calls)
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines().count("[0, 4]") == 2
 
 
 def test_importing_reshard_does_not_import_mindspore() -> None:
     script = "import sys, reshard, reshard.cli.main; print('mindspore' in sys.modules)"
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert process.stdout == "False\n", process.stderr

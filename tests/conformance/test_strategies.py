@@ -125,8 +125,7 @@ def enough(source: str, target: str, rank: int, available: list[int]) -> bool:
     new = ONE_DEVICE if target == "None" else cases.load(target).strategy
     wanted = None if target == "None" else rank
     return not any(
-        uncovered(case.strategy, new, case.shapes, wanted, available, unsharded)
-        for unsharded in ([], case.unsharded)
+        uncovered(case.strategy, new, case.shapes, wanted, available, unsharded) for unsharded in ([], case.unsharded)
     )
 
 
