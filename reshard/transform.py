@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
@@ -65,6 +66,21 @@ class Options:
 
 
 @dataclass
+class Phases:
+    """Where the time of a conversion went, in seconds.
+
+    Attributes:
+        planning: reading headers, working out the plan, looking at the target directory.
+        checking: checking space, and the CRCs that source files record.
+        writing: moving bytes, and recording what is done.
+    """
+
+    planning: float
+    checking: float
+    writing: float
+
+
+@dataclass
 class Summary:
     """What a conversion did.
 
@@ -85,6 +101,7 @@ class Summary:
         unholdable: values that the target format cannot hold.
         warnings: what was warned of.
         notes: what was decided.
+        phases: where the time went.
         seconds: time it took.
         dry_run: nothing was written.
     """
@@ -105,6 +122,7 @@ class Summary:
     unholdable: list[str]
     warnings: list[str]
     notes: list[str]
+    phases: Phases
     seconds: float
     dry_run: bool
 
@@ -126,15 +144,45 @@ def transform(
     Raises:
         ReshardError: the conversion cannot be made, or failed; nothing half-written is left.
     """
-    started = time.monotonic()
-    report = report or Report()
-    progress = progress or Progress()
-    check_target_ranks(request)
-    _check_prefix(request)
-    if isinstance(request.src, str):
-        check_disjoint(request.src, (), request.dst)
+    with prepare(request, options, report) as prepared:
+        return prepared.carry_out(progress)
+
+
+@contextlib.contextmanager
+def prepare(request: Request, options: Options, report: Optional[Report] = None) -> Iterator[Prepared]:
+    """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
+
+    Args:
+        request: what to convert to what.
+        options: how.
+        report: told of warnings and notes as they come.
+
+    Raises:
+        ReshardError: the conversion cannot be made; nothing has been written.
+    """
     with FileHandles() as handles:
-        conversion = (
+        yield Prepared(request, options, handles, report or Report())
+
+
+class Prepared:
+    """A conversion that is planned, and checked against what is in the target directory.
+
+    Attributes:
+        conversion: the plan; its ranks are those that are still to be written.
+        execution: how bytes will be moved.
+        asked: target ranks that were asked for, ascending.
+    """
+
+    def __init__(self, request: Request, options: Options, handles: FileHandles, report: Report) -> None:
+        self._started = time.monotonic()
+        self._options = options
+        self._handles = handles
+        self._report = report
+        check_target_ranks(request)
+        _check_prefix(request)
+        if isinstance(request.src, str):
+            check_disjoint(request.src, (), request.dst)
+        self.conversion = conversion = (
             _plan_recovery(request, options, handles, report) if options.recover else plan(request, handles, report)
         )
         if options.lost_only and isinstance(conversion, Recovery):
@@ -143,24 +191,34 @@ def transform(
         if options.share is not None:
             conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
         check_disjoint(request.src, conversion.step.files.values(), request.dst)
-        execution = _execution(conversion, options)
+        self.execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
-        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * execution.threads)))
-        directory = (
-            None
-            if request.exact_file
-            else TargetDirectory(
+        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * self.execution.threads)))
+        self.asked = conversion.ranks
+        self._directory = None
+        if not request.exact_file:
+            self._directory = TargetDirectory(
                 conversion,
                 report,
                 overwrite=options.overwrite,
                 adding=options.adding,
                 checksum=options.checksum == "crc32",
             )
-        )
-        asked = conversion.ranks
-        if directory is not None:
-            conversion.ranks = tuple(directory.survey())
+            conversion.ranks = tuple(self._directory.survey())
+        self._planned = time.monotonic()
+
+    def carry_out(self, progress: Optional[Progress] = None) -> Summary:
+        """Write what is left to write, unless it is a dry run.
+
+        Args:
+            progress: told of bytes as they are written.
+
+        Raises:
+            ReshardError: it failed; nothing half-written is left.
+        """
+        conversion, options = self.conversion, self._options
         manifest = None
+        checked = self._planned
         if options.dry_run:
             written = sum(target.layout.size for group in conversion.target_groups() for target in group)
         else:
@@ -168,15 +226,19 @@ def transform(
                 (os.path.dirname(conversion.path(rank)), count)
                 for rank, count in conversion.data_bytes_by_rank().items()
             )
-            run = _Run(conversion, execution, directory, handles, report, progress)
-            written = run.write(check_crc=options.crc != "never" and not options.recover)
+            if options.crc != "never" and not options.recover and conversion.ranks:
+                check_source_crcs(conversion, self.execution, self._handles, self._report)
+            checked = time.monotonic()
+            run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress or Progress())
+            written = run.write()
             manifest = run.manifest
+        ended = time.monotonic()
         return Summary(
             step=str(conversion.step.step) if conversion.step.step is not None else None,
             ranks=list(conversion.ranks),
             files=[conversion.path(rank) for rank in conversion.ranks],
-            target_files={rank: conversion.path(rank) for rank in asked},
-            done_before=sorted(set(asked).difference(conversion.ranks)),
+            target_files={rank: conversion.path(rank) for rank in self.asked},
+            done_before=sorted(set(self.asked).difference(conversion.ranks)),
             manifest=manifest,
             bytes_written=written,
             source_ranks=sorted(conversion.step.indexes),
@@ -186,9 +248,14 @@ def transform(
             left_out=conversion.sorted.left_out,
             missing=conversion.sorted.missing,
             unholdable=conversion.sorted.unholdable,
-            warnings=report.warnings,
-            notes=report.notes,
-            seconds=time.monotonic() - started,
+            warnings=self._report.warnings,
+            notes=self._report.notes,
+            phases=Phases(
+                planning=self._planned - self._started,
+                checking=checked - self._planned,
+                writing=ended - checked,
+            ),
+            seconds=ended - self._started,
             dry_run=options.dry_run,
         )
 
@@ -217,10 +284,8 @@ class _Run:
         self._report = report
         self._progress = progress
 
-    def write(self, check_crc: bool) -> int:
+    def write(self) -> int:
         """Write all target files and return their size together, in bytes."""
-        if check_crc and self._conversion.ranks:
-            check_source_crcs(self._conversion, self._execution, self._handles, self._report)
         if self._directory is None:
             return self._write(self._conversion.target_groups())
         self._directory.tidy()

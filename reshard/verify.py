@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.checkpoints import SourceTree, find_checkpoints
+from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.errors import CheckpointError
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Filters, StepSelector, check_ranks
@@ -59,7 +59,9 @@ def verify_conversion(
     """
     tree = find_checkpoints(src, file_suffix)
     check_ranks(tree, source, target, means.handles)
-    chosen = step_files(tree, source, target, step=step, ranks=ranks, filters=filters, means=means, report=report)
+    chosen = step_files(
+        tree, source, target, step=step, ranks=ranks, filters=filters, handles=means.handles, report=report
+    )
     return compare_trees(chosen, source, files, target, means, ranks=ranks, admit=filters.admit)
 
 
@@ -142,7 +144,7 @@ def step_files(
     step: str,
     ranks: Optional[tuple[int, ...]],
     filters: Filters,
-    means: Means,
+    handles: FileHandles,
     report: Report,
 ) -> dict[int, str]:
     """The files of a step that hold what a target needs, by rank.
@@ -151,6 +153,6 @@ def step_files(
         IncompleteSourceError: no step has it all.
     """
     choice = ReplicaChoice(source, target)
-    selector = StepSelector(source, target, ranks, filters, choice, means.handles, report)
+    selector = StepSelector(source, target, ranks, filters, choice, handles, report)
     selected = selector.select(tree.candidates(step)).step
     return {rank: path for rank, path in selected.files.items() if rank not in selected.damaged}

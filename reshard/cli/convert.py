@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Optional
 
 import click
 
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
-from reshard.cli.output import echo_json, listener
+from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json
+from reshard.cli.output import echo_json
 from reshard.cli.progress import progress_bar
 from reshard.cli.shard import ShardType, Share
 from reshard.plan.conversion import Request
-from reshard.plan.selection import Filters
 from reshard.report import Report
-from reshard.strategies import read_strategy
-from reshard.transform import Options, Summary, transform, usable_cpus
+from reshard.transform import Options, Summary, transform
 from reshard.wording import byte_size, number_ranges, plural, rank_ranges, some_names
 
 if TYPE_CHECKING:
@@ -77,42 +75,14 @@ def _convert(
     adding: bool,
     share: Optional[Share] = None,
 ) -> None:
-    source_path, target_path = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
-    report = Report(listener(typed["quiet"]))
-    source, target = read_strategy(source_path), read_strategy(target_path)
-    for note in dict.fromkeys((*source.notes, *target.notes)):
-        report.note(note)
-    request = Request(
-        src=src,
-        dst=dst,
-        source=source,
-        target=target,
-        ranks=ranks,
-        prefix=typed["prefix"],
-        format=typed["format"],
-        step=typed["step"],
-        file_suffix=typed["file_suffix"],
-        filters=Filters(typed["include"], typed["exclude"]),
-        strict=typed["strict"],
-    )
-    how = Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        overwrite=typed["overwrite"],
-        checksum=typed["checksum"],
-        adding=adding,
-        share=share,
-        dry_run=typed["dry_run"],
-    )
+    source, target, report = read_strategies(typed)
+    request = request_of(src, dst, source, target, ranks, typed)
+    how = options_of(typed, adding=adding, share=share)
     summary = transform(request, how, report, progress_bar(typed["quiet"]))
     found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] and not how.dry_run else None
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
-        said = dataclasses.asdict(summary)
-        del said["target_files"]
-        echo_json({**said, "differences": differences})
+        echo_json({**summary_json(summary), "differences": differences})
     if not typed["quiet"]:
         _tell(summary, request, typed["verbose"])
     if found is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import click
 
@@ -11,14 +11,13 @@ from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, readi
 from reshard.cli import options
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
-from reshard.defaults import MAX_MEMORY
 from reshard.errors import IncompleteSourceError, UsageError
-from reshard.plan.replicas import ReplicaChoice
-from reshard.plan.selection import Filters, StepSelector, check_ranks
+from reshard.plan.selection import Filters, check_ranks
 from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
+from reshard.verify import step_files
 from reshard.wording import plural, printable, rank_ranges, some_names
 
 
@@ -35,40 +34,16 @@ from reshard.wording import plural, printable, rank_ranges, some_names
     "--ranks", type=options.Ranks(), metavar="0-7,12", help="Read only these ranks' files; the result is partial."
 )
 @click.option("--merge", multiple=True, metavar="FILE", help="Add a result that --json printed (repeatable).")
-@click.option(
-    "--step",
-    default="latest",
-    show_default=True,
-    metavar="EPOCH_STEP|latest",
-    help="Which checkpoint to read; latest is the newest complete one.",
-)
-@click.option("--file-suffix", metavar="TEXT", help="Take only files whose stem ends so.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only such parameters (repeatable).")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins).")
-@click.option("--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]")
-@click.option(
-    "--max-memory",
-    type=options.Size(),
-    default=f"{MAX_MEMORY >> 20}M",
-    show_default=True,
-    help="Memory for all buffers together.",
-)
-@options.json_output
-@click.option("--quiet", is_flag=True, help="Only warnings and errors on standard error.")
-@options.debug
+@options.source
+@options.selection
+@options.effort
+@options.output
 def fingerprint(
     src: Optional[str],
     strategy: Optional[str],
     ranks: Optional[tuple[int, ...]],
     merge: tuple[str, ...],
-    step: str,
-    file_suffix: Optional[str],
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    jobs: Optional[int],
-    max_memory: int,
-    as_json: bool,
-    quiet: bool,
+    **typed: Any,
 ) -> None:
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
@@ -82,7 +57,7 @@ def fingerprint(
       reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
       reshard fingerprint --merge part0.json --merge part1.json
     """
-    report = Report(listener(quiet))
+    report = Report(listener(typed["quiet"]))
     result = Fingerprints()
     if src is not None:
         if strategy is None:
@@ -93,17 +68,17 @@ def fingerprint(
         source = read_strategy(strategy)
         for note in source.notes:
             report.note(note)
-        filters = Filters(include, exclude)
+        filters = Filters(typed["include"], typed["exclude"])
         with FileHandles() as handles:
-            found = find_checkpoints(src, file_suffix)
+            found = find_checkpoints(src, typed["file_suffix"])
             check_ranks(found, source, Strategy.none(), handles)
-            files = _files(found, source, ranks, step, filters, handles, report)
+            files = _files(found, source, ranks, typed["step"], filters, handles, report)
             tree = read_tree(files, source, handles, filters.admit)
             for rank, damage in tree.damaged.items():
                 report.warn(f"{damage}; rank {rank} counts as absent")
             if ranks is None:
                 check_complete(tree)
-            means = Means(handles, jobs or usable_cpus(), max_memory, progress_bar(quiet))
+            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress_bar(typed["quiet"]))
             result = fingerprints(tree, means)
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
@@ -118,7 +93,7 @@ def fingerprint(
         result.merge(Fingerprints.from_json(content, path))
     for name in result.differing:
         report.warn(f"{name} differs between ranks; its fingerprint is that of the lowest")
-    if as_json:
+    if typed["as_json"]:
         echo_json(result.to_json())
     else:
         _print(result, report)
@@ -135,10 +110,9 @@ def _files(
 ) -> dict[int, str]:
     """The files of the newest step that is complete, or that all ranks asked for have."""
     if ranks is None:
-        whole = Strategy.none()
-        selector = StepSelector(source, whole, None, filters, ReplicaChoice(source, whole), handles, report)
-        selected = selector.select(tree.candidates(step)).step
-        return {rank: path for rank, path in selected.files.items() if rank not in selected.damaged}
+        return step_files(
+            tree, source, Strategy.none(), step=step, ranks=None, filters=filters, handles=handles, report=report
+        )
     beyond = [rank for rank in ranks if rank >= source.device_count]
     if beyond:
         raise UsageError(

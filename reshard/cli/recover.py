@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Optional
 
 import click
 
 from reshard.cli import options
+from reshard.cli.conversion import options_of, request_of, summary_json
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import UsageError
-from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.strategies import read_strategy
-from reshard.transform import Options, transform, usable_cpus
+from reshard.transform import transform
 from reshard.wording import byte_size, number_ranges, plural, rank_ranges
 
 
@@ -46,32 +45,11 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     read = read_strategy(strategy)
     for note in read.notes:
         report.note(note)
-    request = Request(
-        src=src,
-        dst=dst,
-        source=read,
-        target=read,
-        ranks=ranks,
-        prefix=typed["prefix"],
-        step=typed["step"],
-        file_suffix=typed["file_suffix"],
-    )
-    how = Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        checksum=typed["checksum"],
-        overwrite=typed["overwrite"],
-        dry_run=typed["dry_run"],
-        recover=True,
-        lost_only=typed["lost_only"],
-    )
+    request = request_of(src, dst, read, read, ranks, typed)
+    how = options_of(typed, recover=True, lost_only=typed["lost_only"])
     summary = transform(request, how, report, progress_bar(typed["quiet"]))
     if typed["as_json"]:
-        said = dataclasses.asdict(summary)
-        del said["target_files"]
-        echo_json(said)
+        echo_json(summary_json(summary))
     if typed["quiet"]:
         return
     done = "would write" if summary.dry_run else "wrote"

@@ -1,0 +1,68 @@
+"""What commands that convert have in common: from options to a request, from a summary to JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from reshard.cli import options
+from reshard.cli.output import listener
+from reshard.plan.conversion import Request
+from reshard.plan.selection import Filters
+from reshard.report import Report
+from reshard.strategies import Strategy, read_strategy
+from reshard.transform import Options, Summary, usable_cpus
+
+
+def read_strategies(typed: Mapping[str, Any]) -> tuple[Strategy, Strategy, Report]:
+    """The source's and the target's strategy, and a report that has been told what was noted of them.
+
+    Raises:
+        ReshardError: one is missing or cannot be read.
+    """
+    report = Report(listener(typed["quiet"]))
+    paths = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
+    source, target = map(read_strategy, paths)
+    for note in (*source.notes, *target.notes):
+        report.note(note)
+    return source, target, report
+
+
+def request_of(
+    src: str, dst: str, source: Strategy, target: Strategy, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]
+) -> Request:
+    """What the options ask for; `recover` does not have all of them."""
+    return Request(
+        src=src,
+        dst=dst,
+        source=source,
+        target=target,
+        ranks=ranks,
+        prefix=typed["prefix"],
+        format=typed.get("format", "same"),
+        step=typed["step"],
+        file_suffix=typed["file_suffix"],
+        filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
+        strict=typed.get("strict", False),
+    )
+
+
+def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
+    """How the options want it done; ``others`` are attributes of `Options` that have no option."""
+    return Options(
+        jobs=typed["jobs"] or usable_cpus(),
+        max_memory=typed["max_memory"],
+        io=typed["io"],
+        crc=typed["crc"],
+        checksum=typed["checksum"],
+        overwrite=typed["overwrite"],
+        **{"dry_run": typed["dry_run"], **others},
+    )
+
+
+def summary_json(summary: Summary) -> dict[str, Any]:
+    """A summary as `--json` prints it."""
+    said = dataclasses.asdict(summary)
+    del said["target_files"]
+    return said
