@@ -220,7 +220,7 @@ class Prepared:
         manifest = None
         checked = self._planned
         if options.dry_run:
-            written = sum(target.layout.size for group in conversion.target_groups() for target in group)
+            written = sum(conversion.file_bytes(conversion.ranks).values())
         else:
             check_space(
                 (os.path.dirname(conversion.path(rank)), count)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Optional, TypeVar, Union
 
@@ -76,6 +76,26 @@ class Request:
     strict: bool = False
     exact_file: bool = False
     excluded: frozenset[str] = frozenset()
+
+
+class Kind(NamedTuple):
+    """Parameters that are cut alike and held by the same source ranks, and so are taken alike.
+
+    Attributes:
+        cut: how they are cut.
+        present: the ranks that hold them, per source stage of the cut.
+        item_size: bytes of an element.
+        parameters: the parameters, sorted by name, at least one.
+    """
+
+    cut: Cut
+    present: tuple[frozenset[int], ...]
+    item_size: int
+    parameters: list[Parameter]
+
+    def box_of(self, local_rank: int) -> Box:
+        """The slice of such a parameter that a local rank of the target stage gets."""
+        return self.cut.target.slice_box(self.parameters[0].shape, self.cut.slice_of(local_rank))
 
 
 class _Take(NamedTuple):
@@ -179,6 +199,7 @@ class Conversion:
         self._parameters = selection.parameters
         self._report = report
         self._cuts = Cuts(request.target)
+        self._kinds: dict[int, Sequence[Kind]] = {}
         self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
         self.most_together = MOST_MEMBERS
         self.format = self._format()
@@ -204,13 +225,27 @@ class Conversion:
         """The plan of every target rank, made a group at a time; a group's files are written together."""
         yield from self.groups_of(self.ranks)
 
-    def groups_of(self, ranks: Sequence[int]) -> Iterator[list[TargetFile]]:
-        """Like `target_groups`, of some of the target ranks, ascending."""
+    def groups_of(self, ranks: Sequence[int], names: Optional[Collection[str]] = None) -> Iterator[list[TargetFile]]:
+        """Like `target_groups`, of some of the target ranks, ascending, and of some parameters alone."""
         for stage in self._stages.values():
-            found = (self._cuts.of(self._parameters[name], stage) for name in self.resharded_of(stage))
-            cuts = {cut.number: cut for cut in found}.values()
+            cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(stage)}.values()
             for members in reading_groups(_ranks_of(stage, ranks), stage, cuts, self.most_together):
-                yield [self.target_file(rank, members[0]) for rank in members]
+                yield [self.target_file(rank, members[0], names) for rank in members]
+
+    def kinds_of(self, stage: Stage) -> Sequence[Kind]:
+        """The parameters that a target stage gets, by kind."""
+        if stage.number not in self._kinds:
+            kinds: dict[tuple[object, ...], Kind] = {}
+            for name in self.resharded_of(stage):
+                parameter = self._parameters[name]
+                cut = self._cuts.of(parameter, stage)
+                present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
+                key = (cut.number, parameter.dtype, parameter.item_size, present)
+                if key not in kinds:
+                    kinds[key] = Kind(cut, present, parameter.item_size, [])
+                kinds[key].parameters.append(parameter)
+            self._kinds[stage.number] = tuple(kinds.values())
+        return self._kinds[stage.number]
 
     def data_bytes(self) -> int:
         """Bytes of tensor contents in all target files together."""
@@ -221,48 +256,62 @@ class Conversion:
         total = {rank: sum(value.tensor.nbytes for value in self.copied_values(rank)) for rank in self.ranks}
         for stage in self._stages.values():
             ranks = _ranks_of(stage, self.ranks)
-            # Bytes that all elements of one kind take, per kind and element.
-            sizes: dict[int, list[int]] = {}
-            elements: dict[int, int] = {}
-            for name in self.resharded_of(stage):
-                parameter = self._parameters[name]
-                cut = self._cuts.of(parameter, stage)
-                elements[cut.number] = elements.get(cut.number, 0) + parameter.item_size
-                if cut.number not in sizes:
-                    slices = [cut.slice_of(rank - stage.first_rank) for rank in ranks]
-                    boxes = {number: cut.target.slice_box(parameter.shape, number) for number in set(slices)}
-                    sizes[cut.number] = [_volume(boxes[number]) for number in slices]
-            for number, volumes in sizes.items():
-                for rank, volume in zip(ranks, volumes):
-                    total[rank] += volume * elements[number]
+            for kind in self.kinds_of(stage):
+                # Many ranks have the same slice.
+                volumes: dict[int, int] = {}
+                for rank in ranks:
+                    number = kind.cut.slice_of(rank - stage.first_rank)
+                    if number not in volumes:
+                        volumes[number] = _volume(kind.box_of(rank - stage.first_rank))
+                    total[rank] += volumes[number] * kind.item_size * len(kind.parameters)
         return total
 
-    def target_file(self, rank: int, leader: Optional[int] = None) -> TargetFile:
+    def file_bytes(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Size of the file of each of some target ranks; files of tensors of the same sizes are laid out once."""
+        known: dict[object, int] = {}
+        found = {}
+        for stage in self._stages.values():
+            for rank in _ranks_of(stage, ranks):
+                copied = (value.tensor for value in self.copied_values(rank))
+                key = (
+                    stage.number,
+                    tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in copied),
+                    tuple(_shape(kind.box_of(rank - stage.first_rank)) for kind in self.kinds_of(stage)),
+                )
+                if key not in known:
+                    known[key] = self.target_file(rank).layout.size
+                found[rank] = known[key]
+        return found
+
+    def target_file(
+        self, rank: int, leader: Optional[int] = None, names: Optional[Collection[str]] = None
+    ) -> TargetFile:
         """What one target rank's file is made of.
 
         Args:
             rank: the target rank.
             leader: the rank whose replicas it prefers, because they are written together and read the
                 same rows; by default its own.
+            names: only these parameters, and nothing that is copied; by default everything.
         """
         stage = self.request.target.stage_of(rank)
         leader = rank if leader is None else leader
         base = [self._base(leader)] + ([self._base(rank)] if rank != leader else [])
-        takes: dict[tuple[object, ...], tuple[Box, list[_Take]]] = {}
         made: list[tuple[OutputTensor, TargetTensor]] = []
-        for name in self.resharded_of(stage):
-            parameter = self._parameters[name]
-            cut = self._cuts.of(parameter, stage)
-            present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
-            key = (cut.number, present)
-            if key not in takes:
-                takes[key] = self._take(rank, leader, cut, parameter, present, base)
-            box, parts = takes[key]
-            pieces = tuple(Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts)
-            tensor = TargetTensor(name, parameter.item_size, box, pieces)
-            made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
+        for kind in self.kinds_of(stage):
+            parameters = kind.parameters
+            if names is not None:
+                parameters = [parameter for parameter in parameters if parameter.name in names]
+            if not parameters:
+                continue
+            box, parts = self._take(rank, leader, kind, base)
+            for parameter in parameters:
+                name = parameter.name
+                pieces = tuple(Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts)
+                tensor = TargetTensor(name, parameter.item_size, box, pieces)
+                made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
         unholdable = set(self.sorted.unholdable)
-        for name, source, stored in self.copied_values(rank):
+        for name, source, stored in self.copied_values(rank) if names is None else ():
             if name in unholdable:
                 continue
             box = ((0, stored.nbytes),)
@@ -455,28 +504,20 @@ class Conversion:
             # Something that the strategies list is not there; what the files hold was found complete.
             return ()
 
-    def _take(
-        self,
-        rank: int,
-        leader: int,
-        cut: Cut,
-        parameter: Parameter,
-        present: Sequence[frozenset[int]],
-        base: Sequence[Sequence[int]],
-    ) -> tuple[Box, list[_Take]]:
+    def _take(self, rank: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> tuple[Box, list[_Take]]:
         """The target slice of a kind of parameter, and where each of its cells is taken from."""
+        cut, shape = kind.cut, kind.parameters[0].shape
         number = cut.slice_of(rank - self.request.target.stage_of(rank).first_rank)
         turn = self._choice.turn(leader)
         takes = []
         for box, slices in cut.overlap.cells(number):
             holders: list[tuple[int, int]] = []
-            for index, (holding, slice_number, ranks) in enumerate(zip(cut.holdings, slices, present)):
+            for index, (holding, slice_number, ranks) in enumerate(zip(cut.holdings, slices, kind.present)):
                 holders += [(held, index) for held in holding.ranks(slice_number) if held in ranks]
             if not holders:
+                name = kind.parameters[0].name
                 raise IncompleteSourceError(
-                    f"a slice of {parameter.name} for target rank {rank} is on no readable rank",
-                    rank=rank,
-                    parameter=parameter.name,
+                    f"a slice of {name} for target rank {rank} is on no readable rank", rank=rank, parameter=name
                 )
             for chosen in base:
                 preferred = [holder for holder in holders if holder[0] in chosen]
@@ -485,9 +526,8 @@ class Conversion:
                     break
             else:
                 source, index = holders[turn % len(holders)]
-            source_box = cut.holdings[index].layout.slice_box(parameter.shape, slices[index])
-            takes.append(_Take(box, source, source_box))
-        return cut.target.slice_box(parameter.shape, number), takes
+            takes.append(_Take(box, source, cut.holdings[index].layout.slice_box(shape, slices[index])))
+        return kind.box_of(rank - self.request.target.stage_of(rank).first_rank), takes
 
     def _stored(self, name: str, rank: int, box: Box) -> StoredSlice:
         return StoredSlice(self.step.files[rank], rank, self.step.indexes[rank].tensors[name].extents, box)
@@ -495,6 +535,10 @@ class Conversion:
 
 def _ranks_of(stage: Stage, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if stage.first_rank <= rank < stage.first_rank + stage.device_count]
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
 
 
 def _volume(box: Box) -> int:

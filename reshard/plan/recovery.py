@@ -9,7 +9,7 @@ although only another stage's strategy lists it (tied embeddings), from a rank t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints import FileHandles, lay_out_copy
@@ -117,10 +117,12 @@ class Recovery(Conversion):
             if self.intact(rank):
                 yield [self.target_file(rank)]
 
-    def target_file(self, rank: int, leader: Optional[int] = None) -> TargetFile:
+    def target_file(
+        self, rank: int, leader: Optional[int] = None, names: Optional[Collection[str]] = None
+    ) -> TargetFile:
         """What one rank's file is made of."""
         if not self.intact(rank):
-            return super().target_file(rank, leader)
+            return super().target_file(rank, leader, names)
         index = self.step.indexes[rank]
         box = ((0, index.size),)
         source = StoredSlice(index.path, rank, ((0, index.size),), box)
@@ -132,6 +134,11 @@ class Recovery(Conversion):
         """Bytes of every rank's file, of tensor contents where it is made anew."""
         sizes = super().data_bytes_by_rank()
         return {rank: self.step.indexes[rank].size if self.intact(rank) else size for rank, size in sizes.items()}
+
+    def file_bytes(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Size of the file of each of some ranks."""
+        sizes = super().file_bytes([rank for rank in ranks if not self.intact(rank)])
+        return {rank: sizes[rank] if rank in sizes else self.step.indexes[rank].size for rank in ranks}
 
     def _held_in(self, stage: Stage) -> tuple[Counter[str], int]:
         """How many files of a stage hold each name, and how many files there are."""
