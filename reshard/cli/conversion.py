@@ -13,6 +13,7 @@ from reshard.plan.selection import Filters
 from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
 from reshard.transform import Options, Summary, usable_cpus
+from reshard.wording import plural, some_names
 
 
 def read_strategies(typed: Mapping[str, Any]) -> tuple[Strategy, Strategy, Report]:
@@ -66,3 +67,20 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     said = dataclasses.asdict(summary)
     del said["target_files"]
     return said
+
+
+def summary_lines(summary: Summary, verbose: bool) -> list[str]:
+    """What became, or would become, of the parameters, and where the manifest is."""
+    most = 1 << 30 if verbose else 3
+    lines = [f"{plural(summary.parameters, 'parameter')} resharded"]
+    for names, what in (
+        (summary.copied, "copied unchanged"),
+        (summary.left_out, "left out, not in the target strategy"),
+        (summary.missing, "missing, in the target strategy but in no source file"),
+        (summary.unholdable, "left out, the target format cannot hold it"),
+    ):
+        if names:
+            lines.append(f"{len(names)} {what}: {some_names(names, most)}")
+    if summary.manifest:
+        lines.append(f"all ranks are there: {summary.manifest}")
+    return lines

@@ -8,14 +8,14 @@ import click
 
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
-from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json
+from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json
 from reshard.cli.progress import progress_bar
-from reshard.cli.shard import ShardType, Share
+from reshard.cli.shard import Share
 from reshard.plan.conversion import Request
 from reshard.report import Report
-from reshard.transform import Options, Summary, transform
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges, some_names
+from reshard.transform import Options, Summary, prepare
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 @click.argument("src")
 @click.argument("dst")
 @options.strategies
-@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these target ranks.")
-@click.option(
-    "--shard",
-    type=ShardType(),
-    metavar="I/N|auto",
-    help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
-)
+@options.targets
 @options.conversion
 def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: Optional[Share], **typed: Any) -> None:
     """Convert the checkpoint in SRC for every rank of the target strategy.
@@ -78,8 +72,14 @@ def _convert(
     source, target, report = read_strategies(typed)
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
-    summary = transform(request, how, report, progress_bar(typed["quiet"]))
-    found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] and not how.dry_run else None
+    with prepare(request, how, report) as prepared:
+        summary = prepared.carry_out(progress_bar(typed["quiet"]))
+        if how.dry_run:
+            from reshard.cli.plan import tell_plan
+
+            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
+            return
+    found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] else None
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
         echo_json({**summary_json(summary), "differences": differences})
@@ -114,35 +114,22 @@ def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> li
 
 
 def _tell(summary: Summary, request: Request, verbose: bool) -> None:
-    most = 1 << 30 if verbose else 3
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
-    done = "would write" if summary.dry_run else "wrote"
     step = f"step {summary.step}" if summary.step else "the checkpoint"
     if summary.ranks:
         first = (
-            f"{done} {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
-            f"{byte_size(summary.bytes_written)}"
+            f"wrote {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
+            f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
         )
-        first += "" if summary.dry_run else f" in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
     else:
         first = f"nothing is left to write to {request.dst}"
     lines = [
         first,
         f"read {step} of source {rank_ranges(summary.source_ranks)}",
-        f"{plural(summary.parameters, 'parameter')} resharded",
     ]
     if summary.done_before:
         done_before = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
         lines.append(f"{done_before} had been written before by the same conversion; left as they are")
-    for names, what in (
-        (summary.copied, "copied unchanged"),
-        (summary.left_out, "left out, not in the target strategy"),
-        (summary.missing, "missing, in the target strategy but in no source file"),
-        (summary.unholdable, "left out, the target format cannot hold it"),
-    ):
-        if names:
-            lines.append(f"{len(names)} {what}: {some_names(names, most)}")
-    if summary.manifest:
-        lines.append(f"all ranks are there: {summary.manifest}")
+    lines += summary_lines(summary, verbose)
     for line in lines:
         click.echo(line, err=True)

@@ -14,6 +14,7 @@ from reshard.cli.errors import ReshardGroup
 _COMMANDS = {
     "transform-dir": ("convert", "transform_dir", "Convert a checkpoint for every rank of a target strategy."),
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
+    "plan": ("plan", "plan", "Print what transform-dir would do: ranks, files, bytes, memory."),
     "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),

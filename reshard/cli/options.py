@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional, TypeVar
 import click
 
 from reshard.cli.errors import set_debug
+from reshard.cli.shard import ShardType
 from reshard.defaults import MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
 
@@ -195,6 +196,22 @@ def output(command: F) -> F:
             json_output,
             click.option("--quiet", is_flag=True, help="Only warnings and errors."),
             debug,
+        ],
+    )
+
+
+def targets(command: F) -> F:
+    """Which target ranks are written."""
+    return _all(
+        command,
+        [
+            click.option("--ranks", type=Ranks(), metavar="0-7,12", help="Only these target ranks."),
+            click.option(
+                "--shard",
+                type=ShardType(),
+                metavar="I/N|auto",
+                help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
+            ),
         ],
     )
 

@@ -78,6 +78,11 @@ class ExecutionOptions:
         share = (self.max_memory // self.threads - self.window_bytes) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers of all threads together."""
+        return self.threads * (2 * self.block_bytes + self.window_bytes)
+
 
 class Progress:
     """Told what has been done; does nothing by itself. Called from several threads, one at a time."""

@@ -180,6 +180,7 @@ class Conversion:
         step: the source files of the step that is converted.
         ranks: target ranks to write, ascending.
         format: format of the target files.
+        stages: the target stages that these ranks are in, by number.
         sorted: the parameters by what becomes of them.
         most_together: target files that are written together at the most.
     """
@@ -206,7 +207,7 @@ class Conversion:
         self._copies = CopiedValues(
             request.source, request.target, self.step, selection.listed, request.filters, handles, report
         )
-        self._stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
+        self.stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
         self.sorted = self._sort(selection.listed)
         self.check()
 
@@ -227,7 +228,7 @@ class Conversion:
 
     def groups_of(self, ranks: Sequence[int], names: Optional[Collection[str]] = None) -> Iterator[list[TargetFile]]:
         """Like `target_groups`, of some of the target ranks, ascending, and of some parameters alone."""
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(stage)}.values()
             for members in reading_groups(_ranks_of(stage, ranks), stage, cuts, self.most_together):
                 yield [self.target_file(rank, members[0], names) for rank in members]
@@ -254,7 +255,7 @@ class Conversion:
     def data_bytes_by_rank(self) -> dict[int, int]:
         """Bytes of tensor contents in the file of every target rank."""
         total = {rank: sum(value.tensor.nbytes for value in self.copied_values(rank)) for rank in self.ranks}
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             ranks = _ranks_of(stage, self.ranks)
             for kind in self.kinds_of(stage):
                 # Many ranks have the same slice.
@@ -270,7 +271,7 @@ class Conversion:
         """Size of the file of each of some target ranks; files of tensors of the same sizes are laid out once."""
         known: dict[object, int] = {}
         found = {}
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             for rank in _ranks_of(stage, ranks):
                 copied = (value.tensor for value in self.copied_values(rank))
                 key = (
@@ -388,7 +389,7 @@ class Conversion:
     def _sort(self, listed: set[str]) -> Sorted:
         target = self.request.target
         admit = self.request.filters.admit
-        wanted = set().union(*(stage.layouts.keys() for stage in self._stages.values()))
+        wanted = set().union(*(stage.layouts.keys() for stage in self.stages.values()))
         resharded = sorted(name for name in self._parameters if admit(name) and (target.is_none or name in wanted))
         left_out: list[str] = []
         if not target.is_none:
@@ -409,7 +410,7 @@ class Conversion:
         """Find every problem there is before anything is written."""
         problems: list[InputError] = []
         self._check_anything()
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             for name in self.resharded_of(stage):
                 try:
                     self._cuts.of(self._parameters[name], stage)
@@ -436,7 +437,7 @@ class Conversion:
             raise one_error(problems)
         if self.sorted.unholdable:
             self._report.warn(f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}")
-        stages = self._stages.values()
+        stages = self.stages.values()
         plain = {name for stage in stages for name in self.resharded_of(stage) if self._plain(name, stage)}
         if plain:
             self._report.note(

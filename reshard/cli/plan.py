@@ -1,0 +1,179 @@
+"""plan: what a conversion would do, from the code that does it."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import options
+from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
+from reshard.cli.output import echo_json, table
+from reshard.cli.shard import Share
+from reshard.errors import UsageError
+from reshard.execute import ExecutionOptions
+from reshard.transfers import Transfers, transfers_of
+from reshard.transform import Prepared, Summary, prepare
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+
+_MOST_ROWS = 40
+
+
+@click.command("plan")
+@click.argument("src")
+@click.argument("dst")
+@options.strategies
+@options.targets
+@options.conversion
+@click.option("--svg", metavar="FILE", help="Draw which source rank gives how much to which target rank.")
+def plan(
+    src: str,
+    dst: str,
+    ranks: Optional[tuple[int, ...]],
+    shard: Optional[Share],
+    svg: Optional[str],
+    **typed: Any,
+) -> None:
+    """Print what transform-dir would do with the same arguments and options, and write nothing to DST.
+
+    Ranks, files and bytes read and written, which step, what stands in for lost ranks, parameters left
+    out and missing, memory, and what is done already. Headers are read and everything is checked, by
+    the code that a conversion runs. With --json, the same for scripts.
+
+    \b
+    Examples:
+      reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+      reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy none --svg transfers.svg
+    """
+    if svg is not None and os.path.isdir(svg):
+        raise UsageError(f"--svg {svg}: is a directory", hint="name a file to write")
+    source, target, report = read_strategies(typed)
+    request = request_of(src, dst, source, target, ranks, typed)
+    how = options_of(typed, share=shard, dry_run=True)
+    with prepare(request, how, report) as prepared:
+        tell_plan(prepared, prepared.carry_out(), as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
+
+
+def tell_plan(prepared: Prepared, summary: Summary, *, as_json: bool, verbose: bool, svg: Optional[str] = None) -> None:
+    """Print what is planned, as text or JSON, and draw it to a file if one is named."""
+    moved = transfers_of(prepared.conversion, prepared.execution)
+    if svg is not None:
+        _draw(prepared, moved, svg)
+    if as_json:
+        echo_json(_json(prepared, summary, moved))
+        return
+    for line in _lines(prepared, summary, moved, verbose):
+        click.echo(line)
+    _print_targets(prepared, moved, verbose)
+
+
+def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
+    conversion = prepared.conversion
+    sizes = conversion.file_bytes(conversion.ranks)
+    given = _given(moved)
+    return {
+        **summary_json(summary),
+        "targets": [
+            {
+                "rank": rank,
+                "file": conversion.path(rank),
+                "bytes": sizes[rank],
+                "sources": [{"rank": source, "bytes": count} for source, count in sorted(given[rank].items())],
+            }
+            for rank in conversion.ranks
+        ],
+        "sources": [
+            {"rank": rank, "file": conversion.step.files[rank], "bytes_read": count}
+            for rank, count in sorted(moved.read.items())
+        ],
+        "absent_ranks": _absent(prepared),
+        "bytes_read": sum(moved.read.values()),
+        "over_read": round(moved.over_read, 4),
+        "memory": {
+            "buffers": prepared.execution.buffer_bytes,
+            "most_buffers": prepared.execution.max_memory,
+            "expected": _expected_memory(prepared.execution),
+        },
+        "threads": prepared.execution.threads,
+    }
+
+
+def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool) -> list[str]:
+    conversion = prepared.conversion
+    request = conversion.request
+    counts = f"{plural(request.source.device_count, 'rank')} to {request.target.device_count}"
+    step = f"step {summary.step}" if summary.step else "the checkpoint"
+    lines = [f"{step} of {request.src}, {counts}, to {request.dst} ({conversion.format})"]
+    if summary.ranks:
+        written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
+        memory, buffers = byte_size(_expected_memory(prepared.execution)), byte_size(prepared.execution.buffer_bytes)
+        lines += [
+            f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks)}",
+            f"  read     {plural(len(moved.read), 'file')}, {read}: "
+            f"source {rank_ranges(moved.read)}{_over_read(moved)}",
+            f"  memory   about {memory}, {buffers} of it buffers of {plural(prepared.execution.threads, 'thread')}",
+        ]
+    else:
+        lines.append("  write    nothing: all targets asked for are there")
+    if summary.done_before:
+        done = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
+        lines.append(f"  done     {done} by the same conversion before; left as they are")
+    absent = _absent(prepared)
+    if absent:
+        lines.append(f"  replicas {rank_ranges(absent)} of the source have no sound file; others hold what they held")
+    unread = sorted(conversion.step.readable.difference(moved.read))
+    if unread and summary.ranks and len(summary.ranks) == request.target.device_count:
+        lines.append(f"  unread   source {rank_ranges(unread)}: the others hold all that is written")
+    return lines + [f"  {line}" for line in summary_lines(summary, verbose)]
+
+
+def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
+    """A row per target rank, of the first ones where there are many."""
+    conversion = prepared.conversion
+    sizes = conversion.file_bytes(conversion.ranks)
+    given = _given(moved)
+    ranks = conversion.ranks if verbose else conversion.ranks[:_MOST_ROWS]
+    rows = [[str(rank), byte_size(sizes[rank]), str(len(given[rank])), number_ranges(given[rank])] for rank in ranks]
+    if rows:
+        table("", ["target rank", "size", "files read", "of source ranks"], rows)
+    if len(ranks) < len(conversion.ranks):
+        click.echo(f"and {plural(len(conversion.ranks) - len(ranks), 'target rank')} more: -v or --json shows all")
+
+
+def _given(moved: Transfers) -> dict[int, dict[int, int]]:
+    """Bytes per source rank, by target rank."""
+    given: dict[int, dict[int, int]] = defaultdict(dict)
+    for (source, target), count in moved.taken.items():
+        given[target][source] = count
+    return given
+
+
+def _absent(prepared: Prepared) -> list[int]:
+    """Source ranks without a file that can be read."""
+    step = prepared.conversion.step
+    return [rank for rank in range(prepared.conversion.request.source.device_count) if rank not in step.readable]
+
+
+def _over_read(moved: Transfers) -> str:
+    """How much more is read than is needed, where that is worth a word."""
+    return f"; {moved.over_read:.0%} more than is needed" if moved.over_read >= 0.005 else ""
+
+
+def _expected_memory(execution: ExecutionOptions) -> int:
+    """Anonymous memory of the conversion in bytes: this process as it is now, and the buffers."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        fields = dict(line.split(":", 1) for line in status if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024 + execution.buffer_bytes
+
+
+def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
+    from reshard import temporary
+    from reshard.pictures import transfer_map
+
+    request = prepared.conversion.request
+    title = f"{request.src} to {request.dst}"
+    drawn = transfer_map(moved.taken, request.source.device_count, request.target.device_count, title)
+    temporary.write_whole(path, drawn)
+    click.echo(f"note: drew {path}", err=True)

@@ -1,0 +1,121 @@
+"""What a planned conversion moves: from which source rank to which target rank how many bytes.
+
+Found out from the plan that a run carries out, cut into parts as a run cuts it; but of parameters
+that are taken alike only one is walked through, so that it stays quick for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from reshard.checkpoints import Data
+from reshard.execute import ExecutionOptions
+from reshard.execute.boxes import intersection
+from reshard.execute.filling import byte_strides, runs
+from reshard.execute.parts import SharedRows, parts_of
+from reshard.plan.conversion import Conversion
+from reshard.plan.pieces import Piece, TargetFile, TargetTensor
+from reshard.plan.recovery import Recovery
+
+# Where files are looked at through memory maps, this much is read at a time at least.
+_PAGE = 4096
+
+
+@dataclass
+class Transfers:
+    """Bytes of tensor contents that a conversion moves.
+
+    Attributes:
+        taken: bytes that a target rank's file takes from a source rank's, by (source, target).
+        read: bytes that requests to a source rank's file cover, by source rank; approximate where
+            they skip over what is not needed.
+    """
+
+    taken: Counter[tuple[int, int]] = field(default_factory=Counter)
+    read: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def over_read(self) -> float:
+        """Bytes read per byte taken, less one: 0.5 if every second byte is not needed or was read before."""
+        taken = sum(self.taken.values())
+        return sum(self.read.values()) / taken - 1 if taken else 0.0
+
+
+def transfers_of(conversion: Conversion, execution: ExecutionOptions) -> Transfers:
+    """What a conversion moves for the target ranks that it is still to write."""
+    found = Transfers()
+    for stage in conversion.stages.values():
+        first, last = stage.first_rank, stage.first_rank + stage.device_count
+        ranks = [rank for rank in conversion.ranks if first <= rank < last]
+        if isinstance(conversion, Recovery):
+            intact = [rank for rank in ranks if conversion.intact(rank)]
+            for rank in intact:
+                found.taken[rank, rank] += conversion.step.indexes[rank].size
+                found.read[rank] += conversion.step.indexes[rank].size
+            ranks = [rank for rank in ranks if rank not in set(intact)]
+        alike = {kind.parameters[0].name: len(kind.parameters) for kind in conversion.kinds_of(stage)}
+        for group in conversion.groups_of(ranks, alike.keys()):
+            _add_group(found, group, alike, execution)
+        for rank in ranks:
+            for value in conversion.copied_values(rank):
+                if value.name not in conversion.sorted.unholdable:
+                    found.taken[value.rank, rank] += value.tensor.nbytes
+                    found.read[value.rank] += value.tensor.nbytes
+    return found
+
+
+def _add_group(
+    found: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
+) -> None:
+    for target in group:
+        for tensor in target.tensors:
+            for piece in tensor.pieces:
+                count = math.prod(_shape(piece.box)) * tensor.item_size
+                found.taken[piece.source.rank, target.rank] += count * alike[tensor.name]
+    for part in parts_of(group, execution.threads):
+        for stretch in part.stretches:
+            if stretch.shared is not None:
+                if stretch.shared.first == 0:
+                    _add_shared(found, stretch.shared, alike[stretch.shared.tensors[0].name])
+                continue
+            for target, segments in zip(group, stretch.segments):
+                for segment in segments:
+                    # A tensor that is written in several parts is counted with the first.
+                    if isinstance(segment, Data) and segment.start == 0:
+                        tensor = target.tensors[segment.tensor]
+                        for piece in tensor.pieces:
+                            found.read[piece.source.rank] += _covered(piece, tensor, execution) * alike[tensor.name]
+
+
+def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
+    """Rows that are read once, whole, for all members."""
+    axis = len(shared.outer)
+    for source, _ in shared.uses:
+        outer = intersection(shared.outer, source.box[:axis])
+        if outer is not None:
+            elements = math.prod(_shape(outer)) * math.prod(_shape(source.box[axis:]))
+            found.read[source.rank] += elements * shared.tensors[0].item_size * alike
+
+
+def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> int:
+    """Bytes of the source that are read for a piece, or lie in the pages that are looked at."""
+    counts = _shape(piece.box)
+    strides = byte_strides(_shape(piece.source.box), tensor.item_size)
+    needed = math.prod(counts) * tensor.item_size
+    number = runs(counts, strides, tensor.item_size)
+    if number < 2:
+        return needed
+    span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + tensor.item_size
+    gap = (span - needed) // (number - 1)
+    if gap <= (_PAGE if execution.mapped else execution.storage.worth_skipping):
+        return span
+    if not execution.mapped:
+        return needed
+    return min(span, number * (-(-needed // number // _PAGE) + 1) * _PAGE)
+
+
+def _shape(box: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

@@ -1,0 +1,169 @@
+"""`reshard plan`: what it says is what a conversion does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.plan.conversion import Request
+from reshard.strategies import read_strategy
+from reshard.transfers import transfers_of
+from reshard.transform import Options, prepare
+from tests.layouts import strategies, tensors
+from tests.running import Argument, done, fails
+from tests.small import World
+from tests.small import tensors as small_tensors
+from tests.test_costs import FULL, KINDS, Costs, convert, costs, no_windows
+from tests.trees import cut_ranks, scalar, write_strategy, write_tree
+
+__all__ = ["costs", "no_windows"]
+
+SMALL = small_tensors()
+
+
+def planned(world: World, *options: Argument) -> dict[str, Any]:
+    return plan_of(world.words(*options, "--json", command="plan"))
+
+
+def plan_of(words: Sequence[Argument]) -> dict[str, Any]:
+    found = json.loads(done(*words).out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--format", "safetensors"), ("--ranks", "1"), ("--shard", "0/2")])
+def test_the_files_planned_are_those_that_are_written(world: World, options: tuple[Argument, ...]) -> None:
+    world.save(SMALL)
+    plan = planned(world, *options)
+    assert not world.dst.exists()
+    world.convert(*options)
+    written = {str(path): path.stat().st_size for path in world.dst.glob("rank_*/*")}
+    assert {target["file"]: target["bytes"] for target in plan["targets"]} == written
+    assert plan["bytes_written"] == sum(written.values())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_source_files_planned_are_needed(world: World, rank: int) -> None:
+    world.save(SMALL)
+    (target,) = planned(world, "--ranks", rank)["targets"]
+    needed = {source["rank"] for source in target["sources"]}
+    for number in range(4):
+        if number not in needed:
+            shutil.rmtree(world.src / f"rank_{number}")
+    world.by_rank(rank)
+    assert world.found()[rank].keys() == world.expected(SMALL)[rank].keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_as_many_bytes_are_read_as_planned(
+    name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None
+) -> None:
+    options: list[Argument] = ["--io", "pread", "--jobs", jobs]
+    convert(tmp_path, KINDS[name], *options)
+    words: list[Argument] = [tmp_path / "src", tmp_path / "other"]
+    old, new = write_strategy(tmp_path / "old", KINDS[name].old), write_strategy(tmp_path / "new", KINDS[name].new)
+    strategies: list[Argument] = ["--src-strategy", old, "--dst-strategy", new]
+    plan = plan_of(["plan", *words, *strategies, "--format", KINDS[name].format, *options, "--json"])
+    by_file: Counter[str] = Counter()
+    for path, count in costs.reads:
+        by_file[path] += count
+    assert {source["file"]: source["bytes_read"] for source in plan["sources"]} == by_file
+    taken = sum(source["bytes"] for target in plan["targets"] for source in target["sources"])
+    assert taken == sum(array.array.nbytes for array in FULL.values()) * KINDS[name].copies
+    assert plan["over_read"] == pytest.approx(costs.bytes_read / taken - 1, abs=1e-4)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
+    """Counted tensor by tensor, from the plan of every target file, in full."""
+    full = data.draw(tensors())
+    source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        write_tree(root / "src", cut_ranks(source, full, {"global_step": scalar(7)}))
+        request = Request(
+            src=str(root / "src"),
+            dst=str(root / "dst"),
+            source=read_strategy(str(write_strategy(root / "old", source))),
+            target=read_strategy(str(write_strategy(root / "new", target))),
+        )
+        with prepare(request, Options(dry_run=True)) as prepared:
+            expected: Counter[tuple[int, int]] = Counter()
+            sizes = {}
+            for group in prepared.conversion.target_groups():
+                for file in group:
+                    sizes[file.rank] = file.layout.size
+                    for tensor in file.tensors:
+                        for piece in tensor.pieces:
+                            count = tensor.item_size
+                            for start, stop in piece.box:
+                                count *= stop - start
+                            expected[piece.source.rank, file.rank] += count
+            moved = transfers_of(prepared.conversion, prepared.execution)
+            assert +moved.taken == +expected
+            assert prepared.conversion.file_bytes(prepared.conversion.ranks) == sizes
+            assert sum(prepared.conversion.data_bytes_by_rank().values()) == sum(expected.values())
+
+
+def test_what_is_done_already_is_not_planned_again(world: World) -> None:
+    world.save(SMALL)
+    world.convert("--ranks", "0")
+    plan = planned(world)
+    assert plan["done_before"] == [0] and [target["rank"] for target in plan["targets"]] == [1]
+    assert "1 rank (0)" in done(*world.words(command="plan")).out
+
+
+def test_nothing_left_to_do_is_said(world: World) -> None:
+    world.save(SMALL)
+    world.convert()
+    assert "nothing" in done(*world.words(command="plan")).out
+    assert planned(world)["targets"] == []
+
+
+def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
+    plain.save(SMALL, ranks=[1, 2])
+    plan = planned(plain)
+    assert plan["absent_ranks"] == [0, 3]
+    assert {source["rank"] for source in plan["sources"]} == {1, 2}
+    assert "ranks 0,3 of the source have no sound file" in done(*plain.words(command="plan")).out
+
+
+def test_a_dry_run_prints_the_plan(world: World) -> None:
+    world.save(SMALL)
+    assert done(*world.words("--dry-run")).out == done(*world.words(command="plan")).out
+    assert planned(world).keys() == json.loads(done(*world.words("--dry-run", "--json")).out).keys()
+
+
+def test_a_plan_fails_as_the_conversion_would(world: World) -> None:
+    world.save({name: SMALL[name] for name in ("w", "v")}, ranks=[0])
+    fails(3, *world.words(command="plan"), says=["w"])
+
+
+def test_the_drawing_is_a_picture_of_the_transfer(world: World) -> None:
+    world.save(SMALL)
+    drawn = world.root / "transfer.svg"
+    done(*world.words("--svg", drawn, command="plan"))
+    assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+    assert not world.dst.exists()
+
+
+def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path) -> None:
+    from tests.test_costs import columns, rows
+
+    write_tree(tmp_path / "src", cut_ranks(rows(1, 1), FULL))
+    old, new = write_strategy(tmp_path / "old", rows(1, 1)), write_strategy(tmp_path / "new", columns(8, 8))
+    words: list[Argument] = ["plan", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
+    assert "24 target ranks more" in done(*words).out
+    assert "more:" not in done(*words, "-v").out
