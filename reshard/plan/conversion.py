@@ -30,17 +30,18 @@ from reshard.checkpoints import (
     target_name,
 )
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.plan.checks import check, problems_of_unlisted
 from reshard.plan.copies import CopiedValue, CopiedValues
 from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
-from reshard.plan.parameters import Parameter, one_error
+from reshard.plan.parameters import Parameter
 from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Filters, Selection, StepSelector, check_ranks
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, rank_ranges, some_names
+from reshard.wording import rank_ranges
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ class Conversion:
         step: the source files of the step that is converted.
         ranks: target ranks to write, ascending.
         format: format of the target files.
+        parameters: the source's parameters, as the files hold them, by name.
+        copies: values that are copied as they are.
         stages: the target stages that these ranks are in, by number.
         sorted: the parameters by what becomes of them.
         most_together: target files that are written together at the most.
@@ -197,14 +200,14 @@ class Conversion:
         self.step: SourceStep = selection.step
         self.ranks = request.ranks if request.ranks is not None else tuple(range(request.target.device_count))
         self._choice = choice
-        self._parameters = selection.parameters
+        self.parameters = selection.parameters
         self._report = report
         self._cuts = Cuts(request.target)
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
         self.most_together = MOST_MEMBERS
         self.format = self._format()
-        self._copies = CopiedValues(
+        self.copies = CopiedValues(
             request.source, request.target, self.step, selection.listed, request.filters, handles, report
         )
         self.stages = {request.target.stage_of(rank).number: request.target.stage_of(rank) for rank in self.ranks}
@@ -214,7 +217,7 @@ class Conversion:
     @property
     def copied(self) -> list[str]:
         """Names copied as they are to target ranks, sorted."""
-        return [name for name in self._copies.names if name not in set(self.sorted.unholdable)]
+        return [name for name in self.copies.names if name not in set(self.sorted.unholdable)]
 
     def path(self, rank: int) -> str:
         """The final name of a target rank's file."""
@@ -238,8 +241,8 @@ class Conversion:
         if stage.number not in self._kinds:
             kinds: dict[tuple[object, ...], Kind] = {}
             for name in self.resharded_of(stage):
-                parameter = self._parameters[name]
-                cut = self._cuts.of(parameter, stage)
+                parameter = self.parameters[name]
+                cut = self.cut_of(name, stage)
                 present = tuple(self.step.ranks_with(name, holding.stage) for holding in parameter.holdings)
                 key = (cut.number, parameter.dtype, parameter.item_size, present)
                 if key not in kinds:
@@ -331,7 +334,7 @@ class Conversion:
 
     def copied_values(self, rank: int) -> list[CopiedValue]:
         """What a target rank gets as it is."""
-        return self._copies.of(rank).values
+        return self.copies.of(rank).values
 
     def _lay_out(self, outputs: tuple[OutputTensor, ...]) -> OutputLayout:
         """The file's layout; ranks of one stage mostly have the same, so the last one is kept."""
@@ -358,7 +361,7 @@ class Conversion:
                         entry = used.setdefault((piece.source.path, piece.source.extents), (tensor.item_size, set()))
                         entry[1].add(piece.box)
         # Copied values are compared over all files, so all of them are read.
-        copied = set(self._copies.names)
+        copied = set(self.copies.names)
         return {
             path: all(
                 name in copied
@@ -390,113 +393,41 @@ class Conversion:
         target = self.request.target
         admit = self.request.filters.admit
         wanted = set().union(*(stage.layouts.keys() for stage in self.stages.values()))
-        resharded = sorted(name for name in self._parameters if admit(name) and (target.is_none or name in wanted))
+        resharded = sorted(name for name in self.parameters if admit(name) and (target.is_none or name in wanted))
         left_out: list[str] = []
         if not target.is_none:
             everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
             left_out = sorted(name for name in listed & self.step.names() if name not in everywhere)
-        copied = set(self._copies.names)
+        copied = set(self.copies.names)
         # As a target, `none` wants whatever the source's files hold.
         asked = listed & self.step.names() if target.is_none else wanted
-        missing = sorted(name for name in asked if admit(name) and name not in self._parameters and name not in copied)
+        missing = sorted(name for name in asked if admit(name) and name not in self.parameters and name not in copied)
         unholdable = sorted(
             name
-            for name, tensor in self._copies.examples()
+            for name, tensor in self.copies.examples()
             if tensor.dtype == "str" and not can_hold(self.format, tensor.dtype)
         )
         return Sorted(resharded, left_out, missing, unholdable)
 
+    def cut_of(self, name: str, stage: Stage) -> Cut:
+        """How a parameter is cut for the ranks of a target stage.
+
+        Raises:
+            CheckpointError: the target layout does not fit it.
+        """
+        return self._cuts.of(self.parameters[name], stage)
+
     def check(self) -> None:
-        """Find every problem there is before anything is written."""
-        problems: list[InputError] = []
-        self._check_anything()
-        for stage in self.stages.values():
-            for name in self.resharded_of(stage):
-                try:
-                    self._cuts.of(self._parameters[name], stage)
-                except InputError as error:
-                    problems.append(error)
-        for name in self.sorted.resharded:
-            dtype = self._parameters[name].dtype
-            if not can_hold(self.format, dtype):
-                problems.append(_cannot_hold(name, dtype, self.format))
-        for name, tensor in self._copies.examples():
-            if tensor.dtype == "MapTensor" or (tensor.dtype != "str" and not can_hold(self.format, tensor.dtype)):
-                problems.append(_cannot_hold(name, tensor.dtype, self.format))
-        problems += self._copies.problems
-        problems += self.problems_of_unlisted()
-        if self.request.strict and self.sorted.missing:
-            problems.append(
-                CheckpointError(
-                    f"the target strategy has {plural(len(self.sorted.missing), 'parameter')} that no source file "
-                    f"holds: {some_names(self.sorted.missing, 50)}",
-                    parameter=self.sorted.missing[0],
-                )
-            )
-        if problems:
-            raise one_error(problems)
-        if self.sorted.unholdable:
-            self._report.warn(f"{self.format} cannot hold text; left out: {some_names(self.sorted.unholdable, 1000)}")
-        stages = self.stages.values()
-        plain = {name for stage in stages for name in self.resharded_of(stage) if self._plain(name, stage)}
-        if plain:
-            self._report.note(
-                "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
-                f"written without it: {plural(len(plain), 'parameter')}"
-            )
+        """Find every problem there is before anything is written.
 
-    def _check_anything(self) -> None:
-        """Refuse a conversion that would write empty files, or only what is copied."""
-        target = self.request.target
-        everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
-        if self._parameters and not target.is_none and everywhere.isdisjoint(self._parameters):
-            raise CheckpointError(
-                f"none of the {plural(len(self._parameters), 'parameter')} of the checkpoint is in the target strategy "
-                f"({target.path})",
-                hint="pass the target strategy of the same model",
-            )
-        if not self.sorted.resharded and not self.copied:
-            raise CheckpointError(
-                "nothing would be written: no parameter of the checkpoint is asked for",
-                hint="check --include and --exclude, and that both strategies are of the same model",
-            )
-
-    def _plain(self, name: str, stage: Stage) -> bool:
-        """Whether an optimizer shard that a strategy records for a parameter is not made."""
-        parameter = self._parameters[name]
-        recorded = stage.layouts.get(name)
-        made = self._cuts.of(parameter, stage).target.shards
-        return parameter.plain or (recorded is not None and recorded.shards != made)
+        Raises:
+            InputError: all problems in one.
+        """
+        check(self, self._report)
 
     def problems_of_unlisted(self) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
-        stages = self.request.source.stages
-        if len(stages) < 2:
-            return []
-        problems: list[InputError] = []
-        by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-        everywhere = set().union(*(stage.layouts.keys() for stage in stages))
-        for stage in stages:
-            held: set[str] = set()
-            for names in {frozenset(self.step.indexes[rank].tensors) for rank in self.step.loaded(stage)}:
-                held |= names
-            for name in sorted((held & everywhere) - stage.layouts.keys()):
-                listing = tuple(other.number for other in stages if name in other.layouts)
-                by_stages.setdefault((stage.number, listing), []).append(name)
-        for (number, listing), unlisted in by_stages.items():
-            elsewhere = f"stage {', '.join(map(str, listing))}"
-            text = (
-                f"ranks of pipeline stage {number} hold {some_names(unlisted, 20)}, which the source strategy lists "
-                f"only for {elsewhere}; it is taken from there, and the target's last stage may be expecting it too"
-            )
-            nowhere = [name for name in unlisted if name not in self._parameters]
-            if nowhere:
-                text += f"; {elsewhere} holds no {some_names(nowhere, 20)}, so that is not converted"
-            if self.request.strict:
-                problems.append(CheckpointError(text, parameter=unlisted[0]))
-            else:
-                self._report.warn(text)
-        return problems
+        return problems_of_unlisted(self, self._report)
 
     def _base(self, rank: int) -> tuple[int, ...]:
         try:
@@ -553,17 +484,3 @@ def _bytes_used(item_size: int, boxes: set[Box]) -> int:
 def _alignment(output: OutputTensor) -> int:
     elements = math.prod(output.dims)
     return output.nbytes // elements if elements else 0
-
-
-def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
-    if dtype == "MapTensor":
-        return CheckpointError(
-            f"{name} is a map tensor, which has no layout and cannot be converted",
-            parameter=name,
-            hint=f"leave it out with --exclude '{name}'",
-        )
-    return CheckpointError(
-        f"{name} is {dtype}, which .{format} files cannot hold",
-        parameter=name,
-        hint=f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or leave it out with --exclude '{name}'",
-    )

@@ -63,7 +63,7 @@ class Recovery(Conversion):
         """Find every problem before anything is written, and say what only the lost ranks knew."""
         super().check()
         lost = [rank for rank in self.ranks if not self.intact(rank)]
-        own = [name for name in self._copies.names if belongs_to_rank(name)]
+        own = [name for name in self.copies.names if belongs_to_rank(name)]
         if own and lost:
             self._report.warn(
                 f"{some_names(own, 5)} of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of "
@@ -164,7 +164,7 @@ class Recovery(Conversion):
 
     def _holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
         """A rank of the stage that must hold the same tensor: the whole one, or a twin's."""
-        full = self._parameters[name].shape if name in self._parameters else None
+        full = self.parameters[name].shape if name in self.parameters else None
         holders = [r for r in self.step.loaded(stage) if r != rank and name in self.step.indexes[r].tensors]
         for other in holders:
             if self.step.indexes[other].tensors[name].shape == full:
@@ -195,5 +195,5 @@ class Recovery(Conversion):
                 first = first_of.setdefault(self._signatures(stage)[other], other)
                 if first != other:
                     pairs.append((first, other))
-            self._same[key] = bool(pairs) and all(self._copies.same(name, one, other) for one, other in pairs)
+            self._same[key] = bool(pairs) and all(self.copies.same(name, one, other) for one, other in pairs)
         return self._same[key]

@@ -1,0 +1,125 @@
+"""Everything that can be wrong with a planned conversion, found before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.checkpoints import can_hold
+from reshard.errors import CheckpointError, InputError
+from reshard.plan.parameters import one_error
+from reshard.report import Report
+from reshard.strategies import Stage
+from reshard.wording import plural, some_names
+
+if TYPE_CHECKING:
+    from reshard.plan.conversion import Conversion
+
+
+def check(conversion: Conversion, report: Report) -> None:
+    """Find every problem there is before anything is written."""
+    problems: list[InputError] = []
+    _check_anything(conversion)
+    for stage in conversion.stages.values():
+        for name in conversion.resharded_of(stage):
+            try:
+                conversion.cut_of(name, stage)
+            except InputError as error:
+                problems.append(error)
+    for name in conversion.sorted.resharded:
+        dtype = conversion.parameters[name].dtype
+        if not can_hold(conversion.format, dtype):
+            problems.append(_cannot_hold(name, dtype, conversion.format))
+    for name, tensor in conversion.copies.examples():
+        if tensor.dtype == "MapTensor" or (tensor.dtype != "str" and not can_hold(conversion.format, tensor.dtype)):
+            problems.append(_cannot_hold(name, tensor.dtype, conversion.format))
+    problems += conversion.copies.problems
+    problems += conversion.problems_of_unlisted()
+    if conversion.request.strict and conversion.sorted.missing:
+        problems.append(
+            CheckpointError(
+                f"the target strategy has {plural(len(conversion.sorted.missing), 'parameter')} that no source file "
+                f"holds: {some_names(conversion.sorted.missing, 50)}",
+                parameter=conversion.sorted.missing[0],
+            )
+        )
+    if problems:
+        raise one_error(problems)
+    if conversion.sorted.unholdable:
+        report.warn(f"{conversion.format} cannot hold text; left out: {some_names(conversion.sorted.unholdable, 1000)}")
+    stages = conversion.stages.values()
+    plain = {name for stage in stages for name in conversion.resharded_of(stage) if _plain(conversion, name, stage)}
+    if plain:
+        report.note(
+            "accu_grads.* are stored without the optimizer shard that a strategy records for them, and are "
+            f"written without it: {plural(len(plain), 'parameter')}"
+        )
+
+
+def _check_anything(conversion: Conversion) -> None:
+    """Refuse a conversion that would write empty files, or only what is copied."""
+    target = conversion.request.target
+    everywhere = set().union(*(stage.layouts.keys() for stage in target.stages))
+    if conversion.parameters and not target.is_none and everywhere.isdisjoint(conversion.parameters):
+        raise CheckpointError(
+            f"none of the {plural(len(conversion.parameters), 'parameter')} of the checkpoint is in the target "
+            f"strategy ({target.path})",
+            hint="pass the target strategy of the same model",
+        )
+    if not conversion.sorted.resharded and not conversion.copied:
+        raise CheckpointError(
+            "nothing would be written: no parameter of the checkpoint is asked for",
+            hint="check --include and --exclude, and that both strategies are of the same model",
+        )
+
+
+def _plain(conversion: Conversion, name: str, stage: Stage) -> bool:
+    """Whether an optimizer shard that a strategy records for a parameter is not made."""
+    parameter = conversion.parameters[name]
+    recorded = stage.layouts.get(name)
+    made = conversion.cut_of(name, stage).target.shards
+    return parameter.plain or (recorded is not None and recorded.shards != made)
+
+
+def problems_of_unlisted(conversion: Conversion, report: Report) -> list[InputError]:
+    """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
+    stages = conversion.request.source.stages
+    if len(stages) < 2:
+        return []
+    problems: list[InputError] = []
+    by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    everywhere = set().union(*(stage.layouts.keys() for stage in stages))
+    for stage in stages:
+        held: set[str] = set()
+        for names in {frozenset(conversion.step.indexes[rank].tensors) for rank in conversion.step.loaded(stage)}:
+            held |= names
+        for name in sorted((held & everywhere) - stage.layouts.keys()):
+            listing = tuple(other.number for other in stages if name in other.layouts)
+            by_stages.setdefault((stage.number, listing), []).append(name)
+    for (number, listing), unlisted in by_stages.items():
+        elsewhere = f"stage {', '.join(map(str, listing))}"
+        text = (
+            f"ranks of pipeline stage {number} hold {some_names(unlisted, 20)}, which the source strategy lists "
+            f"only for {elsewhere}; it is taken from there, and the target's last stage may be expecting it too"
+        )
+        nowhere = [name for name in unlisted if name not in conversion.parameters]
+        if nowhere:
+            text += f"; {elsewhere} holds no {some_names(nowhere, 20)}, so that is not converted"
+        if conversion.request.strict:
+            problems.append(CheckpointError(text, parameter=unlisted[0]))
+        else:
+            report.warn(text)
+    return problems
+
+
+def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
+    if dtype == "MapTensor":
+        return CheckpointError(
+            f"{name} is a map tensor, which has no layout and cannot be converted",
+            parameter=name,
+            hint=f"leave it out with --exclude '{name}'",
+        )
+    return CheckpointError(
+        f"{name} is {dtype}, which .{format} files cannot hold",
+        parameter=name,
+        hint=f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or leave it out with --exclude '{name}'",
+    )
