@@ -8,6 +8,7 @@ import click
 
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
+from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json
 from reshard.cli.progress import progress_bar
@@ -21,9 +22,23 @@ if TYPE_CHECKING:
     from reshard.verification import Difference
 
 
-@click.command("transform-dir")
-@click.argument("src")
-@click.argument("dst")
+@command(
+    "transform-dir",
+    """
+reshard transform-dir ckpt/ out/ \\
+    --src-strategy src.ckpt --dst-strategy dst.ckpt
+
+Into one file without optimizer state, proven afterwards:
+reshard transform-dir ckpt/ full/ --exclude 'adam_*' --format safetensors \\
+    --verify --src-strategy strategy/ --dst-strategy none
+
+As a task of a Slurm array; the last one writes the manifest:
+reshard transform-dir ckpt/ out/ --shard auto \\
+    --src-strategy src.ckpt --dst-strategy dst.ckpt
+""",
+)
+@argument("src")
+@argument("dst")
 @options.strategies
 @options.targets
 @options.conversion
@@ -32,31 +47,29 @@ def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: O
 
     SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
     with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
-
-    \b
-    Example, 8 ranks to 4; and the same as four tasks of a Slurm array:
-      reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
-      reshard transform-dir ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt --shard auto
     """
     _convert(src, dst, ranks, typed, adding=False, share=shard)
 
 
-@click.command("by-rank")
-@click.argument("rank", type=int)
-@click.argument("src")
-@click.argument("dst")
+@command(
+    "by-rank",
+    """
+One job per rank:
+for r in 0 1 2 3; do
+    reshard by-rank $r ckpt/ out/ \\
+        --src-strategy src.ckpt --dst-strategy dst.ckpt
+done
+""",
+)
+@argument("rank", type=int)
+@argument("src")
+@argument("dst")
 @options.strategies
 @options.conversion
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
     Only the source ranks that `reshard rank-list RANK` prints need be present.
-
-    \b
-    Example, one job per rank:
-      for r in 0 1 2 3; do
-        reshard by-rank $r ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
-      done
     """
     _convert(src, dst, (rank,), typed, adding=True)
 

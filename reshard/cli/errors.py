@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Optional
 
 import click
 
+from reshard.cli.command import Group
 from reshard.errors import ReshardError
 from reshard.wording import printable
 
@@ -18,7 +19,7 @@ class Terminated(BaseException):
     """SIGTERM arrived."""
 
 
-class ReshardGroup(click.Group):
+class ReshardGroup(Group):
     """A group whose commands end with the documented exit statuses, and never with a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:

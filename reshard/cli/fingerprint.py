@@ -9,6 +9,7 @@ import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, reading_error
 from reshard.cli import options
+from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import IncompleteSourceError, UsageError
@@ -21,19 +22,21 @@ from reshard.verify import step_files
 from reshard.wording import plural, printable, rank_ranges, some_names
 
 
-@click.command("fingerprint")
-@click.argument("src", required=False)
-@click.option(
-    "--strategy",
-    "--src-strategy",
-    "strategy",
-    metavar="FILE|DIR|none",
-    help="Strategy the checkpoint was saved with; none for an unsharded one.",
+@command(
+    "fingerprint",
+    """
+reshard fingerprint ckpt/ --strategy src.ckpt
+
+On two machines, then on any:
+reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
+reshard fingerprint ckpt/ --strategy src.ckpt --ranks 4-7 --json > part1.json
+reshard fingerprint --merge part0.json --merge part1.json
+""",
 )
-@click.option(
-    "--ranks", type=options.Ranks(), metavar="0-7,12", help="Read only these ranks' files; the result is partial."
-)
-@click.option("--merge", multiple=True, metavar="FILE", help="Add a result that --json printed (repeatable).")
+@argument("src", required=False)
+@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
+@options.ranks("Source", "Read only these ranks' files; the result is partial.")
+@option("Source", "--merge", multiple=True, metavar="FILE", help="Add a result that --json printed (repeatable).")
 @options.source
 @options.selection
 @options.effort
@@ -50,12 +53,6 @@ def fingerprint(
     It depends on the parameter's name, type, shape and values only, so it is the same before and
     after any conversion. The last line stands for the whole checkpoint. Several machines can each
     read some ranks' files, and one put the results together; SRC may be left out then.
-
-    \b
-    Examples:
-      reshard fingerprint ckpt/ --strategy src.ckpt
-      reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
-      reshard fingerprint --merge part0.json --merge part1.json
     """
     report = Report(listener(typed["quiet"]))
     result = Fingerprints()

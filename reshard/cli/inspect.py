@@ -8,22 +8,23 @@ import click
 
 from reshard.checkpoints import FileHandles, find_checkpoints, read_index
 from reshard.cli import options
+from reshard.cli.command import command
 from reshard.cli.output import echo_json, table
 from reshard.wording import byte_size, number_ranges, plural
 
 
-@click.command("inspect")
+@command(
+    "inspect",
+    """
+reshard inspect ckpt/
+reshard inspect ckpt/rank_0/net-3_10.ckpt
+""",
+)
 @click.argument("path")
 @options.json_output
 @options.debug
 def inspect(path: str, as_json: bool) -> None:
-    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH.
-
-    \b
-    Examples:
-      reshard inspect ckpt/
-      reshard inspect ckpt/rank_0/net-3_10.ckpt
-    """
+    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH."""
     if not os.path.lexists(path) or os.path.isdir(path) or "{rank}" in path:
         _inspect_tree(path, as_json)
     else:

@@ -8,6 +8,7 @@ from typing import Optional
 import click
 
 from reshard._version import __version__
+from reshard.cli.advice import spelling
 from reshard.cli.errors import ReshardGroup
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
@@ -36,6 +37,10 @@ class LazyGroup(ReshardGroup):
         """Command names in the order of the work, aliases left out."""
         return list(_COMMANDS)
 
+    def command_names(self, ctx: click.Context) -> list[str]:
+        """Command names and aliases."""
+        return [*_COMMANDS, *_ALIASES]
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
         """The command of a name or alias."""
         entry = _COMMANDS.get(_ALIASES.get(cmd_name, cmd_name))
@@ -51,20 +56,16 @@ class LazyGroup(ReshardGroup):
             formatter.write_dl([(name, entry[2]) for name, entry in _COMMANDS.items()])
 
 
-def with_hyphens(name: str) -> str:
-    """Options and commands may be typed with underscores, as MindSpore's scripts do."""
-    return name.replace("_", "-")
-
-
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": with_hyphens},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": spelling},
 )
 @click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
     """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
-    Needs neither MindSpore nor an accelerator. `reshard COMMAND --help` tells more.
+    Needs neither MindSpore nor an accelerator. `reshard COMMAND --help` tells more. Options may be typed as in
+    MindSpore's scripts: --src_strategy_file, --src_checkpoints_dir, --dst_checkpoint, --transform_rank.
     """
 
 

@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 import click
 
+from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug
 from reshard.cli.shard import ShardType
 from reshard.defaults import MAX_MEMORY, MOST_DEVICES
@@ -54,22 +55,30 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
+def strategy(text: str, *names: str) -> Callable[[F], F]:
+    """--strategy."""
+    return option("Strategies", "--strategy", *names, metavar="FILE|DIR|none", help=text)
+
+
 def strategies(command: F) -> F:
     """--src-strategy and --dst-strategy."""
-    command = click.option(
-        "--dst-strategy",
-        "--dst-strategy-file",
-        "dst_strategy",
-        metavar="FILE|DIR|none",
-        help="Strategy of the target; none for one unsharded rank.",
-    )(command)
-    return click.option(
-        "--src-strategy",
-        "--src-strategy-file",
-        "src_strategy",
-        metavar="FILE|DIR|none",
-        help="Strategy the checkpoint was saved with; none for an unsharded one.",
-    )(command)
+    return _all(
+        command,
+        [
+            option(
+                "Strategies",
+                "--src-strategy",
+                metavar="FILE|DIR|none",
+                help="Strategy the checkpoint was saved with; none for an unsharded one.",
+            ),
+            option(
+                "Strategies",
+                "--dst-strategy",
+                metavar="FILE|DIR|none",
+                help="Strategy of the target; none for one unsharded rank.",
+            ),
+        ],
+    )
 
 
 def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
@@ -88,21 +97,32 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
     )
 
 
+def ranks(group: str, text: str) -> Callable[[F], F]:
+    """--ranks."""
+    return option(group, "--ranks", type=Ranks(), metavar="0-7,12", show_default="all", help=text)
+
+
 def debug(command: F) -> F:
     """--debug."""
-    return click.option(
-        "--debug", is_flag=True, expose_value=False, is_eager=True, callback=set_debug, help="Show tracebacks."
+    return option(
+        "Output",
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=set_debug,
+        help="Show tracebacks.",
     )(command)
 
 
 def json_output(command: F) -> F:
     """--json."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
+    return option("Output", "--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
 
 
 def _all(command: F, options: list[Callable[[F], F]]) -> F:
-    for option in reversed(options):
-        command = option(command)
+    for decorator in reversed(options):
+        command = decorator(command)
     return command
 
 
@@ -111,14 +131,21 @@ def source(command: F) -> F:
     return _all(
         command,
         [
-            click.option(
+            option(
+                "Source",
                 "--step",
                 default="latest",
                 show_default=True,
                 metavar="EPOCH_STEP|latest",
                 help="Which checkpoint to take; latest is the newest complete one.",
             ),
-            click.option("--file-suffix", metavar="TEXT", help="Take only source files whose stem ends so."),
+            option(
+                "Source",
+                "--file-suffix",
+                metavar="TEXT",
+                show_default="any",
+                help="Take only source files whose stem ends so.",
+            ),
         ],
     )
 
@@ -128,9 +155,21 @@ def selection(command: F) -> F:
     return _all(
         command,
         [
-            click.option("--include", multiple=True, metavar="GLOB", help="Take only such parameters (repeatable)."),
-            click.option(
-                "--exclude", multiple=True, metavar="GLOB", help="Leave such parameters out (repeatable; wins)."
+            option(
+                "Parameters",
+                "--include",
+                multiple=True,
+                metavar="GLOB",
+                show_default="all",
+                help="Take only such parameters (repeatable).",
+            ),
+            option(
+                "Parameters",
+                "--exclude",
+                multiple=True,
+                metavar="GLOB",
+                show_default="none",
+                help="Leave such parameters out (repeatable; wins).",
             ),
         ],
     )
@@ -141,12 +180,19 @@ def effort(command: F) -> F:
     return _all(
         command,
         [
-            click.option(
-                "--jobs", type=click.IntRange(min=1, max=1024), help="CPUs to keep busy.  [default: those it may use]"
+            option(
+                "Effort",
+                "--jobs",
+                type=click.IntRange(min=1, max=1024),
+                metavar="N",
+                show_default="all it may use",
+                help="CPUs to keep busy.",
             ),
-            click.option(
+            option(
+                "Effort",
                 "--max-memory",
                 type=Size(),
+                metavar="SIZE",
                 default=f"{MAX_MEMORY >> 20}M",
                 show_default=True,
                 help="Memory for all buffers together.",
@@ -161,29 +207,32 @@ def writing(command: F) -> F:
         command,
         [
             effort,
-            click.option(
+            option(
+                "Effort",
                 "--io",
-                type=click.Choice(["auto", "mmap", "pread"]),
+                type=Choice(["auto", "mmap", "pread"]),
                 default="auto",
                 show_default=True,
                 help="How sources are read; auto decides by file system.",
             ),
-            click.option(
+            option(
+                "Checks",
                 "--crc",
-                type=click.Choice(["auto", "never"]),
+                type=Choice(["auto", "never"]),
                 default="auto",
                 show_default=True,
                 help="Check recorded CRCs of source files that are read whole.",
             ),
-            click.option(
+            option(
+                "Checks",
                 "--checksum",
-                type=click.Choice(["none", "crc32"]),
+                type=Choice(["none", "crc32"]),
                 default="none",
                 show_default=True,
                 help="Record a checksum of every target file in the manifest.",
             ),
-            click.option("--overwrite", is_flag=True, help="Replace existing targets."),
-            click.option("--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
+            option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
+            option("Checks", "--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
         ],
     )
 
@@ -194,7 +243,7 @@ def output(command: F) -> F:
         command,
         [
             json_output,
-            click.option("--quiet", is_flag=True, help="Only warnings and errors."),
+            option("Output", "--quiet", is_flag=True, help="Only warnings and errors."),
             debug,
         ],
     )
@@ -205,8 +254,9 @@ def targets(command: F) -> F:
     return _all(
         command,
         [
-            click.option("--ranks", type=Ranks(), metavar="0-7,12", help="Only these target ranks."),
-            click.option(
+            ranks("Target", "Only these target ranks."),
+            option(
+                "Target",
                 "--shard",
                 type=ShardType(),
                 metavar="I/N|auto",
@@ -218,9 +268,14 @@ def targets(command: F) -> F:
 
 def prefix(command: F) -> F:
     """--prefix."""
-    return click.option("--prefix", default="checkpoint_", show_default=True, help="Target file names begin so.")(
-        command
-    )
+    return option(
+        "Target",
+        "--prefix",
+        metavar="TEXT",
+        default="checkpoint_",
+        show_default=True,
+        help="Target file names begin so.",
+    )(command)
 
 
 def conversion(command: F) -> F:
@@ -229,26 +284,31 @@ def conversion(command: F) -> F:
         command,
         [
             prefix,
-            click.option(
+            option(
+                "Target",
                 "--format",
                 "format",
-                type=click.Choice(["same", "ckpt", "safetensors"]),
+                type=Choice(["same", "ckpt", "safetensors"]),
                 default="same",
                 show_default=True,
                 help="Format of the target files.",
             ),
             source,
             selection,
-            writing,
-            click.option(
-                "--verify", is_flag=True, help="Afterwards compare every tensor with the source by fingerprints."
-            ),
-            click.option(
+            option(
+                "Parameters",
                 "--strict",
                 is_flag=True,
                 help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
             ),
+            writing,
+            option(
+                "Checks",
+                "--verify",
+                is_flag=True,
+                help="Afterwards compare every tensor with the source by fingerprints.",
+            ),
             output,
-            click.option("-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
+            option("Output", "-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
         ],
     )

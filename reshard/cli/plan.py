@@ -9,6 +9,7 @@ from typing import Any, Optional
 import click
 
 from reshard.cli import options
+from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json, table
 from reshard.cli.shard import Share
@@ -21,13 +22,21 @@ from reshard.wording import byte_size, number_ranges, plural, rank_ranges
 _MOST_ROWS = 40
 
 
-@click.command("plan")
-@click.argument("src")
-@click.argument("dst")
+@command(
+    "plan",
+    """
+reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
+
+reshard plan ckpt/ out/ --svg transfers.svg \\
+    --src-strategy src.ckpt --dst-strategy none
+""",
+)
+@argument("src")
+@argument("dst")
 @options.strategies
 @options.targets
 @options.conversion
-@click.option("--svg", metavar="FILE", help="Draw which source rank gives how much to which target rank.")
+@option("Output", "--svg", metavar="FILE", help="Draw which source rank gives how much to which target rank.")
 def plan(
     src: str,
     dst: str,
@@ -41,11 +50,6 @@ def plan(
     Ranks, files and bytes read and written, which step, what stands in for lost ranks, parameters left
     out and missing, memory, and what is done already. Headers are read and everything is checked, by
     the code that a conversion runs. With --json, the same for scripts.
-
-    \b
-    Examples:
-      reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy dst.ckpt
-      reshard plan ckpt/ out/ --src-strategy src.ckpt --dst-strategy none --svg transfers.svg
     """
     if svg is not None and os.path.isdir(svg):
         raise UsageError(f"--svg {svg}: is a directory", hint="name a file to write")

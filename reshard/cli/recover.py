@@ -7,6 +7,7 @@ from typing import Any, Optional
 import click
 
 from reshard.cli import options
+from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, request_of, summary_json
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
@@ -17,12 +18,18 @@ from reshard.transform import transform
 from reshard.wording import byte_size, number_ranges, plural, rank_ranges
 
 
-@click.command("recover")
-@click.argument("src")
-@click.argument("dst")
-@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy the checkpoint was saved with.")
-@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these ranks.")
-@click.option("--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
+@command(
+    "recover",
+    """
+Ranks 3 and 7 of 8 are lost:
+reshard recover ckpt/ whole/ --strategy strategy/
+""",
+)
+@argument("src")
+@argument("dst")
+@options.strategy("Strategy the checkpoint was saved with.")
+@options.ranks("Target", "Only these ranks.")
+@option("Target", "--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
 @options.prefix
 @options.source
 @options.writing
@@ -34,10 +41,6 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     never saved is made from ranks that hold the same slices, parameter by parameter where no rank has
     them all. Ranks whose files are intact are copied unchanged, so DST is the whole tree. What no
     rank holds any more is listed by parameter and rank, and nothing is written.
-
-    \b
-    Example, ranks 3 and 7 of 8 are lost:
-      reshard recover ckpt/ whole/ --strategy strategy/
     """
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")

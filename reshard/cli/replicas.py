@@ -7,15 +7,20 @@ from typing import Optional
 import click
 
 from reshard.cli import options
+from reshard.cli.command import command, option
 from reshard.cli.output import echo_json
 from reshard.errors import UsageError
 
 
-@click.command("replicas")
-@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy the checkpoint was saved with.")
-@click.option(
-    "--group-info", "group_info", multiple=True, metavar="FILE", help="group_info file of one rank (repeatable)."
+@command(
+    "replicas",
+    """
+reshard replicas --strategy src_strategy.ckpt
+reshard replicas --group-info ckpt_dir*/group_info.pb
+""",
 )
+@options.strategy("Strategy the checkpoint was saved with.")
+@option("Source", "--group-info", multiple=True, metavar="FILE", help="group_info file of one rank (repeatable).")
 @click.argument("more", nargs=-1, metavar="[FILE...]")
 @options.json_output
 @options.debug
@@ -25,11 +30,6 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     A strategy tells exactly. What group_info files list is true but need not be all: lists that
     share a rank are joined, and ranks that no list holds are left out. With --json, a list of
     {"ranks": [...], "stage": n}, where the stage is null if only group_info files were read.
-
-    \b
-    Examples:
-      reshard replicas --strategy src_strategy.ckpt
-      reshard replicas --group-info ckpt_dir*/group_info.pb
     """
     from reshard.strategies import read_group_info, read_strategy
     from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy

@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from reshard.cli import options
+from reshard.cli.command import command
 from reshard.cli.output import echo_json
 from reshard.records.status import Status, status_of
 from reshard.wording import byte_size, number_ranges, plural
 
 
-@click.command("status")
+@command("status", "reshard status out/")
 @click.argument("dst")
 @options.json_output
 @options.debug
@@ -19,10 +20,6 @@ def status(dst: str, as_json: bool) -> None:
 
     It reads the records in DST alone, so it needs neither the source nor the strategies, and may be
     asked while runs are writing.
-
-    \b
-    Example:
-      reshard status out/
     """
     found = status_of(dst)
     if as_json:

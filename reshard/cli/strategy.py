@@ -7,16 +7,24 @@ from typing import Optional
 import click
 
 from reshard.cli import options
+from reshard.cli.command import Group, argument, command, option
 from reshard.cli.output import echo_json, table
 from reshard.errors import UsageError
 from reshard.strategies import Stage, read_strategy
 from reshard.wording import number_ranges, plural, rank_ranges
 
 
-@click.command("rank-list")
-@click.argument("rank", type=int)
+@command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
+@argument("rank", type=int)
 @options.strategies
-@click.option("--available", type=options.Ranks(), metavar="0,2-5", help="Only these source ranks can be read.")
+@option(
+    "Source",
+    "--available",
+    show_default="all",
+    type=options.Ranks(),
+    metavar="0,2-5",
+    help="Only these source ranks can be read.",
+)
 @options.json_output
 @options.debug
 def rank_list(
@@ -26,12 +34,7 @@ def rank_list(
     available: Optional[tuple[int, ...]],
     as_json: bool,
 ) -> None:
-    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
-
-    \b
-    Example:
-      reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt
-    """
+    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous."""
     from reshard.plan.replicas import ReplicaChoice
 
     source, target = map(read_strategy, options.required_strategies(src_strategy, dst_strategy))
@@ -54,17 +57,12 @@ def rank_list(
         click.echo(" ".join(map(str, ranks)))
 
 
-@click.command("merge-pipeline")
+@command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
 @click.argument("strategy_dir")
 @click.argument("dst_file")
 @options.debug
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
-    """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json).
-
-    \b
-    Example:
-      reshard merge-pipeline output/strategy merged/src_strategy.ckpt
-    """
+    """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
     from reshard.strategies import merge_pipeline as merge
 
     for note in merge(strategy_dir, dst_file):
@@ -72,22 +70,17 @@ def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     click.echo(f"merged {strategy_dir} into {dst_file}", err=True)
 
 
-@click.group("group-info")
+@click.group("group-info", cls=Group)
 def group_info() -> None:
     """Read group_info files."""
 
 
-@group_info.command("inspect")
+@group_info.command("inspect", epilog="reshard group-info inspect ckpt_dir0/group_info.pb")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @options.json_output
 @options.debug
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
-    """Print, per group_info FILE, the ranks with identical checkpoints, then the groups.
-
-    \b
-    Example:
-      reshard group-info inspect ckpt_dir0/group_info.pb
-    """
+    """Print, per group_info FILE, the ranks with identical checkpoints, then the groups."""
     from reshard.strategies import read_group_info
 
     infos = [read_group_info(path) for path in files]
@@ -111,22 +104,17 @@ def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
             click.echo(f"  {name}: {list(ranks)}")
 
 
-@click.group("strategy")
+@click.group("strategy", cls=Group)
 def strategy() -> None:
     """Show what strategy files say."""
 
 
-@strategy.command("show")
+@strategy.command("show", epilog="reshard strategy show output/strategy")
 @click.argument("path", metavar="FILE|DIR")
 @options.json_output
 @options.debug
 def strategy_show(path: str, as_json: bool) -> None:
-    """Show the layout of every parameter in a strategy FILE or DIR.
-
-    \b
-    Example:
-      reshard strategy show output/strategy
-    """
+    """Show the layout of every parameter in a strategy FILE or DIR."""
     found = read_strategy(path)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)

@@ -10,6 +10,7 @@ import click
 
 from reshard.checkpoints import FileHandles
 from reshard.cli import options
+from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import CheckpointError, UsageError
@@ -27,13 +28,21 @@ DIFFERENT = 4
 """Exit status where something is not as it should be."""
 
 
-@click.command("verify")
+@command(
+    "verify",
+    """
+reshard verify out/
+reshard verify out/ --src ckpt/ \\
+    --src-strategy src.ckpt --dst-strategy dst.ckpt
+reshard verify ckpt/ --replicas --strategy src.ckpt
+""",
+)
 @click.argument("out")
-@click.option("--src", metavar="SRC", help="The checkpoint that OUT was converted from.")
+@option("Source", "--src", metavar="SRC", help="The checkpoint that OUT was converted from.")
 @options.strategies
-@click.option("--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
-@click.option("--strategy", metavar="FILE|DIR|none", help="Strategy of OUT, for --replicas.")
-@click.option("--ranks", type=options.Ranks(), metavar="0-7,12", help="Only these ranks of OUT.")
+@options.strategy("Strategy of OUT, for --replicas.")
+@option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
+@options.ranks("Target", "Only these ranks of OUT.")
 @options.source
 @options.selection
 @options.effort
@@ -54,12 +63,6 @@ def verify(
     checksums. With --src and both strategies: every tensor on every rank is what the source makes of
     it, worked out anew from the strategies and compared through fingerprints. With --replicas:
     ranks that should hold the same slices do.
-
-    \b
-    Examples:
-      reshard verify out/
-      reshard verify out/ --src ckpt/ --src-strategy src.ckpt --dst-strategy dst.ckpt
-      reshard verify ckpt/ --replicas --strategy src.ckpt
     """
     report = Report(listener(typed["quiet"]))
     filters = Filters(typed["include"], typed["exclude"])

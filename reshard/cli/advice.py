@@ -1,0 +1,69 @@
+"""Names that were typed and do not exist: what is meant by them, or is spelled nearly so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# How MindSpore and MindFormers spell what is here, too.
+SPELLINGS = {
+    "src-checkpoint": "src",
+    "src-checkpoint-dir": "src",
+    "src-checkpoints-dir": "src",
+    "dst-checkpoint": "dst",
+    "dst-checkpoint-dir": "dst",
+    "dst-checkpoints-dir": "dst",
+    "src-strategy-file": "src-strategy",
+    "src-strategy-dir": "src-strategy",
+    "dst-strategy-file": "dst-strategy",
+    "dst-strategy-dir": "dst-strategy",
+    "transform-rank": "rank",
+}
+
+# Options of their scripts that mean something else than any option here.
+_ELSEWHERE = {
+    "--world-size": "Not needed: the strategies say how many ranks there are.",
+    "--device-num": "Not needed: the strategies say how many ranks there are.",
+    "--npu-num-per-node": "Not needed: which machine writes which ranks is free; see transform-dir --shard I/N.",
+    "--rank-id": (
+        "The I-th of N processes takes its part of the target ranks with transform-dir --shard I/N; "
+        "by-rank RANK converts one target rank."
+    ),
+    "--transform-process-num": (
+        "One process keeps all CPUs busy (--jobs N says how many); "
+        "several processes, on one machine or many, divide the work with transform-dir --shard I/N."
+    ),
+    "--transform-by-rank": "For one target rank there is the command by-rank.",
+    "--process-num": "--jobs N says how many CPUs are kept busy.",
+    "--max-process-num": "--jobs N says how many CPUs are kept busy.",
+    "--ckpt-prefix": "It is --prefix here.",
+    "--output-format": "It is --format here.",
+}
+
+
+def spelling(name: str) -> str:
+    """An option's or command's name as it is here: hyphens for underscores, and MindSpore's own names."""
+    name = name.replace("_", "-")
+    return SPELLINGS.get(name, name)
+
+
+def nearest(typed: str, names: Iterable[str]) -> str:
+    """`` Did you mean ...?`` with those of the names that are spelled nearly so, or nothing."""
+    # Loaded only here: needed only where something is wrong.
+    from difflib import get_close_matches
+
+    found = get_close_matches(typed, list(names))
+    return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def on_option(typed: str, there: Sequence[str], others: Sequence[str]) -> str:
+    """What to do instead of typing an option.
+
+    Args:
+        typed: the option, in this project's spelling.
+        there: the options of the command.
+        others: the commands that have it.
+    """
+    if typed in _ELSEWHERE:
+        return f" {_ELSEWHERE[typed]}"
+    has = f" It is an option of {', '.join(others)}." if others else ""
+    return nearest(typed, there) + has

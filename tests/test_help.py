@@ -1,0 +1,108 @@
+"""Help, and advice on what was mistyped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from reshard.cli.main import cli
+from tests.running import done, fails
+from tests.small import COPIED, World, tensors
+from tests.trees import same_ranks, write_checkpoint
+
+FULL = tensors()
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(cli))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
+    path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = done(*path, "--help").out
+    examples = shown.split("\nExamples:\n")[1]
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert f"\n  reshard {' '.join(path)} " in re.sub(r"\n +", "\n  ", f"\n{examples}")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_the_examples_name_options_that_exist(path: tuple[str, ...]) -> None:
+    command = COMMANDS[path]
+    names = {name for param in command.params for name in param.opts}
+    assert set(re.findall(r"(?<!\S)--[a-z-]+", command.epilog or "")) <= names
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str, ...]) -> None:
+    shown = done(*path, "--help").out
+    assert "\nOptions:\n" not in shown
+    for param in COMMANDS[path].params:
+        if isinstance(param, click.Option):
+            assert param.help, param.opts
+            assert param.is_flag or not isinstance(param.default, (str, int)) or param.show_default, param.opts
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["transfrom-dir", "a", "b"], "Did you mean transform-dir"),
+        (["transform_al", "a", "b"], "transform-all"),
+        (["strategy", "shwo", "a"], "Did you mean show?"),
+        (["transform-dir", "a", "b", "--src_strateg", "x"], "--src_strateg. Did you mean --src-strategy"),
+        (["transform-dir", "a", "b", "--format", "safetensor"], "Did you mean safetensors?"),
+        (["transform-dir", "a", "b", "--available", "1"], "It is an option of rank-list"),
+        (["--max-memory", "1G", "transform-dir"], "It is an option of transform-dir"),
+        (["transform-dir", "a", "b", "--world_size=8"], "No such option: --world_size. Not needed"),
+        (["transform-dir", "a", "b", "--rank_id", "0"], "--shard I/N"),
+        (["transform-dir", "a", "b", "--transform_process_num", "2"], "--jobs N"),
+        (["transform-dir", "a", "b", "--transform_rank", "2"], "Did you mean --ranks?"),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_answered_with_advice(words: list[str], says: str) -> None:
+    fails(2, *words, says=[says])
+
+
+@pytest.mark.parametrize("source", ["--src_checkpoint", "--src-checkpoint", "--src_checkpoints_dir"])
+@pytest.mark.parametrize("target", ["--dst_checkpoint", "--dst-checkpoints-dir", "--dst_checkpoint_dir"])
+def test_arguments_may_be_options_as_in_mindspores_scripts(world: World, source: str, target: str) -> None:
+    world.save(FULL)
+    done("transform-dir", f"{target}={world.dst}", source, world.src, "--src_strategy_file", world.old,
+         "--dst_strategy_dir", world.new)  # fmt: skip
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_one_argument_may_be_an_option_and_the_others_keep_their_order(world: World) -> None:
+    world.save(FULL)
+    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
+    done("by-rank", "--transform_rank", 1, world.src, world.dst, *strategies)
+    done("by-rank", 0, world.dst, "--src_checkpoint", world.src, *strategies)
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_an_argument_given_twice_is_wrong_usage(world: World) -> None:
+    world.save(FULL)
+    words = ("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
+    fails(2, *words, "--src_checkpoint", world.src, says=["SRC is given by option"])
+    assert not world.dst.exists()
+
+
+def test_behind_two_hyphens_nothing_is_an_option(world: World) -> None:
+    write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
+    fails(3, "transform-dir", "--src-strategy", "none", "--dst-strategy", "none", "--", "--src_checkpoint", world.dst,
+          says=["--src_checkpoint: does not exist"])  # fmt: skip
