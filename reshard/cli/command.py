@@ -59,6 +59,9 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, with advice on options that do not exist and arguments given twice."""
         ctx.meta[_TYPED] = {_spelled(ctx, word) for word in args[: args.index("--") if "--" in args else None]}
+        if ctx.resilient_parsing and args and self._takes_value(_spelled(ctx, args[-1])):
+            # The value is what a shell completes; without it, nothing that stands before would be parsed.
+            args = args[:-1]
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -71,6 +74,9 @@ class Command(click.Command):
                 given = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
                 raise click.UsageError(f"{error.message.rstrip('.')}: {given}", ctx) from error
             raise
+
+    def _takes_value(self, word: str) -> bool:
+        return any(word in param.opts for param in self.params if isinstance(param, click.Option) and not param.is_flag)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The parameters, with the options that were typed in place of arguments."""

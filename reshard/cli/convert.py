@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json
@@ -37,8 +37,8 @@ reshard transform-dir ckpt/ out/ --shard auto \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
-@argument("src")
-@argument("dst")
+@argument("src", shell_complete=completion.paths)
+@argument("dst", shell_complete=completion.directories)
 @options.strategies
 @options.targets
 @options.conversion
@@ -62,8 +62,8 @@ done
 """,
 )
 @argument("rank", type=int)
-@argument("src")
-@argument("dst")
+@argument("src", shell_complete=completion.paths)
+@argument("dst", shell_complete=completion.directories)
 @options.strategies
 @options.conversion
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:

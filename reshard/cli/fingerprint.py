@@ -8,7 +8,7 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, reading_error
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
@@ -33,10 +33,17 @@ reshard fingerprint ckpt/ --strategy src.ckpt --ranks 4-7 --json > part1.json
 reshard fingerprint --merge part0.json --merge part1.json
 """,
 )
-@argument("src", required=False)
+@argument("src", required=False, shell_complete=completion.paths)
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.ranks("Source", "Read only these ranks' files; the result is partial.")
-@option("Source", "--merge", multiple=True, metavar="FILE", help="Add a result that --json printed (repeatable).")
+@option(
+    "Source",
+    "--merge",
+    multiple=True,
+    metavar="FILE",
+    shell_complete=completion.paths,
+    help="Add a result that --json printed (repeatable).",
+)
 @options.source
 @options.selection
 @options.effort

@@ -7,7 +7,7 @@ import os
 import click
 
 from reshard.checkpoints import FileHandles, find_checkpoints, read_index
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, table
 from reshard.wording import byte_size, number_ranges, plural
@@ -20,7 +20,7 @@ reshard inspect ckpt/
 reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
-@click.argument("path")
+@click.argument("path", shell_complete=completion.paths)
 @options.json_output
 @options.debug
 def inspect(path: str, as_json: bool) -> None:

@@ -6,6 +6,7 @@ import importlib
 from typing import Optional
 
 import click
+from click.shell_completion import CompletionItem
 
 from reshard._version import __version__
 from reshard.cli.advice import spelling
@@ -49,6 +50,13 @@ class LazyGroup(ReshardGroup):
         module = importlib.import_module(f"reshard.cli.{entry[0]}")
         command: click.Command = getattr(module, entry[1])
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands without importing any, then options."""
+        names = [
+            CompletionItem(name, help=entry[2]) for name, entry in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing any."""

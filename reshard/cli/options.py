@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 import click
 
+from reshard.cli import completion
 from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug
 from reshard.cli.shard import ShardType
@@ -57,7 +58,14 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 def strategy(text: str, *names: str) -> Callable[[F], F]:
     """--strategy."""
-    return option("Strategies", "--strategy", *names, metavar="FILE|DIR|none", help=text)
+    return option(
+        "Strategies",
+        "--strategy",
+        *names,
+        metavar="FILE|DIR|none",
+        shell_complete=completion.strategies,
+        help=text,
+    )
 
 
 def strategies(command: F) -> F:
@@ -69,12 +77,14 @@ def strategies(command: F) -> F:
                 "Strategies",
                 "--src-strategy",
                 metavar="FILE|DIR|none",
+                shell_complete=completion.strategies,
                 help="Strategy the checkpoint was saved with; none for an unsharded one.",
             ),
             option(
                 "Strategies",
                 "--dst-strategy",
                 metavar="FILE|DIR|none",
+                shell_complete=completion.strategies,
                 help="Strategy of the target; none for one unsharded rank.",
             ),
         ],
@@ -137,6 +147,7 @@ def source(command: F) -> F:
                 default="latest",
                 show_default=True,
                 metavar="EPOCH_STEP|latest",
+                shell_complete=completion.steps,
                 help="Which checkpoint to take; latest is the newest complete one.",
             ),
             option(

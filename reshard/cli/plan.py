@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import click
 
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json, table
@@ -31,8 +31,8 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
     --src-strategy src.ckpt --dst-strategy none
 """,
 )
-@argument("src")
-@argument("dst")
+@argument("src", shell_complete=completion.paths)
+@argument("dst", shell_complete=completion.directories)
 @options.strategies
 @options.targets
 @options.conversion

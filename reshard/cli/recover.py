@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import click
 
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, request_of, summary_json
 from reshard.cli.output import echo_json, listener
@@ -25,8 +25,8 @@ Ranks 3 and 7 of 8 are lost:
 reshard recover ckpt/ whole/ --strategy strategy/
 """,
 )
-@argument("src")
-@argument("dst")
+@argument("src", shell_complete=completion.paths)
+@argument("dst", shell_complete=completion.directories)
 @options.strategy("Strategy the checkpoint was saved with.")
 @options.ranks("Target", "Only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")

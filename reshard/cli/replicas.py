@@ -6,7 +6,7 @@ from typing import Optional
 
 import click
 
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import echo_json
 from reshard.errors import UsageError
@@ -20,8 +20,15 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
 """,
 )
 @options.strategy("Strategy the checkpoint was saved with.")
-@option("Source", "--group-info", multiple=True, metavar="FILE", help="group_info file of one rank (repeatable).")
-@click.argument("more", nargs=-1, metavar="[FILE...]")
+@option(
+    "Source",
+    "--group-info",
+    multiple=True,
+    metavar="FILE",
+    shell_complete=completion.paths,
+    help="group_info file of one rank (repeatable).",
+)
+@click.argument("more", nargs=-1, metavar="[FILE...]", shell_complete=completion.paths)
 @options.json_output
 @options.debug
 def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...], as_json: bool) -> None:

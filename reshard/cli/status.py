@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json
 from reshard.records.status import Status, status_of
@@ -12,7 +12,7 @@ from reshard.wording import byte_size, number_ranges, plural
 
 
 @command("status", "reshard status out/")
-@click.argument("dst")
+@click.argument("dst", shell_complete=completion.directories)
 @options.json_output
 @options.debug
 def status(dst: str, as_json: bool) -> None:

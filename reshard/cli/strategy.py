@@ -6,7 +6,7 @@ from typing import Optional
 
 import click
 
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import Group, argument, command, option
 from reshard.cli.output import echo_json, table
 from reshard.errors import UsageError
@@ -58,8 +58,8 @@ def rank_list(
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
-@click.argument("strategy_dir")
-@click.argument("dst_file")
+@click.argument("strategy_dir", shell_complete=completion.directories)
+@click.argument("dst_file", shell_complete=completion.paths)
 @options.debug
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
@@ -76,7 +76,7 @@ def group_info() -> None:
 
 
 @group_info.command("inspect", epilog="reshard group-info inspect ckpt_dir0/group_info.pb")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=completion.paths)
 @options.json_output
 @options.debug
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
@@ -110,7 +110,7 @@ def strategy() -> None:
 
 
 @strategy.command("show", epilog="reshard strategy show output/strategy")
-@click.argument("path", metavar="FILE|DIR")
+@click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @options.json_output
 @options.debug
 def strategy_show(path: str, as_json: bool) -> None:

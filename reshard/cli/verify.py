@@ -9,7 +9,7 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles
-from reshard.cli import options
+from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
@@ -37,8 +37,14 @@ reshard verify out/ --src ckpt/ \\
 reshard verify ckpt/ --replicas --strategy src.ckpt
 """,
 )
-@click.argument("out")
-@option("Source", "--src", metavar="SRC", help="The checkpoint that OUT was converted from.")
+@click.argument("out", shell_complete=completion.directories)
+@option(
+    "Source",
+    "--src",
+    metavar="SRC",
+    shell_complete=completion.paths,
+    help="The checkpoint that OUT was converted from.",
+)
 @options.strategies
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")

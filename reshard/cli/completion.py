@@ -1,0 +1,46 @@
+"""What a shell may offer at the tab key, where click does not know it by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import click
+from click.shell_completion import CompletionItem
+
+
+def paths(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Files and directories."""
+    return [CompletionItem(typed, type="file")]
+
+
+def directories(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Directories."""
+    return [CompletionItem(typed, type="dir")]
+
+
+def strategies(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Files, directories and ``none``."""
+    none = [CompletionItem("none")] if "none".startswith(typed) else []
+    if none and typed and not _begins_a_name(typed):
+        # bash offers either words or files.
+        return none
+    return [*none, CompletionItem(typed, type="file")]
+
+
+def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The steps of the checkpoint that was typed, newest first, from names alone."""
+    from reshard.checkpoints import find_checkpoints
+    from reshard.errors import ReshardError
+
+    found = ["latest"]
+    path = ctx.params.get("src") or ctx.params.get("out")
+    # What cannot be read is told of when the command is run.
+    with contextlib.suppress(OSError, ReshardError):
+        found += [str(step) for step in find_checkpoints(path).steps if step] if path else []
+    return [CompletionItem(step) for step in found if step.startswith(typed)]
+
+
+def _begins_a_name(typed: str) -> bool:
+    with os.scandir() as entries:
+        return any(entry.name.startswith(typed) for entry in entries)

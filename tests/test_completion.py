@@ -1,0 +1,110 @@
+"""The tab key, in real shells."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.running import install
+from tests.small import World, tensors
+
+# Behind the completed line, the shell is made to print it: to the beginning of the line, `echo`, enter.
+PRINT = "\x01echo DONE: \x05 :END\n"
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+}
+SET_UP = {
+    "bash": 'eval "$(_RESHARD_COMPLETE=bash_source reshard)"; bind "set bell-style none"\n',
+    "zsh": 'autoload -Uz compinit; compinit -u -D; eval "$(_RESHARD_COMPLETE=zsh_source reshard)"\n',
+}
+
+
+def completed(shell: str, lines: Sequence[str], directory: Path) -> list[str]:
+    """What lines have become after the tab key was pressed behind each."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    environment = {**install(directory / "bin"), "HOME": str(directory), "TERM": "dumb", "PS1": "> "}
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        SHELLS[shell], stdin=slave, stdout=slave, stderr=slave, cwd=directory, env=environment, start_new_session=True
+    )
+    os.close(slave)
+    try:
+        say(master, SET_UP[shell] + "echo READ''Y\n", r"\nREADY\r.*> ")
+        return [say(master, line + "\t" + PRINT, r"\r\nDONE: (.*) :END\r.*> ") for line in lines]
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def say(terminal: int, text: str, until: str) -> str:
+    """Type a text and read until a pattern is found; its group, or all that was said."""
+    os.write(terminal, text.encode())
+    said = ""
+    while True:
+        found = re.search(until, said, re.DOTALL)
+        if found:
+            return found[1] if found.groups() else said
+        ready, _, _ = select.select([terminal], [], [], 10)
+        assert ready, f"the shell says no more than {said!r}"
+        said += os.read(terminal, 65536).decode(errors="replace")
+
+
+@pytest.fixture
+def place(world: World) -> Path:
+    world.save(tensors(), "rank_{rank}/net-3_10.ckpt")
+    world.save(tensors(), "rank_{rank}/net-4_10.ckpt")
+    return world.root
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: World) -> None:
+    source, strategy = world.src.name, world.old.relative_to(place)
+    becomes = {
+        "reshard transform-d": "reshard transform-dir",
+        f"reshard inspect {source[:-1]}": f"reshard inspect {source}",
+        f"reshard transform-dir {source} out --step 3": f"reshard transform-dir {source} out --step 3_10",
+        "reshard by-rank --src_checkpoint x --src-strategy no": "reshard by-rank --src_checkpoint x --src-strategy none",
+        f"reshard rank-list 0 --dst-strategy {str(strategy)[:-1]}": f"reshard rank-list 0 --dst-strategy {strategy}",
+    }
+    assert [line.rstrip("/") for line in completed(shell, list(becomes), place)] == list(becomes.values())
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+def test_fish_offers_what_fits(place: Path, world: World) -> None:
+    lines = [f"reshard transform-dir {world.src.name} out --step ", "reshard by-rank 0 a b --src-strategy no"]
+    script = "_RESHARD_COMPLETE=fish_source reshard | source; " + "; ".join(f"complete -C '{line}'" for line in lines)
+    said = subprocess.run(
+        ["fish", "--no-config", "-c", script],
+        cwd=place,
+        env={**install(place / "bin"), "HOME": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert set(said.stdout.split()) == {"latest", "4_10", "3_10", "none"}, said.stderr
+
+
+def test_completing_a_command_loads_nothing_heavy() -> None:
+    script = (
+        "import sys; from reshard.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'numpy', 'rich', 'tqdm', 'google'}))"
+    )
+    asked = {"_RESHARD_COMPLETE": "bash_complete", "COMP_WORDS": "reshard ", "COMP_CWORD": "1"}
+    out = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **asked}, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "plain,transform-dir" in out and out[-1] == "[]"
