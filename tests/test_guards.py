@@ -264,6 +264,17 @@ def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     assert run_in_shell(f"{reshard} inspect {source} {closed}")[0] == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_no_file_gets_the_number_of_a_closed_stream(closed: str, tmp_path: Path) -> None:
+    number = tmp_path / "number"
+    script = (
+        "import os, sys; from reshard.cli import main; main.cli = lambda **_: None; main.main(); "
+        f"fd = os.open({str(number)!r}, os.O_WRONLY | os.O_CREAT); os.write(fd, str(fd).encode())"
+    )
+    assert run_in_shell(f'{sys.executable} -c "{script}" {closed}')[0] == 0
+    assert int(number.read_text()) > 2
+
+
 def test_examples_in_help_keep_their_lines(tmp_path: Path) -> None:
     out = done("by-rank", "--help").out
     assert "\b" not in out and "\n    for r in 0 1 2 3; do\n" in out
