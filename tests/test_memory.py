@@ -13,6 +13,8 @@ import pytest
 from benchmarks.measure import Run, reshard, run
 from benchmarks.synthetic import Model, Scheme, strategy_bytes, write_checkpoint, write_strategy, wrong_slices
 from reshard.checkpoints import Data, FileHandles, OutputTensor, lay_out_ckpt, read_index
+from reshard.execute.reading import ExplicitReader, MappedReader
+from reshard.plan.pieces import StoredSlice
 
 MIB = 1 << 20
 
@@ -48,6 +50,27 @@ def test_mapped_pages_are_given_back(kind: str, place: Path) -> None:
     model = Model(layers=4, matrices=4, rows=2304, columns=2304)
     assert model.nbytes > 320 * MIB
     assert convert(place, model, kind, "mmap", "16M", 116 * MIB, jobs=1).resident < 200 * MIB
+
+
+def test_pages_that_are_hardly_looked_at_are_given_back_too(tmp_path: Path) -> None:
+    """A look at a few bytes makes a whole page resident, and the kernel adds what is cached around it."""
+    size, step = 256 * MIB, 64 << 10
+    path = tmp_path / "tensor"
+    path.write_bytes(bytes(size))
+    reader = MappedReader(FileHandles(), ExplicitReader(FileHandles()), give_back=16 * MIB)
+    source = StoredSlice(str(path), 0, ((0, size),), ((0, size),))
+    before = most = mapped_and_resident()
+    for start in range(0, size, step):
+        few = reader.view(source, start, 4)
+        assert few is not None and not few.any()
+        most = max(most, mapped_and_resident())
+    assert most - before < 48 * MIB
+
+
+def mapped_and_resident() -> int:
+    """Bytes of files that are in this process's memory."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+    return int(line.split()[1]) << 10
 
 
 @pytest.mark.long

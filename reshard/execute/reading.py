@@ -28,6 +28,8 @@ Bytes = npt.NDArray[np.uint8]
 # After this many bytes through maps of all threads pages are given back, so that resident memory stays flat.
 _GIVE_BACK = 64 << 20
 _LEAST_GIVEN_BACK = 4 << 20
+# A look at a few bytes brings in their page, of up to 64 KiB, or as much of smaller ones around it.
+_AROUND = 64 << 10
 _MAPS = 64
 _MOST_WINDOWS = 32
 
@@ -191,7 +193,7 @@ class _Maps:
 
     def look(self, length: int) -> None:
         """Count what is about to be looked at; give all pages back when it has become much."""
-        self._looked_at += length
+        self._looked_at += length + _AROUND
         if self._looked_at >= self._give_back:
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
