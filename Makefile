@@ -4,9 +4,10 @@
 PYTHON ?= python3
 VENV = .venv
 CONFORMANCE = .venv-conformance
+PACKAGE = .venv-package
 MINDSPORE = 2.7.0
 
-.PHONY: help demo test test-all check conformance bench clean
+.PHONY: help demo test test-all check conformance package matrix bench clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
@@ -14,10 +15,13 @@ help:
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
 	@echo 'make conformance   the tests against a real MindSpore $(MINDSPORE), in an environment of its own'
+	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
+	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (15 minutes, 12 GB of memory)'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
+	@echo 'MATRIX="3.9 3.13"  what make matrix tests; --skip-absent before it leaves out Pythons that are not here'
 
 demo:
 	@.ci/venv $(VENV) $(PYTHON) -
@@ -40,11 +44,18 @@ conformance:
 	@python=$$(.ci/conformance-python $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
 	@$(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
 
+package:
+	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine
+	@$(PACKAGE)/bin/python -m pytest -W default tests/packaging
+
+matrix:
+	@.ci/matrix $(MATRIX)
+
 bench:
 	@.ci/venv $(VENV) $(PYTHON) test
 	@$(VENV)/bin/python -m benchmarks
 
 clean:
 	rm -rf out pp2 dp2 merged survivors local_*
-	rm -rf $(VENV) $(CONFORMANCE) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(CONFORMANCE) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures -name __pycache__ -prune -exec rm -rf {} +
