@@ -7,7 +7,7 @@ CONFORMANCE = .venv-conformance
 PACKAGE = .venv-package
 MINDSPORE = 2.7.0
 
-.PHONY: help demo test test-all check conformance package matrix bench clean
+.PHONY: help demo test test-all check conformance package matrix bench docs clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
@@ -18,6 +18,7 @@ help:
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (15 minutes, 12 GB of memory)'
+	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo
 	@echo 'PYTHON=python3.x   the Python to use (now: $(PYTHON))'
@@ -55,7 +56,11 @@ bench:
 	@.ci/venv $(VENV) $(PYTHON) test
 	@$(VENV)/bin/python -m benchmarks
 
+docs:
+	@.ci/venv $(VENV) $(PYTHON) test
+	@$(VENV)/bin/python -m docs.tools
+
 clean:
 	rm -rf out pp2 dp2 merged survivors local_*
 	rm -rf $(VENV) $(CONFORMANCE) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
-	find reshard tests fixtures -name __pycache__ -prune -exec rm -rf {} +
+	find reshard tests fixtures docs -name __pycache__ -prune -exec rm -rf {} +

@@ -75,7 +75,7 @@ def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: Wor
         "reshard transform-d": "reshard transform-dir",
         f"reshard inspect {source[:-1]}": f"reshard inspect {source}",
         f"reshard transform-dir {source} out --step 3": f"reshard transform-dir {source} out --step 3_10",
-        "reshard by-rank --src_checkpoint x --src-strategy no": "reshard by-rank --src_checkpoint x --src-strategy none",
+        "reshard by-rank 0 --src_ckpt x --src-strategy no": "reshard by-rank 0 --src_ckpt x --src-strategy none",
         f"reshard rank-list 0 --dst-strategy {str(strategy)[:-1]}": f"reshard rank-list 0 --dst-strategy {strategy}",
     }
     assert [line.rstrip("/") for line in completed(shell, list(becomes), place)] == list(becomes.values())

@@ -1,0 +1,1 @@
+"""What keeps the documentation true: the command reference, and pages whose examples are typed."""

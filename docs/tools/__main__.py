@@ -1,0 +1,15 @@
+"""Write the command reference and the output of every example anew: `python -m docs.tools [PAGE...]`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from docs.tools import commands, pages
+
+commands.PAGE.write_text(commands.reference(), encoding="utf-8")
+chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
+for page in chosen:
+    with tempfile.TemporaryDirectory() as place:
+        pages.rewrite(page, pages.type_page(page, Path(place)))

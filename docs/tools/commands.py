@@ -1,0 +1,49 @@
+"""docs/commands.md: the help of every command, as the program prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from reshard.cli.main import cli
+
+PAGE = Path(__file__).parents[1] / "commands.md"
+WIDTH = 100
+
+_BEGINNING = """\
+# Command reference
+
+<!-- Made by `make docs` from the program itself; a test compares the two. -->
+
+What `--help` prints, for every command. What the options mean for each other is in the [README](../README.md#commands); the output
+of `--json` in [json.md](json.md); exit statuses in [troubleshooting.md](troubleshooting.md#exit-statuses).
+
+Commands and options may be typed with `_` for `-`. `transform-all` is `transform-dir`, and `transform-by-rank` is `by-rank`.
+"""
+
+
+def walk() -> Iterator[tuple[str, click.Command, click.Context]]:
+    """Every command below `reshard` that is no group: its name as typed, itself, and the context of its help."""
+    root = click.Context(cli, info_name="reshard", terminal_width=WIDTH, **cli.context_settings)
+    yield from _below(cli, root)
+
+
+def _below(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None, name
+        inner = click.Context(command, parent=context, info_name=name)
+        if isinstance(command, click.Group):
+            yield from _below(command, inner)
+        else:
+            yield inner.command_path, command, inner
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [_BEGINNING]
+    for name, command, context in walk():
+        parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)

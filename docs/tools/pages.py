@@ -1,0 +1,140 @@
+"""The examples in the pages: typed in a fresh copy of the clone, and their output compared or written anew.
+
+A fenced block of language ``sh`` is typed into bash, ``python`` into Python, one after the other in one
+directory per page; ``console``, ``text`` and all others are only shown. An HTML comment in the line before a
+fence says more:
+
+``<!-- output -->``: what the block before printed, standard error included, timings aside.
+``<!-- file: NAME -->``: the block is written to this file instead of being typed.
+``<!-- status: N -->``: the block ends with this exit status.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+_MARK = re.compile(r"<!-- (output|file|status)(?:: (.*))? -->")
+_FENCE = re.compile(r"```(\w*)")
+_TYPED = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+# What differs from run to run.
+_VARYING = re.compile(r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+')
+
+
+class Block(NamedTuple):
+    """A fenced block.
+
+    Attributes:
+        language: as the fence says.
+        text: what is within.
+        mark: the comment's word, or nothing.
+        value: what follows it.
+        start: number of its first line within the page, from 0.
+        end: number of the line after its last.
+    """
+
+    language: str
+    text: str
+    mark: str
+    value: str
+    start: int
+    end: int
+
+
+class Printed(NamedTuple):
+    """An output block of a page and what was printed in its place."""
+
+    block: Block
+    output: str
+
+    @property
+    def same(self) -> bool:
+        """Whether they agree, timings aside."""
+        return _VARYING.sub("", self.block.text) == _VARYING.sub("", self.output)
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page in order."""
+    found = []
+    lines = text.splitlines(keepends=True)
+    number = 0
+    while number < len(lines):
+        fence = _FENCE.match(lines[number])
+        if fence:
+            mark = _MARK.fullmatch(lines[number - 1].strip()) if number else None
+            start = number + 1
+            number = next(place for place in range(start, len(lines)) if lines[place].startswith("```"))
+            inside = "".join(lines[start:number])
+            word, value = (mark[1], mark[2] or "") if mark else ("", "")
+            found.append(Block(fence[1], inside, word, value, start, number))
+        number += 1
+    return found
+
+
+def pages() -> list[Path]:
+    """Every page with something to type, or with output."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if any(_is_typed(block) for block in blocks(page.read_text(encoding="utf-8")))]
+
+
+def _is_typed(block: Block) -> bool:
+    return block.language in _TYPED or block.mark == "file"
+
+
+def type_page(page: Path, place: Path) -> list[Printed]:
+    """Type a page's examples in a directory, which gets a copy of the fixtures.
+
+    Args:
+        page: the page.
+        place: an empty directory.
+
+    Returns:
+        Its output blocks with what was printed.
+
+    Raises:
+        AssertionError: a block ended with another exit status than it should.
+    """
+    shutil.copytree(ROOT / "fixtures", place / "fixtures", ignore=shutil.ignore_patterns("__pycache__"))
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "LC_ALL": "C.UTF-8"}
+    for variable in ("COLUMNS", "NO_COLOR"):
+        environment.pop(variable, None)
+    found = []
+    printed = ""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.mark == "file":
+            (place / block.value).write_text(block.text, encoding="utf-8")
+        elif block.mark == "output":
+            found.append(Printed(block, printed))
+        elif block.language in _TYPED:
+            done = subprocess.run(
+                [*_TYPED[block.language], block.text],
+                cwd=place,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                check=False,
+            )
+            printed = done.stdout
+            wanted = int(block.value) if block.mark == "status" else 0
+            where = f"{page.name}, line {block.start + 1}"
+            assert done.returncode == wanted, f"{where} gave {done.returncode}:\n{block.text}\n{printed}"
+    return found
+
+
+def rewrite(page: Path, found: list[Printed]) -> None:
+    """Put what was printed into a page's output blocks; what differs in timings alone stays."""
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    for printed in reversed(found):
+        if not printed.same:
+            lines[printed.block.start : printed.block.end] = printed.output.splitlines(keepends=True)
+    page.write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,102 @@
+"""The documentation: every example typed as written, its output compared, every link and name looked up."""
+
+from __future__ import annotations
+
+import ast
+import re
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.tools import commands, pages
+from reshard.cli.main import cli
+from tests.corpus import ROOT
+
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
+def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    for found in pages.type_page(page, tmp_path):
+        line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
+        assert found.same, f"{line}\n{found.output}"
+    if page == README:
+        check_what_the_readme_makes(tmp_path / "out")
+
+
+def check_what_the_readme_makes(out: Path) -> None:
+    for name in ("by-rank", "no-pipeline", "no-pipeline-2", "recovered", "inference", "from-python"):
+        for rank in range(4):
+            file = f"rank_{rank}/checkpoint_{rank}.ckpt"
+            assert (out / name / file).read_bytes() == (out / "mp4" / file).read_bytes(), name
+
+
+def test_every_command_is_in_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    for name in cli.list_commands(None):  # type: ignore[arg-type]
+        assert f"`reshard {name}" in text
+
+
+def test_the_command_reference_is_what_the_program_prints() -> None:
+    assert commands.PAGE.read_text(encoding="utf-8") == commands.reference(), "`make docs` writes it anew"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        if page.parent == DOCS and page.name != "README.md":
+            assert f"]({page.name})" in index, page.name
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_message_in_the_troubleshooting_page_is_one_of_the_programs() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = list(messages_of_the_program())
+    quoted = re.findall(r"^(?:#+ |\| )`([^`]+)`", page, flags=re.MULTILINE)
+    assert len(quoted) > 50
+    for fragment in quoted:
+        expression = re.compile(".*".join(map(re.escape, fragment.split("..."))), re.DOTALL)
+        assert any(expression.search(message) for message in messages), f"no message of the program says: {fragment}"
+
+
+def messages_of_the_program() -> Iterator[str]:
+    """Every string in the source, docstrings aside, with a blank for each value filled in."""
+    for path in (ROOT / "reshard").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Expr):
+                continue
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in child.values)
+                    yield "".join(map(str, parts))
+                elif isinstance(child, ast.Constant) and isinstance(child.value, str):
+                    yield child.value
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.name)
+def test_every_picture_is_well_formed_and_used(picture: Path) -> None:
+    assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert any(f"pictures/{picture.name}" in page.read_text(encoding="utf-8") for page in PAGES)

@@ -1,0 +1,143 @@
+"""What --json prints is what docs/json.md and docs/schemas promise, nothing more and nothing less."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from docs.tools.commands import walk
+from tests.corpus import FIXTURES, ROOT
+from tests.running import done, reshard
+
+SCHEMAS = ROOT / "docs" / "schemas"
+DEMO = FIXTURES / "demo"
+STRATEGIES = ("--src-strategy", DEMO / "src_strategy.ckpt", "--dst-strategy", DEMO / "dst_strategy.ckpt")
+PIPELINE = FIXTURES / "10_dp2mp2pp2" / "strategy"
+GROUP_INFO = FIXTURES / "01_dp2mp4_adam" / "group_info"
+
+
+def documented() -> dict[str, Path]:
+    """Schema per command, from the table of docs/json.md."""
+    found = {}
+    for line in (ROOT / "docs" / "json.md").read_text(encoding="utf-8").splitlines():
+        link = re.search(r"\]\(schemas/([\w.-]+)\)", line)
+        if line.startswith("| `reshard ") and link:
+            for name in re.findall(r"`(reshard [^`]+)`", line.split("|")[1]):
+                found[name] = SCHEMAS / link[1]
+    return found
+
+
+def check(value: Any, schema: Path) -> None:
+    jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(value)
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What every command prints with --json, several times where its output has several forms."""
+    out = tmp_path_factory.mktemp("json")
+    source = DEMO / "src_checkpoints"
+    file = next((source / "rank_0").iterdir())
+    whole = out / "whole"
+    lost = out / "lost"
+    shutil.copytree(source, lost)
+    printed: dict[str, list[Any]] = {}
+
+    def add(*words: Any, status: int = 0) -> Any:
+        result = reshard(*words, "--json")
+        assert result.status == status, result.err
+        name = " ".join(["reshard", *(str(word) for word in words)])
+        command = max((known for known, _, _ in walk() if f"{name} ".startswith(f"{known} ")), key=len)
+        printed.setdefault(command, []).append(result.json)
+        return result.json
+
+    add("transform-dir", source, whole, *STRATEGIES, "--verify", "--checksum", "crc32")
+    add("transform-dir", source, out / "text", *STRATEGIES, "--dry-run", "--exclude", "*bias*")
+    add("by-rank", 1, source, out / "one", *STRATEGIES)
+    add("status", out / "one")
+    add("status", whole)
+    add("rank-list", 1, *STRATEGIES)
+    add("inspect", source)
+    add("inspect", file)
+    add("inspect", FIXTURES / "ckpt_files" / "crc.safetensors")
+    add("verify", whole)
+    add("verify", whole, "--src", source, *STRATEGIES)
+    add("fingerprint", whole, "--strategy", DEMO / "dst_strategy.ckpt")
+    add("fingerprint", source, "--strategy", DEMO / "src_strategy.ckpt", "--ranks", "0-1")
+    add("replicas", "--strategy", PIPELINE)
+    add("replicas", "--group-info", *sorted(GROUP_INFO.iterdir()))
+    add("group-info", "inspect", *sorted(GROUP_INFO.iterdir()))
+    add("strategy", "show", PIPELINE)
+    add("strategy", "show", FIXTURES / "12_manual_split4" / "strategy_json")
+    done("transform-dir", source, out / "dp2", STRATEGIES[0], STRATEGIES[1], "--dst-strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")
+    shutil.rmtree(out / "dp2" / "rank_3")
+    add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")
+    target = whole / "rank_2" / "checkpoint_2.ckpt"
+    content = bytearray(target.read_bytes())
+    content[-40] ^= 1
+    target.write_bytes(content)
+    add("verify", whole, status=4)
+    add("status", whole)
+    printed["manifest"] = [json.loads((out / "recovered" / "reshard-manifest.json").read_text())]
+    printed["manifest"].append(json.loads((whole / "reshard-manifest.json").read_text()))
+    printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/plan.json")]
+    return printed
+
+
+def commands_with_json() -> Iterator[str]:
+    for name, command, _ in walk():
+        if any("--json" in parameter.opts for parameter in command.params):
+            yield name
+
+
+@pytest.mark.parametrize("name", list(commands_with_json()))
+def test_every_output_is_as_its_schema_says(name: str, examples: dict[str, list[Any]]) -> None:
+    assert name in documented(), f"docs/json.md names no schema for {name}"
+    assert examples.get(name), f"no example of `{name} --json` here"
+    for value in examples[name]:
+        check(value, documented()[name])
+
+
+def test_what_is_written_beside_the_targets_is_as_its_schema_says(examples: dict[str, list[Any]]) -> None:
+    for kind, schema in (("manifest", "manifest.v1.json"), ("plan", "plan-record.v1.json")):
+        assert examples[kind]
+        for value in examples[kind]:
+            check(value, SCHEMAS / schema)
+
+
+@pytest.mark.parametrize("path", sorted(SCHEMAS.iterdir()), ids=lambda path: path.name)
+def test_every_schema_is_strict_versioned_and_mentioned(path: Path) -> None:
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert re.fullmatch(r"[a-z-]+\.v\d+\.json", path.name)
+    assert schema["$id"] == f"urn:reshard:schema:{path.stem}"
+    assert f"(schemas/{path.name})" in (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    for part in objects(schema):
+        assert "additionalProperties" in part
+        assert part.get("required", []) == list(part.get("properties", {}))
+
+
+def test_what_schemas_share_they_say_alike() -> None:
+    shared: dict[str, Any] = {}
+    for path in SCHEMAS.iterdir():
+        for name, part in json.loads(path.read_text(encoding="utf-8")).get("$defs", {}).items():
+            assert shared.setdefault(name, part) == part, f"{name} in {path.name}"
+
+
+def objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every schema of an object within a schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield schema
+        for part in schema.values():
+            yield from objects(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from objects(part)
