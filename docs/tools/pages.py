@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 _MARK = re.compile(r"<!-- (output|file|status)(?:: (.*))? -->")
 _FENCE = re.compile(r"```(\w*)")
 _TYPED = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+# Where the reader's clone is, as the pages show it.
+_HOME = "/home/you/reshard"
 # What differs from run to run.
 _VARYING = re.compile(r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+')
 
@@ -124,7 +126,7 @@ def type_page(page: Path, place: Path) -> list[Printed]:
                 encoding="utf-8",
                 check=False,
             )
-            printed = done.stdout
+            printed = done.stdout.replace(str(place), _HOME)
             wanted = int(block.value) if block.mark == "status" else 0
             where = f"{page.name}, line {block.start + 1}"
             assert done.returncode == wanted, f"{where} gave {done.returncode}:\n{block.text}\n{printed}"
