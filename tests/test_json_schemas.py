@@ -75,7 +75,15 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("group-info", "inspect", *sorted(GROUP_INFO.iterdir()))
     add("strategy", "show", PIPELINE)
     add("strategy", "show", FIXTURES / "12_manual_split4" / "strategy_json")
-    done("transform-dir", source, out / "dp2", STRATEGIES[0], STRATEGIES[1], "--dst-strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")
+    done(
+        "transform-dir",
+        source,
+        out / "dp2",
+        STRATEGIES[0],
+        STRATEGIES[1],
+        "--dst-strategy",
+        FIXTURES / "10_dp2mp4pp1" / "strategy",
+    )
     shutil.rmtree(out / "dp2" / "rank_3")
     add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")
     target = whole / "rank_2" / "checkpoint_2.ckpt"

@@ -80,7 +80,9 @@ def test_the_tasks_of_a_slurm_array_convert_everything(machine: Machine) -> None
     assert machine.complete
 
 
-@pytest.mark.parametrize(("status", "restarts", "requeued"), [(1, 0, True), (1, 3, False), (3, 0, False), (0, 0, False)])
+@pytest.mark.parametrize(
+    ("status", "restarts", "requeued"), [(1, 0, True), (1, 3, False), (3, 0, False), (0, 0, False)]
+)
 def test_a_slurm_task_is_requeued_where_a_retry_may_help(
     status: int, restarts: int, requeued: bool, machine: Machine
 ) -> None:
