@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,13 @@ from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 PAIRS = 6
 PAIRS_OF_ONE_RANK = 4
 _PAGE = 4096
+_WRITE = """
+import os, sys
+block = memoryview(os.urandom(1 << 20))
+fd, size = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o600), int(sys.argv[2])
+for start in range(0, size, len(block)):
+    os.pwrite(fd, block[:size - start], start)
+"""
 
 
 class Claim(NamedTuple):
@@ -26,6 +34,8 @@ class Claim(NamedTuple):
 
 
 MODEL = Model(layers=16, matrices=8, rows=2304, columns=2304)
+# One of two ranks is as large as all of `MODEL`.
+TWICE = Model(layers=32, matrices=8, rows=2304, columns=2304)
 # Of 16 and 24 ranks every parameter is there several times.
 SEVERAL_COPIES = Model(layers=5, matrices=8, rows=2304, columns=2304)
 WHOLE = Scheme()
@@ -87,10 +97,7 @@ def by_rank(place: Path, model: Model, claim: Claim, count: int = PAIRS_OF_ONE_R
     words = reshard("by-rank", rank, place / "src", place / "made", *prepare(place, model, claim))
     copied, pattern = place / "copied", place / "pattern"
     touched = bytes_touched(model, claim, rank)
-    block = bytes(range(256)) * 4096
-    with open(pattern, "wb") as file:
-        for start in range(0, touched, len(block)):
-            file.write(block[: touched - start])
+    _fill(pattern, touched)
 
     def ours() -> Run:
         remove(place / "made")
@@ -101,6 +108,29 @@ def by_rank(place: Path, model: Model, claim: Claim, count: int = PAIRS_OF_ONE_R
         return run(["cp", pattern, copied])
 
     return pairs(ours, copy, count), touched
+
+
+def floor(place: Path, size: int) -> Compared:
+    """Measure writing a file of so many bytes out of one block in memory, nothing read, against `cp` of it."""
+    pattern, copied, written = place / "pattern", place / "copied", place / "written"
+    _fill(pattern, size)
+
+    def write() -> Run:
+        remove(written)
+        return run([sys.executable, "-S", "-c", _WRITE, written, size])
+
+    def copy() -> Run:
+        remove(copied)
+        return run(["cp", pattern, copied])
+
+    return pairs(write, copy, PAIRS_OF_ONE_RANK)
+
+
+def _fill(path: Path, size: int) -> None:
+    block = bytes(range(256)) * 4096
+    with open(path, "wb") as file:
+        for start in range(0, size, len(block)):
+            file.write(block[: size - start])
 
 
 def bytes_touched(model: Model, claim: Claim, rank: int) -> int:
@@ -136,8 +166,13 @@ def measure() -> Section:
     section.table("kind", "touched", "at most", *COMPARED)
     for claim in BY_RANK:
         with memory_backed() as place:
-            found, touched = by_rank(place, MODEL, claim)
+            found, touched = by_rank(place, TWICE, claim)
             section.row(claim.name, f"{touched / 1e9:.2f} GB", f"{claim.most}", *found.cells())
+    with memory_backed() as place:
+        size = TWICE.nbytes // 2
+        section.row(
+            "the floor: one file written, nothing read", f"{size / 1e9:.2f} GB", "", *floor(place, size).cells()
+        )
     return section
 
 
