@@ -6,12 +6,15 @@ import ast
 import re
 import xml.etree.ElementTree
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from docs.tools import commands, pages
 from reshard.cli.main import cli
+from reshard.transform import usable_cpus
 from tests.corpus import ROOT
 
 README = ROOT / "README.md"
@@ -19,13 +22,28 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
+class Typing(NamedTuple):
+    """A page that is being typed, and where."""
+
+    place: Path
+    found: Future[list[pages.Printed]]
+
+
+@pytest.fixture(scope="module")
+def typing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Typing]]:
+    """All pages, a few at a time, since most of the time goes into starting programs."""
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        places = {page: tmp_path_factory.mktemp("clone") for page in pages.pages()}
+        yield {page: Typing(place, pool.submit(pages.type_page, page, place)) for page, place in places.items()}
+
+
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
-def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    for found in pages.type_page(page, tmp_path):
+def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, typing: dict[Path, Typing]) -> None:
+    for found in typing[page].found.result():
         line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
         assert found.same, f"{line}\n{found.output}"
     if page == README:
-        check_what_the_readme_makes(tmp_path / "out")
+        check_what_the_readme_makes(typing[page].place / "out")
 
 
 def check_what_the_readme_makes(out: Path) -> None:

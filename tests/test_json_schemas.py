@@ -49,17 +49,19 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     shutil.copytree(source, lost)
     printed: dict[str, list[Any]] = {}
 
-    def add(*words: Any, status: int = 0) -> Any:
+    def add(*words: Any, status: int = 0) -> None:
         result = reshard(*words, "--json")
         assert result.status == status, result.err
         name = " ".join(["reshard", *(str(word) for word in words)])
         command = max((known for known, _, _ in walk() if f"{name} ".startswith(f"{known} ")), key=len)
-        printed.setdefault(command, []).append(result.json)
-        return result.json
+        # A dry run prints the plan.
+        printed.setdefault("reshard plan" if "--dry-run" in words else command, []).append(result.json)
 
     add("transform-dir", source, whole, *STRATEGIES, "--verify", "--checksum", "crc32")
     add("transform-dir", source, out / "text", *STRATEGIES, "--dry-run", "--exclude", "*bias*")
+    add("by-rank", 1, source, out / "one", *STRATEGIES, "--dry-run")
     add("by-rank", 1, source, out / "one", *STRATEGIES)
+    add("plan", source, out / "one", *STRATEGIES)
     add("status", out / "one")
     add("status", whole)
     add("rank-list", 1, *STRATEGIES)

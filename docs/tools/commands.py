@@ -17,10 +17,11 @@ _BEGINNING = """\
 
 <!-- Made by `make docs` from the program itself; a test compares the two. -->
 
-What `--help` prints, for every command. What the options mean for each other is in the [README](../README.md#commands); the output
-of `--json` in [json.md](json.md); exit statuses in [troubleshooting.md](troubleshooting.md#exit-statuses).
+What `--help` prints, for every command. The rules behind the options: [README](../README.md#commands). The output of
+`--json`: [json.md](json.md). Exit statuses: [troubleshooting.md](troubleshooting.md#exit-statuses).
 
-Commands and options may be typed with `_` for `-`. `transform-all` is `transform-dir`, and `transform-by-rank` is `by-rank`.
+Commands and options may be typed with `_` for `-`. `transform-all` is `transform-dir`,
+`transform-by-rank` is `by-rank`.
 """
 
 

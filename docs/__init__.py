@@ -1,0 +1,1 @@
+"""The documentation, and in `tools` what keeps it true."""
