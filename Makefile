@@ -61,6 +61,6 @@ docs:
 	@$(VENV)/bin/python -m docs.tools
 
 clean:
-	rm -rf out pp2 dp2 merged survivors local_*
+	rm -rf out out-* mine pp2 dp2 merged survivors local_*
 	rm -rf $(VENV) $(CONFORMANCE) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures docs -name __pycache__ -prune -exec rm -rf {} +
