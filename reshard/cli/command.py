@@ -104,7 +104,7 @@ class Command(click.Command):
         if self.epilog:
             with formatter.section("Examples"):
                 for line in self.epilog.strip("\n").split("\n"):
-                    formatter.write(f"{'':{formatter.current_indent if line else 0}}{line}\n")
+                    formatter.write(f"{' ' * formatter.current_indent if line else ''}{line}\n")
 
 
 def command(name: str, examples: str) -> Callable[[Callable[..., Any]], Command]:
