@@ -27,8 +27,7 @@ Commands and options may be typed with `_` for `-`. `transform-all` is `transfor
 
 def walk() -> Iterator[tuple[str, click.Command, click.Context]]:
     """Every command below `reshard` that is no group: its name as typed, itself, and the context of its help."""
-    root = click.Context(cli, info_name="reshard", terminal_width=WIDTH, **cli.context_settings)
-    yield from _below(cli, root)
+    yield from _below(cli, _root())
 
 
 def _below(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command, click.Context]]:
@@ -44,7 +43,10 @@ def _below(group: click.Group, context: click.Context) -> Iterator[tuple[str, cl
 
 def reference() -> str:
     """The whole page."""
-    parts = [_BEGINNING]
-    for name, command, context in walk():
-        parts.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")
-    return "\n".join(parts)
+    root = _root()
+    entries = [("reshard", cli.get_help(root)), *((name, command.get_help(inner)) for name, command, inner in walk())]
+    return "\n".join([_BEGINNING, *(f"## {name}\n\n```text\n{text}\n```\n" for name, text in entries)])
+
+
+def _root() -> click.Context:
+    return click.Context(cli, info_name="reshard", terminal_width=WIDTH, **cli.context_settings)
