@@ -31,10 +31,15 @@ class Typing(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def typing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Typing]]:
-    """All pages, a few at a time, since most of the time goes into starting programs."""
+def typing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Typing]]:
+    """The pages that are asked for, a few at a time, since most of the time goes into starting programs."""
+    chosen = [
+        item.callspec.params["page"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "typing" in item.fixturenames
+    ]
     with ThreadPoolExecutor(usable_cpus()) as pool:
-        places = {page: tmp_path_factory.mktemp("clone") for page in pages.pages()}
+        places = {page: tmp_path_factory.mktemp("clone") for page in chosen}
         yield {page: Typing(place, pool.submit(pages.type_page, page, place)) for page, place in places.items()}
 
 
