@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 
@@ -34,7 +34,7 @@ class Typing(NamedTuple):
 def typing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Typing]]:
     """The pages that are asked for, a few at a time, since most of the time goes into starting programs."""
     chosen = [
-        item.callspec.params["page"]
+        cast(Path, item.callspec.params["page"])
         for item in request.session.items
         if isinstance(item, pytest.Function) and "typing" in item.fixturenames
     ]
