@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc
 from reshard.errors import DamagedCheckpointError
-from reshard.execute import ExecutionOptions
+from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.conversion import Conversion
 from reshard.report import Report
 from reshard.wording import plural, some_names
 
 
 def check_source_crcs(
-    conversion: Conversion, execution: ExecutionOptions, handles: FileHandles, report: Report
+    conversion: Conversion, execution: ExecutionOptions, handles: FileHandles, report: Report, progress: Progress
 ) -> None:
     """Check the CRC of every source file that is read whole.
 
@@ -31,24 +31,29 @@ def check_source_crcs(
             f"read: {some_names(partly, 3)}"
         )
     whole = [indexes[path] for path, all_of_it in read.items() if all_of_it]
-    for error in damaged_files(whole, execution, handles, report, stop_at_first=True).values():
+    for error in damaged_files(whole, execution, handles, report, progress, stop_at_first=True).values():
         raise error
 
 
 def damaged_files(
-    indexes: Iterable[CheckpointIndex],
+    indexes: Sequence[CheckpointIndex],
     execution: ExecutionOptions,
     handles: FileHandles,
     report: Report,
+    progress: Progress,
     stop_at_first: bool = False,
 ) -> dict[str, DamagedCheckpointError]:
     """Files whose bytes are not those their CRC was made of, with the error of each, by path."""
     stop = threading.Event()
     found: dict[str, DamagedCheckpointError] = {}
 
-    def go_on(_: int) -> None:
+    telling = threading.Lock()
+
+    def go_on(count: int) -> None:
         if stop.is_set():
             raise CancelledError
+        with telling:
+            progress.wrote(count)
 
     def check(index: CheckpointIndex) -> None:
         try:
@@ -64,6 +69,7 @@ def damaged_files(
         if not outcome.checked:
             report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")
 
+    progress.begin(sum(index.size for index in indexes if index.crc is not None), "checking CRCs")
     with ThreadPoolExecutor(execution.threads) as pool:
         try:
             for future in [pool.submit(check, index) for index in indexes]:
@@ -73,4 +79,6 @@ def damaged_files(
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+        finally:
+            progress.end()
     return dict(sorted(found.items()))

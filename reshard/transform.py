@@ -144,24 +144,27 @@ def transform(
     Raises:
         ReshardError: the conversion cannot be made, or failed; nothing half-written is left.
     """
-    with prepare(request, options, report) as prepared:
+    with prepare(request, options, report, progress) as prepared:
         return prepared.carry_out(progress)
 
 
 @contextlib.contextmanager
-def prepare(request: Request, options: Options, report: Optional[Report] = None) -> Iterator[Prepared]:
+def prepare(
+    request: Request, options: Options, report: Optional[Report] = None, progress: Optional[Progress] = None
+) -> Iterator[Prepared]:
     """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
 
     Args:
         request: what to convert to what.
         options: how.
         report: told of warnings and notes as they come.
+        progress: told of bytes that are read to find out what is damaged.
 
     Raises:
         ReshardError: the conversion cannot be made; nothing has been written.
     """
     with FileHandles() as handles:
-        yield Prepared(request, options, handles, report or Report())
+        yield Prepared(request, options, handles, report or Report(), progress or Progress())
 
 
 class Prepared:
@@ -173,7 +176,9 @@ class Prepared:
         asked: target ranks that were asked for, ascending.
     """
 
-    def __init__(self, request: Request, options: Options, handles: FileHandles, report: Report) -> None:
+    def __init__(
+        self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
+    ) -> None:
         self._started = time.monotonic()
         self._options = options
         self._handles = handles
@@ -183,7 +188,9 @@ class Prepared:
         if isinstance(request.src, str):
             check_disjoint(request.src, (), request.dst)
         self.conversion = conversion = (
-            _plan_recovery(request, options, handles, report) if options.recover else plan(request, handles, report)
+            _plan_recovery(request, options, handles, report, progress)
+            if options.recover
+            else plan(request, handles, report)
         )
         if options.lost_only and isinstance(conversion, Recovery):
             lost = set(conversion.lost)
@@ -217,6 +224,7 @@ class Prepared:
             ReshardError: it failed; nothing half-written is left.
         """
         conversion, options = self.conversion, self._options
+        progress = progress or Progress()
         manifest = None
         checked = self._planned
         if options.dry_run:
@@ -227,9 +235,9 @@ class Prepared:
                 for rank, count in conversion.data_bytes_by_rank().items()
             )
             if options.crc != "never" and not options.recover and conversion.ranks:
-                check_source_crcs(conversion, self.execution, self._handles, self._report)
+                check_source_crcs(conversion, self.execution, self._handles, self._report, progress)
             checked = time.monotonic()
-            run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress or Progress())
+            run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress)
             written = run.write()
             manifest = run.manifest
         ended = time.monotonic()
@@ -309,7 +317,7 @@ class _Run:
         if not self._conversion.ranks:
             return 0
         counted = _Counted(self._progress)
-        self._progress.begin(self._conversion.data_bytes())
+        self._progress.begin(self._conversion.data_bytes(), "writing")
         try:
             convert(groups, self._handles, self._execution, counted, finish)
         except BaseException:
@@ -324,7 +332,9 @@ class _Run:
         return counted.file_bytes
 
 
-def _plan_recovery(request: Request, options: Options, handles: FileHandles, report: Report) -> Recovery:
+def _plan_recovery(
+    request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
+) -> Recovery:
     """Plan a recovery from files that are sound, as far as they record a CRC."""
     checked: set[str] = set()
     while True:
@@ -333,7 +343,7 @@ def _plan_recovery(request: Request, options: Options, handles: FileHandles, rep
             return recovery
         indexes = [index for index in recovery.step.indexes.values() if index.crc is not None]
         new = [index for index in indexes if index.path not in checked]
-        damaged = damaged_files(new, _execution(recovery, options), handles, report)
+        damaged = damaged_files(new, _execution(recovery, options), handles, report, progress)
         if not damaged:
             return recovery
         for error in damaged.values():

@@ -56,7 +56,7 @@ class Quiet:
     def __init__(self) -> None:
         self.total = self.read = 0
 
-    def begin(self, total: int) -> None:
+    def begin(self, total: int, doing: str) -> None:
         self.total += total
 
     def wrote(self, count: int) -> None:

@@ -15,6 +15,8 @@ from reshard.strategies import Strategy, read_strategy
 from reshard.transform import Options, Summary, usable_cpus
 from reshard.wording import plural, some_names
 
+_LEAST_SHOWN = 0.1
+
 
 def read_strategies(typed: Mapping[str, Any]) -> tuple[Strategy, Strategy, Report]:
     """The source's and the target's strategy, and a report that has been told what was noted of them.
@@ -60,6 +62,18 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         overwrite=typed["overwrite"],
         **{"dry_run": typed["dry_run"], **others},
     )
+
+
+def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
+    """Where the time went, as a line, if more than one phase took any.
+
+    Args:
+        summary: of a conversion.
+        verifying: seconds that were spent on verification afterwards.
+    """
+    seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
+    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= _LEAST_SHOWN]
+    return [", ".join(shown)] if len(shown) > 1 else []
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Optional
 
 import click
@@ -9,7 +10,14 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
+from reshard.cli.conversion import (
+    options_of,
+    phases_line,
+    read_strategies,
+    request_of,
+    summary_json,
+    summary_lines,
+)
 from reshard.cli.output import echo_json
 from reshard.cli.progress import progress_bar
 from reshard.cli.shard import Share
@@ -92,12 +100,14 @@ def _convert(
 
             tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
+    before = time.monotonic()
     found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] else None
+    verifying = time.monotonic() - before
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
         echo_json({**summary_json(summary), "differences": differences})
     if not typed["quiet"]:
-        _tell(summary, request, typed["verbose"])
+        _tell(summary, request, typed["verbose"], verifying)
     if found is not None:
         from reshard.cli.verify import tell_differences
 
@@ -126,7 +136,7 @@ def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> li
         )
 
 
-def _tell(summary: Summary, request: Request, verbose: bool) -> None:
+def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -> None:
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
     step = f"step {summary.step}" if summary.step else "the checkpoint"
     if summary.ranks:
@@ -138,6 +148,7 @@ def _tell(summary: Summary, request: Request, verbose: bool) -> None:
         first = f"nothing is left to write to {request.dst}"
     lines = [
         first,
+        *phases_line(summary, verifying),
         f"read {step} of source {rank_ranges(summary.source_ranks)}",
     ]
     if summary.done_before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,11 +24,18 @@ def listener(quiet: bool) -> Callable[[str, str], None]:
     def show(kind: str, text: str) -> None:
         text = printable(text)
         if kind == "warning":
-            click.echo(_styled(f"warning: {text}", "yellow"), err=True)
+            _echo_aside(_styled(f"warning: {text}", "yellow"))
         elif not quiet:
-            click.echo(f"note: {text}", err=True)
+            _echo_aside(f"note: {text}")
 
     return show
+
+
+def _echo_aside(line: str) -> None:
+    """Print a line to standard error; a progress bar, if there is one, makes room for it."""
+    tqdm = sys.modules.get("tqdm")
+    with tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else contextlib.nullcontext():
+        click.echo(line, err=True)
 
 
 def _styled(text: str, colour: str) -> str:

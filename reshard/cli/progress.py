@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, NoReturn, Optional
 
@@ -9,6 +10,10 @@ from reshard.execute import Progress
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+_NARROW = 60
+_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left"
+_NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
 
 
 def progress_bar(quiet: bool) -> Progress:
@@ -21,10 +26,24 @@ class _Bar(Progress):
     def __init__(self) -> None:
         self._bar: Optional[tqdm[NoReturn]] = None
 
-    def begin(self, total: int) -> None:
+    def begin(self, total: int, doing: str) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr, leave=False)
+        narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
+        self._bar = tqdm(
+            desc=doing,
+            total=total,
+            unit="iB",
+            unit_scale=True,
+            unit_divisor=1024,
+            bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
+            dynamic_ncols=True,
+            # What is done at once needs no bar.
+            delay=0.5,
+            file=sys.stderr,
+            smoothing=0.1,
+            leave=False,
+        )
 
     def wrote(self, count: int) -> None:
         if self._bar is not None:

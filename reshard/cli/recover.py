@@ -8,7 +8,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import options_of, request_of, summary_json
+from reshard.cli.conversion import options_of, phases_line, request_of, summary_json
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import UsageError
@@ -62,6 +62,8 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         f"{done} {plural(len(summary.ranks), 'rank')}{which} of {step} to {dst}: {byte_size(summary.bytes_written)}",
         err=True,
     )
+    for line in phases_line(summary):
+        click.echo(line, err=True)
     made = [rank for rank in summary.recovered if rank in summary.ranks]
     text = f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas"
     click.echo(text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""), err=True)

@@ -87,11 +87,11 @@ class ExecutionOptions:
 class Progress:
     """Told what has been done; does nothing by itself. Called from several threads, one at a time."""
 
-    def begin(self, total: int) -> None:
-        """``total`` bytes of tensor contents will be written."""
+    def begin(self, total: int, doing: str) -> None:
+        """``total`` bytes are to be done; ``doing`` is the word for it, such as ``writing``."""
 
     def wrote(self, count: int) -> None:
-        """So many bytes of tensor contents are ready to be written."""
+        """So many of these bytes are done."""
 
     def committed(self, target: TargetFile) -> None:
         """A target file has its final name."""

@@ -36,7 +36,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     Raises:
         RetryableError: reading failed in a way that may pass.
     """
-    means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None))
+    means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
 
     def compare(file: ManifestFile) -> list[Difference]:

@@ -147,7 +147,7 @@ class _Comparison:
                 self._add("file", None, [rank], self._target.damaged[rank])
         self._check_names()
         self._check_metadata()
-        self._means.progress.begin(self._bytes_to_read())
+        self._means.progress.begin(self._bytes_to_read(), "verifying")
         try:
             for batch in batches(self._source.parameters.values(), self._parts_of):
                 self._compare(
@@ -464,7 +464,7 @@ def compare_copies(tree: Tree, means: Means) -> list[Difference]:
     for parameter in tree.parameters.values():
         for held in _copied_slices(parameter):
             total += len(held.holders) * tree.tensor(parameter.name, held.holders[0]).nbytes
-    means.progress.begin(total)
+    means.progress.begin(total, "comparing copies")
     try:
         for batch in batches(tree.parameters.values(), lambda parameter: sum(1 for _ in parameter.holders)):
             found += _differing_slices(tree, batch, means)

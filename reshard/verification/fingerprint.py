@@ -252,7 +252,7 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     total = sum(tree.tensor(name, rank).nbytes for name, ranks in tree.outside.items() for rank in ranks)
     for parameter in tree.parameters.values():
         total += sum(tree.tensor(parameter.name, held.holders[0]).nbytes for held in parameter.slices if held.holders)
-    means.progress.begin(total)
+    means.progress.begin(total, "reading")
     try:
         shared = _Keys()
         for batch in batches(tree.parameters.values(), lambda parameter: len(parameter.slices)):

@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 class Progress(Protocol):
     """Told how much has been read; called from several threads, one at a time."""
 
-    def begin(self, total: int) -> None:
-        """So many bytes will be read."""
+    def begin(self, total: int, doing: str) -> None:
+        """So many bytes will be read; ``doing`` is the word for it, such as ``verifying``."""
 
     def wrote(self, count: int) -> None:
         """So many bytes were read."""
