@@ -18,10 +18,11 @@ class ReshardError(Exception):
         file: path of the file concerned, if one is.
         rank: global rank concerned, if one is.
         parameter: parameter name concerned, if one is.
-        hint: what to do about it; printed on a line of its own.
+        hint: what to do about it, by default the class's ``usual_hint``; printed on a line of its own.
     """
 
     status = 3
+    usual_hint: Optional[str] = None
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class ReshardError(Exception):
         self.file = file
         self.rank = rank
         self.parameter = parameter
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
     def __str__(self) -> str:
         """The message, then the hint on a line of its own."""
@@ -70,6 +71,8 @@ class CheckpointError(InputError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint file is truncated or its structure is broken; it counts as absent."""
+
+    usual_hint = "take the file from a copy, or another step; `reshard recover` makes lost ranks' files from replicas"
 
 
 class EncryptedCheckpointError(CheckpointError):

@@ -680,3 +680,30 @@ def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> 
     result = reshard(*world.words("-v"))
     assert "\x1b" not in result.err + result.out
     assert "\x1b" not in reshard("inspect", world.src / "rank_0" / "net-1_10.ckpt").out
+
+
+# What to do about it.
+
+
+def test_the_cure_that_a_damaged_manifest_is_told_works(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    manifest = world.dst / "reshard-manifest.json"
+    manifest.write_text("{")
+    fails(3, "verify", world.dst, says=[manifest, "remove it and give the conversion's command again"])
+    manifest.unlink()
+    world.convert()
+    done("verify", world.dst)
+
+
+def test_errors_say_what_to_do(world: World) -> None:
+    world.save({"w": FULL["w"], "v": FULL["v"]})
+    world.refuses(3, "m.w", "without --strict", options=("--strict",))
+    fails(3, "verify", world.root / "absent", says=["name the DST of a conversion"])
+    empty = world.root / "empty"
+    empty.mkdir()
+    fails(3, "strategy", "show", empty, says=["holds no strategy files", "pass a strategy file"])
+    torn = world.src / "rank_0" / "net-1_10.ckpt"
+    torn.chmod(0o600)
+    torn.write_bytes(torn.read_bytes()[:-9])
+    fails(3, "inspect", torn, says=["is damaged", "another step"])

@@ -9,7 +9,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc, crc_of_file
 from reshard.checkpoints.dtypes import can_hold
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, cut_short, reading_error
 from reshard.checkpoints.open import format_of, read_index
 from reshard.checkpoints.output import (
     Data,
@@ -40,6 +40,7 @@ __all__ = [
     "can_hold",
     "check_crc",
     "crc_of_file",
+    "cut_short",
     "find_checkpoints",
     "format_of",
     "lay_out_ckpt",

@@ -8,9 +8,9 @@ from typing import Callable, NamedTuple
 
 from reshard.checkpoints.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
-from reshard.checkpoints.files import FileHandles, reading_error
+from reshard.checkpoints.files import FileHandles, cut_short, reading_error
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
-from reshard.errors import DamagedCheckpointError, RetryableError
+from reshard.errors import DamagedCheckpointError
 
 # MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
 # larger N was not written by it, and would take us longer than a few seconds.
@@ -128,7 +128,7 @@ class _Stream:
         while size:
             count = os.preadv(self._fd, [self._buffer[:size]], offset)
             if not count:
-                raise RetryableError(f"{self._path}: became shorter while it was read", file=self._path)
+                raise cut_short(self._path)
             self.crc = zlib.crc32(self._buffer[:count], self.crc)
             self._on_block(count)
             offset += count

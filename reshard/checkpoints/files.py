@@ -32,6 +32,17 @@ _LASTING = {
 }
 
 
+def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
+    """The error to show for a file that ended earlier than when it was opened."""
+    whose = f" (rank {rank})" if rank is not None else ""
+    return RetryableError(
+        f"{path}: became shorter while it was read{whose}",
+        file=path,
+        rank=rank,
+        hint="wait until nothing writes the source any more, then give the same command again",
+    )
+
+
 def reading_error(path: str, error: OSError) -> ReshardError:
     """The error to show for a failed read of ``path``: lasting, or worth a retry."""
     lasting = _LASTING.get(error.errno or 0)

@@ -52,7 +52,7 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
         with handles.borrow(path) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: is not a file", file=path)
+                raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
             if known is None:
                 return read(fd, path, status.st_size)
             index = known.find(fd, path, format, status.st_size)

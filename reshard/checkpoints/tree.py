@@ -238,7 +238,11 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
     if ranks:
         shown = ", ".join(ranks[:_MOST_LISTED])
-        return CheckpointError(f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file", file=src)
+        return CheckpointError(
+            f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file",
+            file=src,
+            hint="if files lie deeper, name them with {rank} for the rank's number: 'ckpt/rank_{rank}/*/*.ckpt'",
+        )
     hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(os.path.abspath(src))}?"

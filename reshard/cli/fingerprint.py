@@ -87,7 +87,7 @@ def fingerprint(
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
     elif ranks is not None or strategy is not None:
-        raise UsageError("--ranks and --strategy go with SRC, which is missing")
+        raise UsageError("--ranks and --strategy go with SRC, which is missing", hint="name the checkpoint")
     for path in merge:
         try:
             with open(path, "rb") as file:

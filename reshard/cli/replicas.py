@@ -44,7 +44,7 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     if more and not group_info:
         raise UsageError(f"{more[0]}: name a strategy with --strategy, or group_info files with --group-info")
     if (strategy is None) == (not group_info):
-        raise UsageError("pass either --strategy or --group-info")
+        raise UsageError("pass either --strategy or --group-info", hint="the strategy tells more, where there is one")
     if strategy is not None:
         found = replicas_of_strategy(read_strategy(strategy))
     else:

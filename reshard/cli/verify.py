@@ -82,7 +82,10 @@ def verify(
                 out, read_strategy(strategy), typed["step"], typed["file_suffix"], filters, means, report
             )
         elif strategy is not None:
-            raise UsageError("--strategy goes with --replicas")
+            raise UsageError(
+                "--strategy goes with --replicas",
+                hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
+            )
         if src is not None:
             source, target = options.required_strategies(src_strategy, dst_strategy)
             manifest = _manifest(out)

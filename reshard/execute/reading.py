@@ -18,7 +18,7 @@ from typing import Optional, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import FileHandles, cut_short
 from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.errors import RetryableError
 from reshard.plan.pieces import StoredSlice
@@ -115,7 +115,7 @@ class ExplicitReader:
                 while done < len(out):
                     count = os.preadv(fd, [out[done:]], offset + done)
                     if count == 0:
-                        raise shrunk(source)
+                        raise cut_short(source.path, source.rank)
                     done += count
         except OSError as error:
             raise unreadable(source, error) from error
@@ -155,7 +155,7 @@ class MappedReader:
         if mapped is None:
             return None
         if offset + length > len(mapped):
-            raise shrunk(source)
+            raise cut_short(source.path, source.rank)
         self._maps.look(length)
         return np.frombuffer(mapped, dtype=np.uint8, count=length, offset=offset)
 
@@ -184,7 +184,7 @@ class _Maps:
                 return None
             raise unreadable(source, error) from error
         except ValueError as error:
-            raise shrunk(source) from error
+            raise cut_short(source.path, source.rank) from error
         self._maps[source.path] = found
         if len(self._maps) > self._most:
             # Unmapped when its last array is gone.
@@ -237,15 +237,6 @@ def make_reader(
     if not mapped:
         return explicit
     return MappedReader(handles, explicit, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
-
-
-def shrunk(source: StoredSlice) -> RetryableError:
-    """The error for a file that ends before its recorded contents."""
-    return RetryableError(
-        f"{source.path}: the file became shorter while it was read (rank {source.rank})",
-        file=source.path,
-        rank=source.rank,
-    )
 
 
 def unreadable(source: StoredSlice, error: Exception) -> RetryableError:

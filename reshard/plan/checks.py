@@ -40,6 +40,7 @@ def check(conversion: Conversion, report: Report) -> None:
                 f"the target strategy has {plural(len(conversion.sorted.missing), 'parameter')} that no source file "
                 f"holds: {some_names(conversion.sorted.missing, 50)}",
                 parameter=conversion.sorted.missing[0],
+                hint="without --strict they are left out and counted",
             )
         )
     if problems:
@@ -105,7 +106,7 @@ def problems_of_unlisted(conversion: Conversion, report: Report) -> list[InputEr
         if nowhere:
             text += f"; {elsewhere} holds no {some_names(nowhere, 20)}, so that is not converted"
         if conversion.request.strict:
-            problems.append(CheckpointError(text, parameter=unlisted[0]))
+            problems.append(CheckpointError(text, parameter=unlisted[0], hint="without --strict this is a warning"))
         else:
             report.warn(text)
     return problems

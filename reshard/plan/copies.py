@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
 from reshard.errors import CheckpointError, InputError
 from reshard.names import belongs_to_rank
 from reshard.plan.selection import Filters
@@ -151,7 +151,7 @@ class CopiedValues:
                 except OSError as error:
                     raise reading_error(path, error) from error
                 if not block:
-                    raise CheckpointError(f"{path}: the file was cut short while it was read", file=path, rank=rank)
+                    raise cut_short(path, rank)
                 done += len(block)
                 pending += block
                 if len(pending) == _BLOCK:

@@ -265,6 +265,7 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Non
                     file=step.files[rank],
                     rank=rank,
                     parameter=name,
+                    hint=f"these files are not of one run: remove the wrong, or leave it out with --exclude '{name}'",
                 )
 
 

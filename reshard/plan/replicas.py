@@ -257,6 +257,7 @@ class ReplicaChoice:
                     f"{name}: {problem.message}\n"
                     f"(source strategy {self.source.path}, target strategy {self.target.path})",
                     parameter=name,
+                    hint="pass strategies of the same model",
                 ) from problem
         return kinds
 

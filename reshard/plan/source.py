@@ -108,7 +108,10 @@ class SourceStep:
             if os.path.lexists(path):
                 raise
             raise RetryableError(
-                f"{path}: vanished while the checkpoint was read (rank {rank})", file=path, rank=rank
+                f"{path}: vanished while the checkpoint was read (rank {rank})",
+                file=path,
+                rank=rank,
+                hint="keep the job that saves checkpoints from removing this step, then give the same command again",
             ) from error
 
     def loaded(self, stage: Stage) -> list[int]:

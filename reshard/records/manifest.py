@@ -86,10 +86,18 @@ def read_manifest(directory: str) -> Manifest:
         with open(path, encoding="utf-8") as file:
             said = json.load(file)
         if said["version"] != VERSION:
-            raise CheckpointError(f"{path}: is of version {said['version']}, which is not known here", file=path)
+            raise CheckpointError(
+                f"{path}: is of version {said['version']}, which is not known here",
+                file=path,
+                hint="use the version of reshard that wrote it, or a newer one",
+            )
         files = tuple(_file(entry) for entry in said["files"])
         return Manifest(Identity.from_json(json.dumps(said["plan"])), files)
     except FileNotFoundError:
+        if not os.path.isdir(directory):
+            raise CheckpointError(
+                f"{directory}: is no directory", file=directory, hint="name the DST of a conversion"
+            ) from None
         raise CheckpointError(
             f"{path}: does not exist",
             file=path,
@@ -98,7 +106,11 @@ def read_manifest(directory: str) -> Manifest:
     except OSError as error:
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is damaged, or no manifest of reshard", file=path) from error
+        raise CheckpointError(
+            f"{path}: is damaged, or no manifest of reshard",
+            file=path,
+            hint="remove it and give the conversion's command again, which writes it anew",
+        ) from error
 
 
 def _file(entry: dict[str, Any]) -> ManifestFile:

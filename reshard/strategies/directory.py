@@ -59,7 +59,11 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
     files, notes = _read_files(directory, names)
     if not files:
         said = f": {'; '.join(notes)}" if notes else ""
-        raise StrategyError(f"{directory} holds no strategy files{said}", file=directory)
+        raise StrategyError(
+            f"{directory} holds no strategy files{said}",
+            file=directory,
+            hint="pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint",
+        )
     merged = [file for file in files if file.merged]
     unnumbered = [file for file in files if not file.numbers]
     single = [file for file in files if file.numbers and not file.merged]

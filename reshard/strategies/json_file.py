@@ -12,6 +12,7 @@ from typing import Any, Optional
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 
+_AGAIN = "copy it again from where it was written, or have MindSpore write it again"
 _SECTIONS = ("parallel_layout_item", "parallel_strategy_item")
 _INT32 = 2**31
 _UINT32 = 2**32
@@ -115,7 +116,7 @@ class _Taker:
         self.path = path
 
     def fail(self, where: str, problem: str) -> StrategyError:
-        return StrategyError(f"{self.path} is damaged: {where}: {problem}", file=self.path)
+        return StrategyError(f"{self.path} is damaged: {where}: {problem}", file=self.path, hint=_AGAIN)
 
     def section(self, content: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
         section = content.get(key, {})
@@ -170,8 +171,8 @@ def _decoded(data: bytes, path: str) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     except UnicodeError:
-        raise StrategyError(f"{path} is damaged: its text is not valid UTF-8", file=path) from None
+        raise StrategyError(f"{path} is damaged: its text is not valid UTF-8", file=path, hint=_AGAIN) from None
     except RecursionError:
-        raise StrategyError(f"{path} is damaged: its JSON is nested too deeply", file=path) from None
+        raise StrategyError(f"{path} is damaged: its JSON is nested too deeply", file=path, hint=_AGAIN) from None
     except ValueError as error:
-        raise StrategyError(f"{path} is damaged: it is not valid JSON ({error})", file=path) from None
+        raise StrategyError(f"{path} is damaged: it is not valid JSON ({error})", file=path, hint=_AGAIN) from None

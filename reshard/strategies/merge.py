@@ -90,7 +90,11 @@ def _check_replaceable(target: str) -> None:
     found = data if isinstance(data, OtherFile) else parse(target, data) if data else None
     if isinstance(found, OtherFile):
         kind = found.kind or "not a strategy file"
-        raise TargetError(f"{target} is there already and is {kind}; it is not replaced", file=target)
+        raise TargetError(
+            f"{target} is there already and is {kind}; it is not replaced",
+            file=target,
+            hint="remove it, or give the merged file another name",
+        )
     if found is not None and not records_of(found).merged:
         raise TargetError(
             f"{target} is there already and is the strategy of one stage; it is not replaced",

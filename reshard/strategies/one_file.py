@@ -69,7 +69,11 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
         if size <= limit and len(data) <= limit:
             return data
         if _must_be_one(path, head):
-            raise StrategyError(f"{path} is larger than any strategy file ({limit >> 20} MiB)", file=path)
+            raise StrategyError(
+                f"{path} is larger than any strategy file ({limit >> 20} MiB)",
+                file=path,
+                hint="pass a strategy file, not a checkpoint",
+            )
         return OtherFile(path, "too large for one")
 
 

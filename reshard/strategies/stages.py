@@ -77,7 +77,11 @@ def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
     """
     paths = tuple(paths) or (file.path,)
     if not file.layouts:
-        raise StrategyError(f"{file.path} lists no parameter layouts", file=file.path)
+        raise StrategyError(
+            f"{file.path} lists no parameter layouts",
+            file=file.path,
+            hint="pass the file that MindSpore wrote when the network was compiled",
+        )
     of_items = sorted({item.stage for item in file.items})
     split = {name: _PREFIXED.fullmatch(name) for name in file.layouts}
     unprefixed = [name for name, match in split.items() if match is None]

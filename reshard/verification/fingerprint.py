@@ -228,7 +228,9 @@ class Fingerprints:
                     result.values[str(item["name"])] = copies
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InputError(
-                f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION})", file=path
+                f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION})",
+                file=path,
+                hint="pass a file that holds what that command printed, and nothing else",
             ) from error
         return result
 

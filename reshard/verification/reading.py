@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate
 from typing import Callable, NamedTuple, Protocol, TypeVar
 
-from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
 from reshard.checkpoints.storage import storage_of
-from reshard.errors import RetryableError
 from reshard.verification.sums import PRIME, Box, Workspace
 
 # Larger parts are taken by several threads.
@@ -273,7 +272,7 @@ class _BoxReader:
                 while done < len(out):
                     count = os.preadv(fd, [out[done:]], offset + done)
                     if not count:
-                        raise RetryableError(f"{path}: the file was cut short while it was read", file=path)
+                        raise cut_short(path)
                     done += count
         except OSError as error:
             raise reading_error(path, error) from error
