@@ -277,4 +277,4 @@ def test_no_file_gets_the_number_of_a_closed_stream(closed: str, tmp_path: Path)
 
 def test_examples_in_help_keep_their_lines(tmp_path: Path) -> None:
     out = done("by-rank", "--help").out
-    assert "\b" not in out and "\n    for r in 0 1 2 3; do\n" in out
+    assert "\b" not in out and "\n  for r in 0 1 2 3; do\n      reshard by-rank $r" in out

@@ -79,6 +79,7 @@ def test_no_terminal_gets_progress(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_summary_tells_where_the_time_went(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.cli.conversion._LEAST_SHOWN", 0.0)
+    monkeypatch.setattr("reshard.cli.conversion._LEAST_TOTAL", 0.0)
     world.save(tensors())
     said = world.convert("--verify").err
     assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", said)

@@ -15,6 +15,8 @@ from reshard.strategies import Strategy, read_strategy
 from reshard.transform import Options, Summary, usable_cpus
 from reshard.wording import plural, some_names
 
+# Where the time went is told of conversions that took so long, in seconds; and which phases took any.
+_LEAST_TOTAL = 2.0
 _LEAST_SHOWN = 0.1
 
 
@@ -65,7 +67,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
 
 
 def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
-    """Where the time went, as a line, if more than one phase took any.
+    """Where the time went, as a line, if it took long and more than one phase took any.
 
     Args:
         summary: of a conversion.
@@ -73,7 +75,7 @@ def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
     """
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
     shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= _LEAST_SHOWN]
-    return [", ".join(shown)] if len(shown) > 1 else []
+    return [", ".join(shown)] if len(shown) > 1 and sum(seconds.values()) >= _LEAST_TOTAL else []
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
