@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ _STEP = re.compile(r"([0-9]{1,255})_([0-9]{1,255})")
 # Saves at a fault carry a mark behind the step.
 _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
 _NUMBERS = re.compile(r"([0-9]+)")
+_FAULT_DIRECTORY = re.compile(r"(?:tft|ttp)_saved_checkpoints-step_[0-9]+")
 
 # A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried
 # both ways; what stands further back is taken as the rank's number.
@@ -65,6 +67,20 @@ def parse_stem(stem: str) -> tuple[str, Optional[Step]]:
     if match is None:
         return stem, None
     return match["prefix"], Step(int(match["epoch"]), int(match["step"]))
+
+
+def saved_at_fault(path: str) -> Optional[str]:
+    """How a file says that it was saved at a fault: ``"breakpoint"`` or ``"ttp"``; None: it does not."""
+    directory, name = os.path.split(path)
+    if os.path.splitext(name)[0].endswith("_breakpoint"):
+        return "breakpoint"
+    above = os.path.basename(os.path.dirname(directory))
+    return "ttp" if name.startswith("ttp_rank_") or holds_fault_saves(above) else None
+
+
+def holds_fault_saves(name: str) -> bool:
+    """Whether a directory of this name holds what was saved at a fault, and was finished."""
+    return _FAULT_DIRECTORY.fullmatch(name) is not None
 
 
 def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Pattern]:

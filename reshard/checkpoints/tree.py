@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import stat
@@ -21,7 +22,7 @@ from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.open import FORMATS, format_of
 from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
 from reshard.checkpoints.refused import refuse_other_forms
-from reshard.checkpoints.steps import Pattern, Step, name_families, parse_stem
+from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.errors import CheckpointError
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
@@ -87,7 +88,15 @@ class SourceTree:
     @property
     def steps(self) -> tuple[Optional[Step], ...]:
         """All steps, newest first; None, for names without a step, last."""
-        return tuple(sorted({file.step for file in self.files}, key=_age))
+        return tuple(sorted(self.by_step, key=_age))
+
+    @functools.cached_property
+    def by_step(self) -> dict[Optional[Step], list[RankFile]]:
+        """The files of every step, by rank and path."""
+        found: dict[Optional[Step], list[RankFile]] = {}
+        for file in self.files:
+            found.setdefault(file.step, []).append(file)
+        return found
 
     def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
         """The steps to try, newest first, each with at most one file per rank.
@@ -101,31 +110,46 @@ class SourceTree:
                 steps, are ambiguous.
         """
         if step is not None and step != "latest":
-            yield self._of_step(self._named(Step.parse(step)))
+            yield self.of_step(self.named(step))
             return
-        self._check_comparable()
+        self.check_comparable()
         # One at a time: what is ambiguous in an older step is of no concern while a newer one will do.
         for number in self.steps:
-            yield self._of_step(number)
+            yield self.of_step(number)
 
-    def _named(self, step: Step) -> Step:
-        if step not in self.steps:
+    def named(self, text: str) -> Step:
+        """The step that the user named, such as ``"3_10"``.
+
+        Raises:
+            UsageError: it is no step.
+            CheckpointError: no file is of this step.
+        """
+        step = Step.parse(text)
+        if step not in self.by_step:
             there = ", ".join("none in the name" if found is None else str(found) for found in self.steps)
             raise CheckpointError(f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root)
         return step
 
-    def _of_step(self, step: Optional[Step]) -> StepFiles:
+    def of_step(self, step: Optional[Step]) -> StepFiles:
+        """The files of a step, one per rank.
+
+        Raises:
+            CheckpointError: a rank has several.
+        """
         chosen: dict[int, RankFile] = {}
-        for file in self.files:
-            if file.step != step:
-                continue
+        for file in self.by_step[step]:
             other = chosen.setdefault(file.rank, file)
             if other is not file:
                 raise self._ambiguous(other, file)
         files = {rank: file.path for rank, file in sorted(chosen.items())}
         return StepFiles(step, files, tuple(_differences(step, chosen.values())))
 
-    def _check_comparable(self) -> None:
+    def check_comparable(self) -> None:
+        """Refuse several series of saves, whose steps have no order.
+
+        Raises:
+            CheckpointError: names the newest file of each.
+        """
         newest: dict[tuple[str, Pattern, bool], RankFile] = {}
         for file in sorted(self.files, key=lambda file: _age(file.step)):
             newest.setdefault(file.series, file)
@@ -226,6 +250,26 @@ def _rank_directories(src: str) -> list[tuple[int, str, str]]:
     if not found:
         raise _nothing_found(src, directories)
     return found
+
+
+def passed_over(src: str) -> tuple[list[str], list[str]]:
+    """Directories beside the rank directories that hold checkpoints and are not read with them.
+
+    Args:
+        src: a source that `find_checkpoints` finds something in, not a file.
+
+    Returns:
+        Those that were never finished, and those of saves at a fault, which are sources themselves.
+
+    Raises:
+        ReshardError: listing failed.
+    """
+    pattern = RANK in src and not os.path.lexists(src)
+    directory = fixed_directory(src) if pattern else src
+    names = _subdirectories(directory or os.curdir)
+    unfinished = [os.path.join(directory, name) for name in names if name.endswith(_UNFINISHED)]
+    saves = [] if pattern else [os.path.join(directory, name) for name in names if holds_fault_saves(name)]
+    return unfinished, saves
 
 
 def _rank_numbers(src: str) -> set[int]:

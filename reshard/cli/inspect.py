@@ -3,79 +3,357 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles, find_checkpoints, read_index
 from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, table
-from reshard.wording import byte_size, number_ranges, plural
+from reshard.errors import UsageError
+from reshard.wording import byte_size, number_ranges, plural, printable, rank_ranges
+
+if TYPE_CHECKING:
+    from reshard.inspection.contents import Contents, Finding, Stored, Total
+    from reshard.inspection.file import InspectedFile
+    from reshard.inspection.tree import InspectedStep, InspectedTree
+
+# What fits a screen of 50 lines, with the lines around it.
+_MOST_ROWS = 20
+_MOST_FINDINGS = 12
+_LONGEST = 300
 
 
 @command(
     "inspect",
     """
 reshard inspect ckpt/
+reshard inspect ckpt/ --strategy src_strategy.ckpt
 reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
 @click.argument("path", shell_complete=completion.paths)
+@options.strategy(
+    "Strategy that a tree was saved with; it decides which steps are complete.", "--src-strategy", "strategy"
+)
+@options.source
 @options.json_output
+@option("Output", "-v", "--verbose", is_flag=True, help="Every name, step and finding, nothing abbreviated.")
 @options.debug
-def inspect(path: str, as_json: bool) -> None:
-    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH."""
+def inspect(
+    path: str, strategy: Optional[str], step: str, file_suffix: Optional[str], as_json: bool, verbose: bool
+) -> None:
+    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH.
+
+    Contents of tensors are never read. Of a tree, every file's name and size is looked at, and the
+    headers of the newest step, or of --step. With --strategy, steps are judged as a conversion
+    judges them, from the newest to the first complete one, and what they lack is named; without it,
+    what is said of completeness is a guess. What would make a conversion refuse is shown as a
+    finding, and the exit status stays 0.
+    """
     if not os.path.lexists(path) or os.path.isdir(path) or "{rank}" in path:
-        _inspect_tree(path, as_json)
-    else:
-        _inspect_file(path, as_json)
+        from reshard.inspection.tree import inspect_tree
+        from reshard.strategies import read_strategy
 
-
-def _inspect_file(path: str, as_json: bool) -> None:
-    with FileHandles() as handles:
-        index = read_index(handles, path)
-    tensors = list(index.tensors.values())
-    if as_json:
-        echo_json(
-            {
-                "file": path,
-                "format": index.format,
-                "bytes": index.size,
-                "crc": index.crc,
-                "metadata": dict(index.metadata),
-                "tensors": [
-                    {
-                        "name": tensor.name,
-                        "dtype": tensor.dtype,
-                        "shape": list(tensor.shape),
-                        "bytes": tensor.nbytes,
-                        "records": len(tensor.extents),
-                    }
-                    for tensor in tensors
-                ],
-            }
+        judged_by = None if strategy is None else read_strategy(strategy)
+        if judged_by is not None:
+            for note in judged_by.notes:
+                click.echo(f"note: {printable(note)}", err=True)
+        tree = inspect_tree(path, step, file_suffix, judged_by)
+        if as_json:
+            echo_json(_tree_json(tree, step))
+        else:
+            _show_tree(tree, step, verbose)
+        return
+    if strategy is not None or step != "latest" or file_suffix is not None:
+        raise UsageError(
+            f"{path} is one file; --strategy, --step and --file-suffix go with a rank tree",
+            hint="name the directory that holds rank_0/, rank_1/ ...",
         )
-        return
-    crc = "" if index.crc is None else f", CRC {index.crc:08x}"
-    click.echo(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(tensors), 'tensor')}{crc}")
-    rows = [[t.name, t.dtype, str(list(t.shape)), byte_size(t.nbytes)] for t in tensors]
-    table("", ["tensor", "dtype", "shape", "size"], rows)
+    from reshard.inspection.file import inspect_file
 
-
-def _inspect_tree(path: str, as_json: bool) -> None:
-    tree = find_checkpoints(path)
-    steps: list[dict[str, object]] = []
-    rows = []
-    for step in tree.steps:
-        files = sorted((file for file in tree.files if file.step == step), key=lambda file: (file.rank, file.path))
-        ranks = sorted({file.rank for file in files})
-        size = sum(os.stat(file.path).st_size for file in files)
-        name = str(step) if step is not None else None
-        steps.append({"step": name, "ranks": ranks, "files": [file.path for file in files], "bytes": size})
-        rows.append([name or "-", number_ranges(ranks), str(len(files)), byte_size(size)])
+    file = inspect_file(path)
     if as_json:
-        echo_json({"path": path, "ranks": list(tree.ranks), "steps": steps})
+        echo_json(_file_json(path, file))
+    else:
+        _show_file(path, file, verbose)
+
+
+# JSON.
+
+
+def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
+    kinds = {item.name: item.kind for item in file.contents.stored}
+    return {
+        "file": path,
+        "format": file.index.format,
+        "bytes": file.index.size,
+        "crc": file.index.crc,
+        "metadata": dict(file.index.metadata),
+        "remove_redundancy": bool(file.contents.deduplicated),
+        "dtypes": _totals_json(file.contents.by_dtype()),
+        "kinds": _totals_json(file.contents.by_kind()),
+        "findings": _findings_json(file.findings),
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "records": len(tensor.extents),
+                "kind": kinds[tensor.name],
+            }
+            for tensor in file.index.tensors.values()
+        ],
+    }
+
+
+def _tree_json(tree: InspectedTree, step: str) -> dict[str, object]:
+    latest = None
+    if tree.strategy is not None and step == "latest":
+        latest = {"found": tree.latest is not None, "step": tree.latest.step if tree.latest is not None else None}
+    return {
+        "path": tree.path,
+        "ranks": list(tree.ranks),
+        "strategy": tree.strategy,
+        "latest": latest,
+        "findings": _findings_json(tree.findings),
+        "steps": [_step_json(item) for item in tree.steps],
+    }
+
+
+def _step_json(step: InspectedStep) -> dict[str, object]:
+    lost: dict[frozenset[int], list[str]] = defaultdict(list)
+    for name, ranks in step.lost:
+        lost[ranks].append(name)
+    return {
+        "step": step.step,
+        "ranks": step.ranks,
+        "files": [path for _, path, _ in step.files],
+        "bytes": step.nbytes,
+        "absent": list(step.absent),
+        "ambiguous": step.ambiguous,
+        "saved_at": step.saved_at,
+        "one_per_replica_group": step.one_per_group,
+        "complete": step.complete,
+        "missing": list(step.missing),
+        "lost": [{"parameters": names, "ranks": sorted(ranks)} for ranks, names in lost.items()],
+        "not_saved": list(step.not_saved),
+        "damaged": [{"rank": rank, "reason": reason} for rank, reason in step.damaged.items()],
+        "full_bytes": step.full_bytes,
+        "contents": None if step.contents is None else _contents_json(step.contents),
+    }
+
+
+def _contents_json(contents: Contents) -> dict[str, object]:
+    return {
+        "formats": list(contents.formats),
+        "files_with_crc": contents.with_crc,
+        "files_with_remove_redundancy": contents.deduplicated,
+        "dtypes": _totals_json(contents.by_dtype()),
+        "kinds": _totals_json(contents.by_kind()),
+        "sets": [{"ranks": list(ranks), "names": sorted(names)} for ranks, names in contents.sets],
+        "tensors": [
+            {
+                "name": item.name,
+                "dtypes": list(item.dtypes),
+                "shapes": [list(shape) for shape in item.shapes],
+                "files": item.files,
+                "bytes": item.nbytes,
+                "kind": item.kind,
+            }
+            for item in contents.stored
+        ],
+    }
+
+
+def _totals_json(totals: dict[str, Total]) -> dict[str, dict[str, int]]:
+    return {key: {"tensors": total.names, "bytes": total.nbytes} for key, total in totals.items()}
+
+
+def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
+    return [finding._asdict() for finding in findings]
+
+
+# For people.
+
+
+def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
+    index = file.index
+    crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
+    _say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
+    _show_totals(file.contents)
+    marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
+    if marks:
+        _say("metadata: " + ", ".join(f"{key}={value}" for key, value in marks.items()))
+    _show_findings(file.findings, verbose)
+    _show_tensors(file.contents, verbose, per_file=True)
+
+
+def _show_totals(contents: Contents) -> None:
+    for title, totals in (("types", contents.by_dtype()), ("kinds", contents.by_kind())):
+        if totals:
+            told = (f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
+            _say(f"{title}: " + ", ".join(told))
+
+
+def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> None:
+    """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
+    from reshard.name_patterns import name_patterns
+
+    rows = []
+    if verbose or len(contents.stored) <= _MOST_ROWS:
+        title = "tensor"
+        rows = [(item.name, 1, item) for item in contents.stored]
+    else:
+        title = "tensors"
+        alike: dict[object, list[Stored]] = defaultdict(list)
+        for item in contents.stored:
+            alike[item.dtypes, item.shapes, item.files].append(item)
+        known = {item.name for item in contents.stored}
+        for items in alike.values():
+            patterns = name_patterns([item.name for item in items], known)
+            rows += [(pattern.text, pattern.size, items[0]) for pattern in patterns]
+    shown = rows if verbose else rows[:_MOST_ROWS]
+    # All of a row are of one size, which is also what each of the files holds.
+    table(
+        "",
+        [title, "number", "dtype", "shape", "size each"] + ([] if per_file else ["files"]),
+        [
+            [
+                name,
+                str(count),
+                ",".join(item.dtypes),
+                _shapes(item.shapes),
+                byte_size(item.nbytes // item.files),
+                *([] if per_file else [str(item.files)]),
+            ]
+            for name, count, item in shown
+        ],
+    )
+    if len(rows) > len(shown):
+        left = sum(count for _, count, _ in rows[len(shown) :])
+        _say(f"... and {plural(left, 'tensor')} more; -v shows all")
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    return str(list(shapes[0])) + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else "")
+
+
+def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
+    size = byte_size(sum(item.nbytes for item in tree.steps))
+    held = len({rank for item in tree.steps for rank in item.ranks})
+    _say(f"{tree.path}: {plural(held, 'rank')}, {plural(len(tree.steps), 'step')}, {size}")
+    judged = tree.strategy is not None
+    shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
+    rows = []
+    for item in shown:
+        told = [item.step or "-", number_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
+        rows.append([*told, _state(item, judged)])
+    table("", ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"], rows)
+    if len(shown) < len(tree.steps):
+        _say(f"... and {plural(len(tree.steps) - len(shown), 'older step')}; -v shows all")
+    for item in tree.steps:
+        if item.complete is False:
+            _say(f"{_label(item)} is not complete:")
+            _show_lines(item.missing, verbose)
+    if judged and step == "latest":
+        _say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
+    elif not judged:
+        _say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
+    _show_findings(tree.findings, verbose)
+    # The step that is taken says most; without one, the newest that was read.
+    read = [item for item in tree.steps if item.contents is not None]
+    for item in read if verbose else [tree.latest or read[0]] if read else []:
+        _show_contents(item, verbose)
+
+
+def _label(step: InspectedStep) -> str:
+    return f"step {step.step}" if step.step is not None else "the checkpoint without a step in its name"
+
+
+_SAVED_AT = {
+    "breakpoint": "saved at a fault (_breakpoint)",
+    "ttp": "saved at a fault (ttp)",
+    "end of life": "saved at the end of a process's life",
+}
+
+
+def _state(step: InspectedStep, judged: bool) -> str:
+    words = []
+    if step.ambiguous:
+        words.append("ambiguous")
+    elif step.complete is not None:
+        words.append("yes" if step.complete else "no")
+    elif judged:
+        words.append("not looked at")
+    else:
+        words.append(f"not on {rank_ranges(step.absent)}" if step.absent else "on all ranks")
+        # Groups of replicas are of one size, nearly always.
+        if step.absent and not (len(step.ranks) + len(step.absent)) % max(1, len(step.ranks)):
+            words.append("torn or saved by one rank of each replica group")
+    if step.one_per_group and step.complete is not False:
+        words.append("one rank of each replica group, as at an end of life")
+    elif step.absent and step.complete:
+        words.append(f"without {rank_ranges(step.absent)}, whose replicas are there")
+    if step.damaged:
+        words.append(f"{plural(len(step.damaged), 'file')} damaged")
+    if step.saved_at is not None:
+        words.append(_SAVED_AT[step.saved_at])
+    return ", ".join(words)
+
+
+def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
+    shown = findings if verbose else findings[:_MOST_FINDINGS]
+    for finding in shown:
+        first, *rest = finding.text.split("\n")
+        of = "" if finding.step is None else f" of step {finding.step}"
+        _show_lines([first], verbose, f"a conversion{of} refuses: " if finding.refuses else "note: ")
+        _show_lines(rest, verbose)
+        _show_lines(finding.hint.split("\n") if finding.hint else [], verbose)
+    if len(shown) < len(findings):
+        _say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
+
+
+def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
+    """Lines that may be many, and name hundreds of parameters, as far as a screen has room."""
+    for line in lines if verbose else lines[:_MOST_FINDINGS]:
+        _say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
+    if not verbose and len(lines) > _MOST_FINDINGS:
+        _say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")
+
+
+def _show_contents(step: InspectedStep, verbose: bool) -> None:
+    from reshard.name_patterns import pattern_lines
+
+    contents = step.contents
+    if contents is None:
         return
-    held = len({file.rank for file in tree.files})
-    click.echo(f"{path}: {plural(held, 'rank')}, {plural(len(steps), 'step')}")
-    table("", ["step", "ranks", "files", "size"], rows)
+    files = sum(len(ranks) for ranks, _ in contents.sets)
+    whole = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
+    told = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
+    _say(f"\nheaders of {_label(step)}: {', '.join(told)}, {plural(len(contents.stored), 'name')}{whole}")
+    _show_totals(contents)
+    sets = contents.sets
+    if len(sets) == 1:
+        _say("all files hold the same names")
+    elif sets:
+        _say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
+        lines = [f"{rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
+        if len(sets) > _MOST_FINDINGS:
+            sizes = sorted({len(names) for _, names in sets})
+            span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+            lines = lines if verbose else [f"{span} names each; -v shows all"]
+        _show_lines(lines, verbose)
+    if step.not_saved:
+        _say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
+        known = {item.name for item in contents.stored}.union(step.not_saved)
+        for line in step.not_saved if verbose else pattern_lines(step.not_saved, known, 5):
+            _say(f"  {line}")
+    _show_tensors(contents, verbose)
+
+
+def _say(text: str) -> None:
+    click.echo(printable(text))

@@ -90,7 +90,7 @@ def _why_beyond(rank: int, source: Strategy, target: Strategy) -> str:
     return hint
 
 
-class _Incomplete(NamedTuple):
+class Incomplete(NamedTuple):
     """What a step lacks.
 
     Attributes:
@@ -150,10 +150,10 @@ class StepSelector:
         Raises:
             IncompleteSourceError: no candidate is complete.
         """
-        passed: list[_Incomplete] = []
+        passed: list[Incomplete] = []
         for candidate in candidates:
             step = SourceStep(candidate, self._handles, self._report)
-            selection, missing = self._judge(step)
+            selection, missing = self.judge(step)
             if missing is None:
                 for other in passed:
                     self._pass_over(other)
@@ -164,7 +164,7 @@ class StepSelector:
             passed.append(missing)
         raise self._nothing_complete(passed)
 
-    def _nothing_complete(self, passed: Sequence[_Incomplete]) -> IncompleteSourceError:
+    def _nothing_complete(self, passed: Sequence[Incomplete]) -> IncompleteSourceError:
         newest = passed[0]
         if len(passed) == 1:
             lines = [f"{newest.label} in {newest.place} is not complete:"]
@@ -178,8 +178,13 @@ class StepSelector:
             hint += "; `reshard rank-list` tells which ranks a target rank needs"
         return IncompleteSourceError("\n".join(lines), hint=hint)
 
-    def _judge(self, step: SourceStep) -> tuple[Selection, Optional[_Incomplete]]:
-        """Read a step and say what it lacks; None where it is complete."""
+    def judge(self, step: SourceStep) -> tuple[Selection, Optional[Incomplete]]:
+        """Read a step and say what it lacks; None where it is complete.
+
+        Raises:
+            InputError: its files cannot be read, or contradict the strategy.
+            RetryableError: reading failed.
+        """
         self._cuts = Cuts(self._target)
         if self._ranks is None:
             step.load(step.files)
@@ -199,7 +204,7 @@ class StepSelector:
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
             causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
-        return selection, _Incomplete(step.label, step.place, [*causes, *stages], lost)
+        return selection, Incomplete(step.label, step.place, [*causes, *stages], lost)
 
     def _empty_stages(self, selection: Selection) -> list[str]:
         """Why a step lacks a whole stage, or everything."""
@@ -225,7 +230,7 @@ class StepSelector:
             lines.append(f"none of the {told} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
-    def _pass_over(self, missing: _Incomplete) -> None:
+    def _pass_over(self, missing: Incomplete) -> None:
         self._report.note(f"{missing.label} is not complete and is passed over: {'; '.join(missing.lines(3))}")
 
     def _read(self, step: SourceStep) -> Selection:

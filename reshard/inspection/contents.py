@@ -1,0 +1,166 @@
+"""What checkpoint files hold, added up from their headers, and what a conversion does with it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import CheckpointIndex, can_hold
+from reshard.checkpoints.dtypes import INT4, MAP_TENSOR, TEXT
+from reshard.names import KINDS, kind_of
+from reshard.wording import some_names
+
+
+class Finding(NamedTuple):
+    """Something that a user should know.
+
+    Attributes:
+        kind: one word for scripts.
+        text: one or a few lines.
+        hint: what to do about it, or None.
+        step: the step concerned, or None.
+        refuses: whether a conversion that comes upon it refuses.
+    """
+
+    kind: str
+    text: str
+    hint: Optional[str] = None
+    step: Optional[str] = None
+    refuses: bool = False
+
+
+class Total(NamedTuple):
+    """How many names, and how many bytes of tensor contents in the files that were read."""
+
+    names: int
+    nbytes: int
+
+
+class Stored(NamedTuple):
+    """What the files that were read hold under one name.
+
+    Attributes:
+        name: parameter name.
+        dtypes: its types; one, unless files disagree.
+        shapes: shapes of its slices, each once.
+        files: how many files hold it.
+        nbytes: bytes of tensor contents in them.
+        kind: one of `reshard.names.KINDS`.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    files: int
+    nbytes: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What some checkpoint files hold, from their headers.
+
+    Attributes:
+        stored: everything by name, in the order of the lowest rank's file.
+        sets: the sets of names that files hold, and the ranks whose files hold just these.
+        formats: of the files, each once.
+        with_crc: how many files record a CRC.
+        deduplicated: how many files say that they are of a de-duplicated save.
+    """
+
+    stored: tuple[Stored, ...]
+    sets: tuple[tuple[tuple[int, ...], frozenset[str]], ...]
+    formats: tuple[str, ...]
+    with_crc: int
+    deduplicated: int
+
+    def by_dtype(self) -> dict[str, Total]:
+        """Names and bytes per type, the largest first."""
+        return _totals((dtype, item.nbytes) for item in self.stored for dtype in item.dtypes)
+
+    def by_kind(self) -> dict[str, Total]:
+        """Names and bytes per kind, in the order of `KINDS`."""
+        found = _totals((item.kind, item.nbytes) for item in self.stored)
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
+    def unholdable(self, format: str) -> list[str]:
+        """Names of what a file of this format cannot hold; map tensors, which nothing holds, left out."""
+        return [
+            item.name
+            for item in self.stored
+            if MAP_TENSOR not in item.dtypes and not all(can_hold(format, dtype) for dtype in item.dtypes)
+        ]
+
+
+def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
+    """What files hold together, given by rank."""
+    # Files that are built alike share their tensors, so that a thousand of them are one to add up.
+    alike: dict[int, list[int]] = {}
+    for rank, index in sorted(indexes.items()):
+        alike.setdefault(id(index.tensors), []).append(rank)
+    sets: dict[frozenset[str], list[int]] = defaultdict(list)
+    found: dict[str, Stored] = {}
+    for ranks in alike.values():
+        tensors = indexes[ranks[0]].tensors
+        sets[frozenset(tensors)] += ranks
+        for tensor in tensors.values():
+            size = tensor.nbytes * len(ranks)
+            other = found.get(tensor.name)
+            if other is None:
+                kind = kind_of(tensor.name, 1 if tensor.dtype in (TEXT, MAP_TENSOR) else math.prod(tensor.shape))
+                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
+            else:
+                made = other._replace(
+                    dtypes=other.dtypes if tensor.dtype in other.dtypes else (*other.dtypes, tensor.dtype),
+                    shapes=other.shapes if tensor.shape in other.shapes else (*other.shapes, tensor.shape),
+                    files=other.files + len(ranks),
+                    nbytes=other.nbytes + size,
+                )
+            found[tensor.name] = made
+    return Contents(
+        tuple(found.values()),
+        tuple(sorted((tuple(sorted(ranks)), names) for names, ranks in sets.items())),
+        tuple(sorted({index.format for index in indexes.values()})),
+        sum(index.crc is not None for index in indexes.values()),
+        sum(index.metadata.get("remove_redundancy") == "True" for index in indexes.values()),
+    )
+
+
+def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
+    found: dict[str, Total] = {}
+    for key, nbytes in items:
+        names, size = found.get(key, (0, 0))
+        found[key] = Total(names + 1, size + nbytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
+
+
+def conversion_findings(contents: Contents) -> Iterator[Finding]:
+    """What conversions do with tensors that are not like any other."""
+    of: dict[str, list[str]] = defaultdict(list)
+    for item in contents.stored:
+        for dtype in item.dtypes:
+            of[dtype].append(item.name)
+    if of[TEXT]:
+        yield Finding(
+            "text", f"{some_names(of[TEXT], 3)}: text, which .ckpt targets get as it is and .safetensors cannot hold"
+        )
+    if of[INT4]:
+        yield Finding("int4", f"{some_names(of[INT4], 3)}: Int4, two values a byte; shapes count the packed bytes")
+    if of[MAP_TENSOR]:
+        yield Finding(
+            "map_tensor",
+            f"{some_names(of[MAP_TENSOR], 3)}: map tensors, which have no layout",
+            "leave them out of a conversion with --exclude",
+            refuses=True,
+        )
+    for format in ("ckpt", "safetensors"):
+        names = [name for name in contents.unholdable(format) if name not in of[TEXT]]
+        if names:
+            yield Finding(
+                "type", f"{some_names(names, 3)}: of types that .{format} cannot hold; a conversion to it refuses"
+            )
+    if contents.deduplicated:
+        yield Finding("remove_redundancy", "de-duplicated (remove_redundancy True): each slice is on one rank only")

@@ -1,0 +1,350 @@
+"""What is in a rank tree, from names, sizes and headers alone.
+
+Names and sizes are looked at for the whole tree; headers are read for one step only, the newest, or
+the one asked for. Where the strategy is at hand, steps are judged as a conversion judges them, by the
+same code, from the newest to the first that is complete. What would make a conversion refuse is told
+here as a finding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Optional
+
+from reshard.checkpoints import FileHandles, SourceTree, Step, find_checkpoints, reading_error
+from reshard.checkpoints.steps import saved_at_fault
+from reshard.checkpoints.storage import storage_of
+from reshard.checkpoints.tree import passed_over
+from reshard.defaults import MOST_DEVICES
+from reshard.errors import CheckpointError, InputError
+from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
+from reshard.inspection.file import told_by_name
+from reshard.names import CURRENT_RANK
+from reshard.plan.coverage import Lost
+from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.selection import Filters, Incomplete, Selection, StepSelector, check_ranks
+from reshard.plan.source import SourceStep
+from reshard.records.ledger import begun_in
+from reshard.records.manifest import MANIFEST_NAME
+from reshard.report import Report
+from reshard.strategies import Strategy
+from reshard.strategies.replicas import replicas_of_strategy
+from reshard.wording import plural, rank_ranges, some_names
+
+# Files of a directory without checkpoints that are looked at to tell what it is.
+_MOST_TRIED = 8
+# Sets of names that are compared with each other; a de-duplicated save has one per rank.
+_MOST_SETS = 64
+# Asking network storage for sizes is waiting, whatever the number of CPUs.
+_IN_FLIGHT = 16
+
+
+@dataclass
+class InspectedStep:
+    """One step of a tree.
+
+    Attributes:
+        step: as in the names; None for names without one.
+        files: path and size of every file, by rank and path.
+        absent: ranks of the tree, or of the strategy, that have no file of it.
+        ambiguous: whether some rank has several files of it.
+        saved_at: ``"breakpoint"`` or ``"ttp"`` where the names say so, ``"end of life"`` where headers do.
+        one_per_group: with a strategy, whether just one rank of each replica group has a file.
+        damaged: why a rank's file counts as absent, by rank, where headers were read.
+        contents: what the files hold, where headers were read.
+        complete: whether a conversion would take it; None where it was not judged.
+        missing: why not, a line each.
+        lost: parameters of which a slice is nowhere.
+        not_saved: parameters of the strategy that no file holds.
+        full_bytes: size of all parameters together, each whole and once; None where not known.
+    """
+
+    step: Optional[str]
+    files: list[tuple[int, str, int]]
+    absent: tuple[int, ...]
+    ambiguous: bool = False
+    saved_at: Optional[str] = None
+    one_per_group: Optional[bool] = None
+    damaged: dict[int, str] = field(default_factory=dict)
+    contents: Optional[Contents] = None
+    complete: Optional[bool] = None
+    missing: Sequence[str] = ()
+    lost: Sequence[Lost] = ()
+    not_saved: Sequence[str] = ()
+    full_bytes: Optional[int] = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have a file of it, ascending."""
+        return sorted({rank for rank, _, _ in self.files})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+        return sum(size for _, _, size in self.files)
+
+
+@dataclass
+class InspectedTree:
+    """A rank tree.
+
+    Attributes:
+        path: as it was named.
+        ranks: ranks that have a directory or a file, ascending.
+        steps: newest first; names without a step last.
+        findings: what a user should know.
+        strategy: the strategy's path, ``none``, or None where there was none to judge by.
+        latest: the step that ``latest`` takes; None where it was not asked for or there is none.
+    """
+
+    path: str
+    ranks: tuple[int, ...]
+    steps: list[InspectedStep]
+    findings: list[Finding]
+    strategy: Optional[str] = None
+    latest: Optional[InspectedStep] = None
+
+
+def inspect_tree(
+    path: str, step: str = "latest", file_suffix: Optional[str] = None, strategy: Optional[Strategy] = None
+) -> InspectedTree:
+    """What is in a rank tree.
+
+    Args:
+        path: a directory of rank directories, or a path with ``{rank}`` and wildcards.
+        step: whose headers are read; ``"latest"`` for the newest.
+        file_suffix: look only at files whose stem ends so.
+        strategy: what the tree was saved with; it decides which steps are complete.
+
+    Raises:
+        InputError: there is nothing there to inspect, or no such step.
+        UsageError: ``step`` is no step.
+        RetryableError: listing or reading failed.
+    """
+    try:
+        tree = find_checkpoints(path, file_suffix)
+    except CheckpointError as error:
+        raise _other_directory(path) or error from error
+    named = None if step == "latest" else tree.named(step)
+    return _Inspection(tree, strategy).run(named)
+
+
+def _other_directory(path: str) -> Optional[CheckpointError]:
+    """The error for a directory without checkpoints that another command reads."""
+    if not os.path.isdir(path):
+        return None
+    if _converted(path):
+        return CheckpointError(
+            f"{path}: holds records of a conversion, and no checkpoints yet",
+            file=path,
+            hint=f"`reshard status {path}` tells what is done and what is missing",
+        )
+    with suppress(OSError):
+        for name in sorted(os.listdir(path))[:_MOST_TRIED]:
+            if told_by_name(os.path.join(path, name)) is not None:
+                return CheckpointError(
+                    f"{path}: holds no checkpoints; {name} is a strategy or group_info file",
+                    file=path,
+                    hint="`reshard strategy show` and `reshard group-info inspect` read these",
+                )
+    return None
+
+
+def _converted(path: str) -> bool:
+    return os.path.lexists(os.path.join(path, MANIFEST_NAME)) or bool(begun_in(path))
+
+
+class _Inspection:
+    """One look at a tree."""
+
+    def __init__(self, tree: SourceTree, strategy: Optional[Strategy]) -> None:
+        self._tree = tree
+        self._strategy = strategy
+        self._groups: list[tuple[int, ...]] = []
+        # Where nobody says how many ranks there are, the highest is taken for the last.
+        ranks: Collection[int] = range(tree.ranks[-1] + 1) if tree.ranks[-1] < MOST_DEVICES else tree.ranks
+        if strategy is not None:
+            self._groups = [group.ranks for group in replicas_of_strategy(strategy).groups]
+            ranks = range(strategy.device_count)
+        self._expected = ranks
+        self._findings: list[Finding] = []
+        sizes = _sizes([file.path for file in tree.files])
+        self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
+
+    def run(self, named: Optional[Step]) -> InspectedTree:
+        """Everything, with the headers that ``named`` or the lack of it asks for."""
+        self._look_at_names()
+        found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
+        with FileHandles() as handles:
+            if self._strategy is not None:
+                found.strategy = self._strategy.path
+                taken = self._judge(named, handles)
+                found.latest = taken if named is None else None
+            if all(step.contents is None for step in found.steps):
+                self._read_headers(named or self._tree.steps[0], handles)
+        return found
+
+    def _say(self, kind: str, text: str, hint: Optional[str] = None, step: Optional[str] = None) -> None:
+        self._add(Finding(kind, text, hint, step))
+
+    def _refuses(self, kind: str, error: InputError, step: Optional[Step] = None) -> None:
+        self._add(Finding(kind, error.message, error.hint, _named(step), refuses=True))
+
+    def _add(self, finding: Finding) -> None:
+        if all(finding.text != other.text for other in self._findings):
+            self._findings.append(finding)
+
+    def _by_names(self, number: Optional[Step], sizes: Mapping[str, Optional[int]]) -> InspectedStep:
+        files = []
+        for file in self._tree.by_step[number]:
+            size = sizes[file.path]
+            if size is None:
+                self._say("vanished", f"{file.path}: vanished while it was looked at", step=_named(number))
+            else:
+                files.append((file.rank, file.path, size))
+        held = {rank for rank, _, _ in files}
+        step = InspectedStep(_named(number), files, tuple(rank for rank in self._expected if rank not in held))
+        marks = {saved_at_fault(path) for _, path, _ in files}
+        step.saved_at = marks.pop() if len(marks) == 1 else None
+        if self._strategy is not None and any(len(group) > 1 for group in self._groups):
+            step.one_per_group = all(len(held.intersection(group)) == 1 for group in self._groups)
+        return step
+
+    def _look_at_names(self) -> None:
+        """Findings that need no header."""
+        tree = self._tree
+        if not tree.single_file and os.path.isdir(tree.root) and _converted(tree.root):
+            self._say(
+                "conversion",
+                f"{tree.root}: was written by reshard",
+                hint=f"`reshard status {tree.root}` tells what is done and what is missing",
+            )
+        unfinished, saves = passed_over(tree.root)
+        for path in unfinished:
+            self._say("unfinished", f"{path}: was never finished (its name ends in _tmp) and is passed over")
+        for path in saves:
+            self._say(
+                "save_at_fault", f"{path}: a save at a fault, a checkpoint of its own", hint="inspect it by itself"
+            )
+        gaps = sorted(set(self._expected) - set(tree.ranks))
+        if gaps:
+            self._say("gap", f"{rank_ranges(gaps)}: no directory and no file")
+        with_files = {file.rank for file in tree.files}
+        empty = [rank for rank in tree.ranks if rank not in with_files]
+        if empty:
+            self._say("empty_rank", f"{rank_ranges(empty)}: a directory, but no such checkpoint file in it")
+        try:
+            tree.check_comparable()
+        except CheckpointError as error:
+            self._refuses("series", error)
+        for number, step in self._steps.items():
+            nothing = [path for _, path, size in step.files if not size]
+            if nothing:
+                self._say(
+                    "empty_file",
+                    f"{plural(len(nothing), 'file')} of no bytes: {some_names(nothing, 3)}",
+                    step=step.step,
+                )
+            try:
+                for note in tree.of_step(number).notes:
+                    self._say("different_saves", note, step=step.step)
+            except CheckpointError as error:
+                step.ambiguous = True
+                self._refuses("ambiguous", error, number)
+
+    def _read_headers(self, number: Optional[Step], handles: FileHandles) -> None:
+        """What the files of one step hold, whether or not it is complete."""
+        try:
+            source = SourceStep(self._tree.of_step(number), handles, Report())
+            source.load(source.files)
+        except InputError as error:
+            self._refuses("unreadable", error, number)
+            return
+        self._note_contents(source)
+
+    def _judge(self, named: Optional[Step], handles: FileHandles) -> Optional[InspectedStep]:
+        """Judge steps as a conversion does, newest first; the one it takes."""
+        assert self._strategy is not None
+        whole = Strategy.none()
+        choice = ReplicaChoice(self._strategy, whole)
+        selector = StepSelector(self._strategy, whole, None, Filters(), choice, handles, Report())
+        source: Optional[SourceStep] = None
+        try:
+            check_ranks(self._tree, self._strategy, whole, handles)
+            for candidate in self._tree.candidates(_named(named)):
+                source = SourceStep(candidate, handles, Report())
+                selection, missing = selector.judge(source)
+                step = self._note_contents(source)
+                _note_verdict(step, selection, missing)
+                if missing is None:
+                    return step
+                source = None
+        except InputError as error:
+            self._refuses("refused", error, None if source is None else source.step)
+            if source is not None and len(source.indexes) + len(source.damaged) == len(source.files):
+                # The headers are fine, and do not fit the strategy.
+                self._note_contents(source)
+        return None
+
+    def _note_contents(self, source: SourceStep) -> InspectedStep:
+        step = self._steps[source.step]
+        step.damaged = dict(source.damaged)
+        step.contents = contents_of(source.indexes)
+        for text in source.damaged.values():
+            self._say("damaged", text, step=step.step)
+        for finding in conversion_findings(step.contents):
+            self._add(finding._replace(step=step.step))
+        if self._strategy is None:
+            self._guess_lacking(step, step.contents)
+        if any(item.name == CURRENT_RANK for item in step.contents.stored):
+            step.saved_at = step.saved_at or "end of life"
+        return step
+
+    def _guess_lacking(self, step: InspectedStep, contents: Contents) -> None:
+        """Files that hold less than others do, where stages or a de-duplicated save do not explain it."""
+        for ranks, names in contents.sets if len(contents.sets) <= _MOST_SETS else ():
+            for others, more in contents.sets:
+                if names < more:
+                    lacking = sorted(more - names)
+                    self._say(
+                        "lacking",
+                        f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(others)} "
+                        f"hold (a guess; the strategy tells): {some_names(lacking, 3)}",
+                        step=step.step,
+                    )
+                    break
+
+
+def _note_verdict(step: InspectedStep, selection: Selection, missing: Optional[Incomplete]) -> None:
+    step.complete = missing is None
+    if missing is not None:
+        step.missing, step.lost = missing.lines(1 << 30), missing.lost
+    found = selection.parameters
+    step.not_saved = sorted(selection.listed - found.keys())
+    step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
+
+
+def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:
+    """Sizes of files in bytes; None for what training has removed since it was listed."""
+
+    def size(path: str) -> Optional[int]:
+        try:
+            return os.stat(path).st_size
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise reading_error(path, error) from error
+
+    if not storage_of(paths[0]).remote:
+        return {path: size(path) for path in paths}
+    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+        return dict(zip(paths, pool.map(size, paths)))
+
+
+def _named(step: Optional[Step]) -> Optional[str]:
+    return None if step is None else str(step)

@@ -1,0 +1,73 @@
+"""Many parameter names in few lines: layers and optimizer states that differ in a number or prefix.
+
+`{,adam_m.,adam_v.}blocks.{0-30}.dense{1-3}.weight` stands for 279 names. A pattern is exact: each of
+its combinations is one of the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable
+from typing import NamedTuple, Union
+
+from reshard.wording import number_ranges, plural
+
+# Numbers that are written as str(int) writes them, so that a range tells their text.
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
+
+
+class NamePattern(NamedTuple):
+    """Names written as one, and how many they are."""
+
+    text: str
+    size: int
+
+
+def name_patterns(names: Iterable[str], known: Container[str]) -> list[NamePattern]:
+    """Patterns that together stand for each of the names once, in the order of their text.
+
+    Args:
+        names: the names, each once.
+        known: all parameters; what stands before one of these and a dot marks its optimizer state.
+    """
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for name in names:
+        prefix, dot, rest = name.partition(".")
+        if not dot or rest not in known:
+            prefix, dot, rest = "", "", name
+        parts = _NUMBER.split(rest)
+        alike.setdefault(tuple(parts[::2]), []).append((*parts[1::2], prefix + dot))
+    found = []
+    for texts, rows in alike.items():
+        for *numbers, prefixes in _merged(rows):
+            count = len(prefixes)
+            text = texts[0]
+            for values, after in zip(numbers, texts[1:]):
+                count *= len(values)
+                said = number_ranges(map(int, values))
+                text += (said if len(values) == 1 else f"{{{said}}}") + after
+            state = ",".join(sorted(prefixes))
+            found.append(((text, state), NamePattern((state if len(prefixes) == 1 else f"{{{state}}}") + text, count)))
+    return [pattern for _, pattern in sorted(found)]
+
+
+def _merged(rows: list[tuple[str, ...]]) -> list[tuple[frozenset[str], ...]]:
+    """Rows as products of sets: place by place, those equal in all other places become one."""
+    found: list[tuple[Union[str, frozenset[str]], ...]] = [*rows]
+    for place in range(len(rows[0])):
+        values: dict[tuple[Union[str, frozenset[str]], ...], list[str]] = {}
+        for row in found:
+            value = row[place]
+            assert isinstance(value, str)
+            values.setdefault((*row[:place], *row[place + 1 :]), []).append(value)
+        found = [(*rest[:place], frozenset(here), *rest[place:]) for rest, here in values.items()]
+    return found  # type: ignore[return-value]
+
+
+def pattern_lines(names: Iterable[str], known: Container[str], most: int) -> list[str]:
+    """The patterns with their counts, a line each; how many names are left out after ``most``."""
+    found = name_patterns(names, known)
+    width = max((len(str(pattern.size)) for pattern in found), default=0)
+    lines = [f"{pattern.size:>{width}}  {pattern.text}" for pattern in found[:most]]
+    left = sum(pattern.size for pattern in found[most:])
+    return [*lines, f"... and {plural(left, 'name')} more"] if left else lines

@@ -1,0 +1,486 @@
+"""`inspect`: what is said of files and trees, and that it agrees with conversions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+from reshard.checkpoints import find_checkpoints
+from reshard.names import kind_of
+from tests.checkpoint_writing import write_sparse
+from tests.running import Argument, done, fails, flat
+from tests.small import World, tensors
+from tests.strategy_writing import numbers
+from tests.trees import (
+    Value,
+    layout,
+    scalar,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+)
+from tests.wire import field
+
+FULL = tensors()
+NEWER = "rank_{rank}/net-1_12.ckpt"
+
+
+def inspected(*words: Argument) -> Any:
+    return done("inspect", *words, "--json").json
+
+
+def judged(world: World, *words: Argument) -> Any:
+    return inspected(world.src, "--strategy", world.old, *words)
+
+
+def steps(found: Any) -> dict[Optional[str], Any]:
+    return {step["step"]: step for step in found["steps"]}
+
+
+def finding(found: Any, kind: str) -> Any:
+    (one,) = [item for item in found["findings"] if item["kind"] == kind]
+    return one
+
+
+def kinds(found: Any) -> list[str]:
+    return [item["kind"] for item in found["findings"]]
+
+
+def damage(path: Path) -> Path:
+    path.write_bytes(path.read_bytes()[:-5])
+    return path
+
+
+# A tree, by names and headers alone.
+
+
+def test_without_a_strategy_completeness_is_called_a_guess(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER, ranks=[0, 3])
+    found = inspected(plain.src)
+    assert [step["complete"] for step in found["steps"]] == [None, None]
+    assert found["latest"] is None and found["strategy"] is None
+    assert steps(found)["1_12"]["absent"] == [1, 2] and steps(found)["1_10"]["absent"] == []
+    shown = done("inspect", plain.src).out
+    for said in ("guess", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
+        assert said in shown
+
+
+def test_a_number_of_files_that_makes_no_groups_is_not_taken_for_an_end_of_life_save(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1, 3])
+    (plain.src / "rank_2").mkdir()
+    shown = done("inspect", plain.src).out
+    assert "not on rank 2" in shown and "replica group" not in shown
+
+
+def test_only_the_newest_step_s_headers_are_read(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER)
+    damage(plain.src / "rank_0" / "net-1_10.ckpt")
+    found = inspected(plain.src)
+    assert steps(found)["1_10"]["contents"] is None and steps(found)["1_10"]["damaged"] == []
+    assert steps(found)["1_12"]["contents"]["sets"] == [
+        {"ranks": [0, 1, 2, 3], "names": ["global_step", "v", "w"]},
+    ]
+
+
+def test_another_step_s_headers_can_be_asked_for(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER)
+    path = damage(plain.src / "rank_0" / "net-1_10.ckpt")
+    found = inspected(plain.src, "--step", "1_10")
+    assert steps(found)["1_12"]["contents"] is None
+    ((rank, reason),) = [item.values() for item in steps(found)["1_10"]["damaged"]]
+    assert rank == 0 and str(path) in reason
+    assert str(path) in finding(found, "damaged")["text"]
+    fails(3, "inspect", plain.src, "--step", "7_7", says=["7_7", "1_12"])
+    fails(2, "inspect", plain.src, "--step", "soon", says=["soon"])
+
+
+def test_totals_count_every_file_that_was_read(world: World) -> None:
+    world.save(FULL)
+    contents = inspected(world.src)["steps"][0]["contents"]
+    tensors_ = {item["name"]: item for item in contents["tensors"]}
+    assert tensors_["w"]["shapes"] == [[4, 6]] and tensors_["w"]["files"] == 4 and tensors_["w"]["bytes"] == 4 * 96
+    assert contents["dtypes"]["Float32"] == {"tensors": 3, "bytes": 4 * (96 + 16 + 48)}
+    assert contents["kinds"]["other values"] == {"tensors": 1, "bytes": 16}
+
+
+def test_sets_of_names_differ_between_pipeline_stages(tmp_path: Path) -> None:
+    stages = [{"devices": 2, "layouts": {name: layout([2], [0])}} for name in ("a", "b")]
+    world = World(tmp_path, stages, single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
+    world.save({"a": value("a", (4,)), "b": value("b", (4,))})
+    sets = inspected(world.src)["steps"][0]["contents"]["sets"]
+    assert [item["ranks"] for item in sets] == [[0, 1], [2, 3]]
+    assert [item["names"] for item in sets] == [["a", "global_step"], ["b", "global_step"]]
+
+
+def test_a_file_that_holds_less_than_the_others_is_a_guess(plain: World) -> None:
+    plain.save(FULL)
+    write_checkpoint(plain.src / "rank_2" / "net-1_10.ckpt", {"w": value("w", (4, 6))})
+    said = finding(inspected(plain.src), "lacking")["text"]
+    assert "rank 2 may lack 2 names" in said and "global_step, v" in said and "guess" in said
+    assert "lacking" not in kinds(judged(plain))
+
+
+def test_empty_rank_directories_and_gaps_are_named(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 3])
+    (plain.src / "rank_1").mkdir()
+    found = inspected(plain.src)
+    assert found["ranks"] == [0, 1, 3]
+    assert "rank 1:" in finding(found, "empty_rank")["text"]
+    assert "rank 2:" in finding(found, "gap")["text"]
+
+
+def test_a_rank_number_beyond_any_cluster_takes_no_memory(plain: World) -> None:
+    plain.save(FULL, ranks=[0])
+    write_checkpoint(plain.src / "rank_999999999999" / "net-1_10.ckpt", {})
+    assert inspected(plain.src)["ranks"] == [0, 999999999999]
+
+
+def test_unfinished_directories_and_saves_at_a_fault_are_passed_over_and_said(plain: World) -> None:
+    plain.save(FULL)
+    for name in ("tft_saved_checkpoints-step_9_tmp", "ttp_saved_checkpoints-step_8"):
+        write_checkpoint(plain.src / name / "rank_0" / "ttp_rank_0-1_9.ckpt", {})
+    found = inspected(plain.src)
+    assert list(steps(found)) == ["1_10"]
+    assert "tft_saved_checkpoints-step_9_tmp" in finding(found, "unfinished")["text"]
+    assert "ttp_saved_checkpoints-step_8" in finding(found, "save_at_fault")["text"]
+    fails(3, "inspect", plain.src / "tft_saved_checkpoints-step_9_tmp", says=["never finished"])
+    assert inspected(plain.src / "rank_{rank}" / "*.ckpt")["ranks"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "saved_at"),
+    [
+        ("rank_{rank}/net-1_10_breakpoint.ckpt", "breakpoint"),
+        ("rank_{rank}/ttp_rank_{rank}-1_10.ckpt", "ttp"),
+        ("tft_saved_checkpoints-step_10/rank_{rank}/net-1_10.ckpt", "ttp"),
+        ("rank_{rank}/net-1_10.ckpt", None),
+    ],
+)
+def test_saves_at_a_fault_are_known_by_their_names(plain: World, pattern: str, saved_at: Optional[str]) -> None:
+    plain.save(FULL, pattern)
+    place = plain.src / pattern.split("/")[0] if pattern.startswith("tft") else plain.src
+    assert inspected(place)["steps"][0]["saved_at"] == saved_at
+
+
+def test_an_end_of_life_save_is_known_by_the_rank_it_stores(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 3], copied={"cur_rank": scalar(0)})
+    assert inspected(plain.src)["steps"][0]["saved_at"] == "end of life"
+    assert "end of a process's life" in done("inspect", plain.src).out
+
+
+def test_a_file_that_training_removes_meanwhile_is_said(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER)
+    gone = plain.src / "rank_1" / "net-1_10.ckpt"
+
+    def find(*given: Any) -> Any:
+        found = find_checkpoints(*given)
+        gone.unlink()
+        return found
+
+    monkeypatch.setattr("reshard.inspection.tree.find_checkpoints", find)
+    found = inspected(plain.src)
+    assert str(gone) in finding(found, "vanished")["text"]
+    assert steps(found)["1_10"]["absent"] == [1]
+
+
+# What a conversion refuses is a finding, not an error.
+
+
+AMBIGUOUS = {
+    "names": "rank_{rank}/net-1_10_breakpoint.ckpt",
+    "formats": "rank_{rank}/net-1_10.safetensors",
+    "directories": "{rank}/net-1_10.ckpt",
+}
+
+
+@pytest.mark.parametrize("pattern", AMBIGUOUS.values(), ids=list(AMBIGUOUS))
+@pytest.mark.parametrize("with_strategy", [False, True])
+def test_two_files_of_a_rank_and_step_are_a_finding(plain: World, pattern: str, with_strategy: bool) -> None:
+    plain.save(FULL)
+    plain.save(FULL, pattern)
+    found = judged(plain) if with_strategy else inspected(plain.src)
+    said = finding(found, "ambiguous")
+    assert said["refuses"] and said["step"] == "1_10" and "--file-suffix" in said["hint"]
+    assert steps(found)["1_10"]["ambiguous"] and steps(found)["1_10"]["complete"] is None
+    assert "a conversion of step 1_10 refuses: rank 0 has" in done("inspect", plain.src).out
+    error = plain.refuses(3).err
+    assert flat(said["text"]) in flat(error)
+
+
+def test_a_file_suffix_narrows_it_down(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, AMBIGUOUS["names"])
+    found = judged(plain, "--file-suffix", "_breakpoint")
+    assert found["latest"] == {"found": True, "step": "1_10"} and found["findings"] == []
+
+
+def test_an_older_ambiguous_step_does_not_matter_to_a_conversion(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, AMBIGUOUS["formats"])
+    plain.save(FULL, NEWER)
+    assert judged(plain)["latest"] == {"found": True, "step": "1_12"}
+    plain.convert()
+
+
+def test_two_series_of_saves_are_a_finding(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, "rank_{rank}/net_1-1_3.ckpt")
+    found = judged(plain)
+    assert finding(found, "series")["refuses"]
+    assert found["latest"] == {"found": False, "step": None}
+    assert steps(found)["1_10"]["contents"] is not None
+    plain.refuses(3, "series")
+
+
+def test_an_encrypted_file_is_a_finding_that_names_it(plain: World) -> None:
+    plain.save(FULL)
+    path = plain.src / "rank_2" / "net-1_10.ckpt"
+    path.write_bytes(b"\xd8\x5e\x3a\x7f" + bytes(100))
+    for found in (inspected(plain.src), judged(plain)):
+        (said,) = [item for item in found["findings"] if item["refuses"]]
+        assert str(path) in said["text"] and "encrypted" in said["text"]
+    assert judged(plain)["latest"] == {"found": False, "step": None}
+    fails(3, "inspect", path, says=[path, "encrypted"])
+
+
+def test_a_strategy_that_does_not_fit_is_a_finding(plain: World) -> None:
+    plain.save(FULL)
+    wrong = write_strategy(plain.root / "wrong", single({"w": layout([4], [0]), "v": layout([4], [-1])}))
+    found = inspected(plain.src, "--strategy", wrong)
+    said = finding(found, "refused")
+    assert "w" in said["text"] and said["step"] == "1_10" and found["latest"]["found"] is False
+    assert steps(found)["1_10"]["contents"] is not None
+
+
+@pytest.mark.parametrize("devices", [2, None])
+def test_ranks_beyond_the_strategy_are_a_finding(plain: World, devices: Optional[int]) -> None:
+    plain.save(FULL)
+    given: Argument = "none"
+    if devices:
+        given = write_strategy(plain.root / "small", single({"w": layout([devices], [0, -1])}))
+    found = inspected(plain.src, "--strategy", given)
+    assert "rank" in finding(found, "refused")["text"] and found["latest"]["found"] is False
+    assert steps(found)["1_10"]["contents"] is not None
+
+
+# With the strategy, the same answer as a conversion's.
+
+
+def assert_agrees(world: World) -> Optional[str]:
+    """Inspecting and converting choose the same step, or both find none; that step."""
+    found = judged(world)
+    shutil.rmtree(world.dst, ignore_errors=True)
+    result = world.run()
+    latest = found["latest"]
+    assert latest["found"] == (result.status == 0), result.err
+    if latest["found"]:
+        assert done("status", world.dst, "--json").json["step"] == latest["step"]
+        assert steps(found)[latest["step"]]["complete"] is True
+    else:
+        for step in found["steps"]:
+            for line in step["missing"][:1]:
+                assert flat(line) in flat(result.err)
+    taken: Optional[str] = latest["step"]
+    return taken
+
+
+@pytest.mark.parametrize("ranks", [[0, 3], [0, 2], [1, 3], [1, 2, 3], [0], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("older", [[0, 1, 2, 3], [0, 1], [1, 3]], ids=str)
+def test_inspect_and_transform_dir_agree_on_the_step(plain: World, ranks: list[int], older: list[int]) -> None:
+    plain.save(FULL, ranks=older)
+    plain.save(FULL, NEWER, ranks=ranks)
+    newer_is_complete = bool({0, 2} & set(ranks)) and bool({1, 3} & set(ranks))
+    older_is_complete = older != [1, 3]
+    taken = assert_agrees(plain)
+    assert taken == ("1_12" if newer_is_complete else "1_10" if older_is_complete else None)
+
+
+def test_they_agree_where_files_are_damaged(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER)
+    damage(plain.src / "rank_0" / "net-1_12.ckpt")
+    assert assert_agrees(plain) == "1_12"
+    damage(plain.src / "rank_2" / "net-1_12.ckpt")
+    assert assert_agrees(plain) == "1_10"
+    (lost,) = steps(judged(plain))["1_12"]["lost"]
+    assert lost == {"parameters": ["w"], "ranks": [0, 2]}
+
+
+def test_what_is_missing_is_named(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER, ranks=[1, 3])
+    found = judged(plain)
+    torn = steps(found)["1_12"]
+    assert torn["complete"] is False and torn["absent"] == [0, 2]
+    assert torn["lost"] == [{"parameters": ["w"], "ranks": [0, 2]}]
+    assert steps(found)["1_10"]["complete"] is True and found["latest"] == {"found": True, "step": "1_10"}
+    shown = done("inspect", plain.src, "--strategy", plain.old).out
+    for said in ("step 1_12 is not complete", "ranks 0,2 would have held: w", "latest takes step 1_10"):
+        assert said in shown
+
+
+def test_steps_older_than_the_one_taken_are_not_judged(plain: World) -> None:
+    plain.save(FULL, "rank_{rank}/net-1_9.ckpt")
+    plain.save(FULL)
+    found = judged(plain)
+    assert steps(found)["1_9"]["complete"] is None and steps(found)["1_9"]["contents"] is None
+    assert "not looked at" in done("inspect", plain.src, "--strategy", plain.old).out
+
+
+def test_one_step_can_be_judged(plain: World) -> None:
+    plain.save(FULL, ranks=[1, 3])
+    plain.save(FULL, NEWER)
+    found = judged(plain, "--step", "1_10")
+    assert steps(found)["1_10"]["complete"] is False and steps(found)["1_12"]["complete"] is None
+    assert found["latest"] is None
+
+
+def test_one_rank_of_each_replica_group_looks_like_an_end_of_life_save(plain: World) -> None:
+    plain.save(FULL)
+    plain.save(FULL, NEWER, ranks=[0, 3])
+    found = steps(judged(plain))
+    assert found["1_12"]["one_per_replica_group"] is True and found["1_12"]["complete"] is True
+    assert found["1_10"]["one_per_replica_group"] is False
+    assert "one rank of each replica group" in done("inspect", plain.src, "--strategy", plain.old).out
+
+
+def test_parameters_that_were_not_saved_and_the_full_size_are_said(world: World) -> None:
+    world.save({name: FULL[name] for name in ("w", "v")})
+    (step,) = judged(world)["steps"]
+    assert step["not_saved"] == ["m.w"] and step["complete"] is True
+    assert step["full_bytes"] == (48 + 4) * 4
+
+
+# Files.
+
+
+def test_a_file_s_totals_and_marks(tmp_path: Path) -> None:
+    held = {
+        "net.weight": value("a", (4, 2), "BFloat16"),
+        "adam_m.net.weight": value("b", (4, 2)),
+        "moments.net.weight": value("c", (4, 2)),
+        "accu_grads.net.weight": value("d", (4, 2)),
+        "packed": value("e", (4,), "Int4"),
+        "global_step": scalar(3, shape=(1,)),
+    }
+    path = write_checkpoint(tmp_path / "x.safetensors", held, metadata={"remove_redundancy": "True"})
+    found = inspected(path)
+    assert {kind: total["tensors"] for kind, total in found["kinds"].items()} == {
+        "weights": 2, "optimizer state": 2, "accumulated gradients": 1, "other values": 1,
+    }  # fmt: skip
+    assert found["dtypes"]["BFloat16"] == {"tensors": 1, "bytes": 16}
+    assert found["remove_redundancy"] is True and kinds(found) == ["int4", "remove_redundancy"]
+    shown = done("inspect", path).out
+    for said in ("optimizer state 2", "remove_redundancy", "no CRC", "two values a byte"):
+        assert said in shown
+
+
+def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "x.ckpt", {"note": text("hello"), "w": value("w", (2,))}, crc=True)
+    assert "note" in finding(inspected(path), "text")["text"]
+    assert "CRC " in done("inspect", path).out and isinstance(inspected(path)["crc"], int)
+    eight_bit = write_checkpoint(tmp_path / "y.safetensors", {"w": value("w", (2,), "F8_E4M3")})
+    assert ".ckpt cannot hold" in finding(inspected(eight_bit), "type")["text"]
+
+
+def many_layers(count: int) -> dict[str, Value]:
+    return {f"blocks.{number}.attn.weight": value("w", (2, 2)) for number in range(count)}
+
+
+def test_many_names_are_shown_as_patterns_and_all_with_v(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "x.ckpt", many_layers(40))
+    shown = done("inspect", path).out
+    assert "blocks.{0-39}.attn.weight" in shown and "40" in shown and "blocks.7." not in shown
+    assert "blocks.7.attn.weight" in done("inspect", path, "-v").out
+    assert len(inspected(path)["tensors"]) == 40
+
+
+def test_it_stays_on_a_screen(tmp_path: Path) -> None:
+    odd = {f"{'x' * number}.weight": value("w", (2, 2)) for number in range(1, 60)}
+    for step in range(100):
+        for rank in (0, 1, 3):
+            write_checkpoint(tmp_path / "src" / f"rank_{rank}" / f"net-1_{step}.ckpt", odd if step == 99 else {})
+    shown = done("inspect", tmp_path / "src").out
+    assert len(shown.splitlines()) < 80
+    assert "80 older steps" in shown and "39 tensors more" in shown
+    assert "net-1_3." not in shown and "1_3 " in done("inspect", tmp_path / "src", "-v").out
+
+
+# Other things than checkpoints.
+
+
+def test_the_target_of_a_conversion_points_to_status(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert "reshard status" in finding(inspected(world.dst), "conversion")["hint"]
+    for path in world.dst.glob("rank_*"):
+        shutil.rmtree(path)
+    fails(3, "inspect", world.dst, says=["reshard status"])
+
+
+@pytest.mark.parametrize("name", ["given.ckpt", "given.json", "given.pb", "given"])
+def test_a_strategy_or_group_info_file_is_told_by_name(world: World, name: str) -> None:
+    path = world.root / name
+    path.write_bytes(world.old.read_bytes())
+    fails(3, "inspect", path, says=["strategy file", f"reshard strategy show {path}"])
+    path.write_bytes(field(1, field(1, "g") + field(2, numbers([0, 1]))) + field(2, numbers([0])))
+    fails(3, "inspect", path, says=["group_info file", f"reshard group-info inspect {path}"])
+
+
+def test_a_directory_of_strategies_is_told_by_name(world: World) -> None:
+    fails(3, "inspect", world.old.parent, says=["reshard strategy show"])
+
+
+def test_other_forms_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    fails(3, "inspect", tmp_path, says=["Checkpoint 2.0"])
+    (tmp_path / "u").mkdir()
+    (tmp_path / "u" / "param_name_map.json").write_text("{}")
+    fails(3, "inspect", tmp_path / "u", says=["unified"])
+
+
+def test_options_of_trees_are_refused_with_a_file(world: World) -> None:
+    path = write_checkpoint(world.root / "x.ckpt", FULL)
+    fails(2, "inspect", path, "--strategy", world.old, says=["is one file"])
+    fails(2, "inspect", path, "--step", "1_10", says=["is one file"])
+
+
+def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> None:
+    size = 64 << 30
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    head = len(header).to_bytes(8, "little") + header
+    for rank in range(32):
+        path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.safetensors"
+        path.parent.mkdir(parents=True)
+        write_sparse(path, [head, size])
+    found = inspected(tmp_path / "src")
+    assert found["steps"][0]["contents"]["dtypes"] == {"Float32": {"tensors": 1, "bytes": 32 * size}}
+    assert "2.0 TiB" in done("inspect", tmp_path / "src").out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("backbone.dense.weight", "weights"),
+        ("embedding", "weights"),
+        ("moments", "weights"),
+        ("adam_v.backbone.dense.weight", "optimizer state"),
+        ("exp_avg_sq_row.dense.weight", "optimizer state"),
+        ("accu_grads.dense.weight", "accumulated gradients"),
+        ("beta1_power", "other values"),
+        ("cur_rank", "other values"),
+        ("generator_0._seed", "other values"),
+    ],
+)
+def test_kinds_are_told_by_names(name: str, kind: str) -> None:
+    assert kind_of(name, 8) == kind
