@@ -66,6 +66,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("status", whole)
     add("rank-list", 1, *STRATEGIES)
     add("inspect", source)
+    add("inspect", source, "--strategy", STRATEGIES[1])
+    add("inspect", torn_tree(out / "torn"), "--strategy", STRATEGIES[1])
     add("inspect", file)
     add("inspect", FIXTURES / "ckpt_files" / "crc.safetensors")
     add("verify", whole)
@@ -98,6 +100,18 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     printed["manifest"].append(json.loads((whole / "reshard-manifest.json").read_text()))
     printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/plan.json")]
     return printed
+
+
+def torn_tree(place: Path) -> Path:
+    """A tree whose newest step lacks a file, and in which a rank has two files of one step."""
+    source = DEMO / "src_checkpoints"
+    shutil.copytree(source, place)
+    for directory in sorted(place.iterdir())[1:]:
+        (file,) = directory.iterdir()
+        shutil.copy(file, file.with_name(file.name.replace("2_10", "3_10")))
+        shutil.copy(file, file.with_name(file.name.replace("2_10", "1_10")))
+    shutil.copy(file, file.with_name("other-1_10.ckpt"))
+    return place
 
 
 def commands_with_json() -> Iterator[str]:

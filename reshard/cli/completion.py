@@ -34,7 +34,7 @@ def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completion
     from reshard.errors import ReshardError
 
     found = ["latest"]
-    path = ctx.params.get("src") or ctx.params.get("out")
+    path = ctx.params.get("src") or ctx.params.get("out") or ctx.params.get("path")
     # What cannot be read is told of when the command is run.
     with contextlib.suppress(OSError, ReshardError):
         found += [str(step) for step in find_checkpoints(path).steps if step] if path else []
