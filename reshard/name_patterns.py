@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterable
 from typing import NamedTuple, Union
 
-from reshard.wording import number_ranges, plural
+from reshard.wording import plural, stepped_ranges
 
 # Numbers that are written as str(int) writes them, so that a range tells their text.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
@@ -44,7 +44,7 @@ def name_patterns(names: Iterable[str], known: Container[str]) -> list[NamePatte
             text = texts[0]
             for values, after in zip(numbers, texts[1:]):
                 count *= len(values)
-                said = number_ranges(map(int, values))
+                said = stepped_ranges(map(int, values), most=len(values))
                 text += (said if len(values) == 1 else f"{{{said}}}") + after
             state = ",".join(sorted(prefixes))
             found.append(((text, state), NamePattern((state if len(prefixes) == 1 else f"{{{state}}}") + text, count)))
@@ -70,4 +70,4 @@ def pattern_lines(names: Iterable[str], known: Container[str], most: int) -> lis
     width = max((len(str(pattern.size)) for pattern in found), default=0)
     lines = [f"{pattern.size:>{width}}  {pattern.text}" for pattern in found[:most]]
     left = sum(pattern.size for pattern in found[most:])
-    return [*lines, f"... and {plural(left, 'name')} more"] if left else lines
+    return [*lines, f"... and {plural(left, 'more name')}"] if left else lines

@@ -48,3 +48,34 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
+    """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
+
+    For people: what takes more than ``most`` such ranges ends in how many numbers are left out.
+    """
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    said: list[str] = []
+    first = 0
+    while first < len(runs) and len(said) < most:
+        start, stop = runs[first]
+        last = first
+        step = runs[first + 1][0] - start if first + 1 < len(runs) else 0
+        while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, runs[last][0] + step + stop - start):
+            last += 1
+        if last < first + 2:
+            said.append(str(start) if start == stop else f"{start}-{stop}")
+            last = first
+        elif start == stop:
+            said.append(f"{start}-{runs[last][0]} step {step}")
+        else:
+            said.append(f"{start}-{stop}..{runs[last][0]}-{runs[last][1]} step {step}")
+        first = last + 1
+    left = sum(stop - start + 1 for start, stop in runs[first:])
+    return ",".join(said) + (f" and {left} more" if left else "")

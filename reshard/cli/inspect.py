@@ -13,7 +13,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, table
 from reshard.errors import UsageError
-from reshard.wording import byte_size, number_ranges, plural, printable, rank_ranges
+from reshard.wording import byte_size, plural, printable, stepped_ranges
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Contents, Finding, Stored, Total
@@ -203,12 +203,11 @@ def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> 
     """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
     from reshard.name_patterns import name_patterns
 
-    rows = []
-    if verbose or len(contents.stored) <= _MOST_ROWS:
-        title = "tensor"
+    rows: list[tuple[str, int, Stored]] = []
+    plain = verbose or len(contents.stored) <= _MOST_ROWS
+    if plain:
         rows = [(item.name, 1, item) for item in contents.stored]
     else:
-        title = "tensors"
         alike: dict[object, list[Stored]] = defaultdict(list)
         for item in contents.stored:
             alike[item.dtypes, item.shapes, item.files].append(item)
@@ -217,22 +216,17 @@ def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> 
             patterns = name_patterns([item.name for item in items], known)
             rows += [(pattern.text, pattern.size, items[0]) for pattern in patterns]
     shown = rows if verbose else rows[:_MOST_ROWS]
-    # All of a row are of one size, which is also what each of the files holds.
-    table(
-        "",
-        [title, "number", "dtype", "shape", "size each"] + ([] if per_file else ["files"]),
-        [
-            [
-                name,
-                str(count),
-                ",".join(item.dtypes),
-                _shapes(item.shapes),
-                byte_size(item.nbytes // item.files),
-                *([] if per_file else [str(item.files)]),
-            ]
-            for name, count, item in shown
-        ],
-    )
+    columns = ["tensor", "dtype", "shape", "size"] if plain else ["tensors", "number", "dtype", "shape", "size each"]
+    if not per_file:
+        columns.append("files")
+    cells = []
+    for name, count, item in shown:
+        number = [] if plain else [str(count)]
+        # Slices of one shape are of one size; of several there is only a mean.
+        size = ("about " if len(item.shapes) > 1 else "") + byte_size(item.nbytes // item.files)
+        files = [] if per_file else [str(item.files)]
+        cells.append([name, *number, ",".join(item.dtypes), _shapes(item.shapes), size, *files])
+    table("", columns, cells)
     if len(rows) > len(shown):
         left = sum(count for _, count, _ in rows[len(shown) :])
         _say(f"... and {plural(left, 'tensor')} more; -v shows all")
@@ -250,7 +244,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
     rows = []
     for item in shown:
-        told = [item.step or "-", number_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
+        told = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
         rows.append([*told, _state(item, judged)])
     table("", ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"], rows)
     if len(shown) < len(tree.steps):
@@ -281,6 +275,10 @@ _SAVED_AT = {
 }
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {stepped_ranges(ranks)}"
+
+
 def _state(step: InspectedStep, judged: bool) -> str:
     words = []
     if step.ambiguous:
@@ -290,14 +288,14 @@ def _state(step: InspectedStep, judged: bool) -> str:
     elif judged:
         words.append("not looked at")
     else:
-        words.append(f"not on {rank_ranges(step.absent)}" if step.absent else "on all ranks")
+        words.append(f"not on {_ranks(step.absent)}" if step.absent else "on all ranks")
         # Groups of replicas are of one size, nearly always.
         if step.absent and not (len(step.ranks) + len(step.absent)) % max(1, len(step.ranks)):
             words.append("torn or saved by one rank of each replica group")
     if step.one_per_group and step.complete is not False:
         words.append("one rank of each replica group, as at an end of life")
     elif step.absent and step.complete:
-        words.append(f"without {rank_ranges(step.absent)}, whose replicas are there")
+        words.append(f"without {_ranks(step.absent)}, whose replicas are there")
     if step.damaged:
         words.append(f"{plural(len(step.damaged), 'file')} damaged")
     if step.saved_at is not None:
@@ -341,7 +339,7 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
         _say("all files hold the same names")
     elif sets:
         _say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
-        lines = [f"{rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
+        lines = [f"{_ranks(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
         if len(sets) > _MOST_FINDINGS:
             sizes = sorted({len(names) for _, names in sets})
             span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
