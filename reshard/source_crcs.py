@@ -14,14 +14,8 @@ from reshard.report import Report
 from reshard.wording import plural, some_names
 
 
-def check_source_crcs(
-    conversion: Conversion, execution: ExecutionOptions, handles: FileHandles, report: Report, progress: Progress
-) -> None:
-    """Check the CRC of every source file that is read whole.
-
-    Raises:
-        DamagedCheckpointError: a file's bytes are not those its CRC was made of.
-    """
+def files_to_check(conversion: Conversion, report: Report) -> list[CheckpointIndex]:
+    """The source files that record a CRC and are read whole; says of which others only a part is read."""
     indexes = {index.path: index for index in conversion.step.indexes.values()}
     read = conversion.files_read()
     partly = [path for path, all_of_it in read.items() if not all_of_it]
@@ -30,8 +24,22 @@ def check_source_crcs(
             f"the CRC of {plural(len(partly), 'source file')} was not checked, because only a part of the file is "
             f"read: {some_names(partly, 3)}"
         )
-    whole = [indexes[path] for path, all_of_it in read.items() if all_of_it]
-    for error in damaged_files(whole, execution, handles, report, progress, stop_at_first=True).values():
+    return [indexes[path] for path, all_of_it in read.items() if all_of_it]
+
+
+def check_source_crcs(
+    indexes: Iterable[CheckpointIndex],
+    execution: ExecutionOptions,
+    handles: FileHandles,
+    report: Report,
+    progress: Progress,
+) -> None:
+    """Check the CRCs of source files.
+
+    Raises:
+        DamagedCheckpointError: a file's bytes are not those its CRC was made of.
+    """
+    for error in damaged_files(indexes, execution, handles, report, progress, stop_at_first=True).values():
         raise error
 
 

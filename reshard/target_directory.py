@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
@@ -154,6 +155,12 @@ class TargetDirectory:
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if os.path.isfile(path) else None
 
+    @contextlib.contextmanager
+    def sign_of_life(self) -> Iterator[str]:
+        """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
+        with self._ledger.sign_of_life() as path:
+            yield os.path.abspath(path)
+
     def end(self) -> None:
         """This run writes no more."""
         self._ledger.end()
@@ -263,11 +270,13 @@ class TargetDirectory:
 
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""
-        if self._anew:
-            return set()
+        return set() if self._anew else self.recorded(self._asked)
+
+    def recorded(self, ranks: Sequence[int]) -> set[int]:
+        """Those of these ranks whose targets are there as this conversion recorded them."""
         # Targets first: another run that finishes one meanwhile has recorded it before it was there.
-        statuses = {rank: self._status(rank) for rank in self._asked}
-        records = self._ledger.done(frozenset(self._asked))
+        statuses = {rank: self._status(rank) for rank in ranks}
+        records = self._ledger.done(frozenset(ranks))
         return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
 
     def _finished_meanwhile(self, target: TargetFile) -> bool:

@@ -7,25 +7,26 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Optional
+from typing import Callable, Optional, Protocol
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.defaults import MAX_MEMORY
-from reshard.errors import UsageError
+from reshard.errors import RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import check_disjoint, check_space
-from reshard.execute.writing import Finish
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
 from reshard.plan.shares import share_of
 from reshard.report import Report
-from reshard.source_crcs import check_source_crcs, damaged_files
+from reshard.source_crcs import check_source_crcs, damaged_files, files_to_check
 from reshard.target_directory import TargetDirectory
-from reshard.wording import number_ranges, plural
+from reshard.wording import number_ranges, plural, rank_ranges
 
 _LONGEST_NAME = 255
+# Network file systems remember for up to a minute that a file is not there.
+_SEEN_AFTER = 90.0
 
 
 def usable_cpus() -> int:
@@ -48,6 +49,7 @@ class Options:
             stay beside a target that is replaced.
         dry_run: plan and check everything, write nothing.
         share: index and count, where several runs divide the target ranks among them.
+        part: only these of the target ranks asked for; everything is planned as for all of them.
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
     """
@@ -61,6 +63,7 @@ class Options:
     adding: bool = False
     dry_run: bool = False
     share: Optional[tuple[int, int]] = None
+    part: Optional[frozenset[int]] = None
     recover: bool = False
     lost_only: bool = False
 
@@ -127,11 +130,42 @@ class Summary:
     dry_run: bool
 
 
+class Workers(Protocol):
+    """Other processes, perhaps on other machines, that do the work of a conversion which is prepared here."""
+
+    def check(self, conversion: Conversion) -> None:
+        """See that they can do the work, before anything else is done.
+
+        Raises:
+            ReshardError: they cannot.
+        """
+
+    def check_crcs(self, files: Sequence[CheckpointIndex]) -> None:
+        """Check the CRCs of source files.
+
+        Raises:
+            ReshardError: a file's bytes are not those its CRC was made of, or it could not be checked.
+        """
+
+    def write(self, conversion: Conversion, sign: str, progress: Progress) -> None:
+        """Write and record every target of a conversion.
+
+        Args:
+            conversion: what to write.
+            sign: a file in the target directory; when it is gone, nothing more is to be written.
+            progress: told of bytes and files written.
+
+        Raises:
+            ReshardError: some target was not written. Nothing half-written is left.
+        """
+
+
 def transform(
     request: Request,
     options: Options,
     report: Optional[Report] = None,
     progress: Optional[Progress] = None,
+    workers: Optional[Workers] = None,
 ) -> Summary:
     """Convert a checkpoint.
 
@@ -140,12 +174,13 @@ def transform(
         options: how.
         report: told of warnings and notes as they come.
         progress: told of bytes as they are written.
+        workers: who writes the targets, if not this process.
 
     Raises:
         ReshardError: the conversion cannot be made, or failed; nothing half-written is left.
     """
     with prepare(request, options, report, progress) as prepared:
-        return prepared.carry_out(progress)
+        return prepared.carry_out(progress, workers)
 
 
 @contextlib.contextmanager
@@ -197,6 +232,8 @@ class Prepared:
             conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)
         if options.share is not None:
             conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
+        if options.part is not None:
+            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in options.part)
         check_disjoint(request.src, conversion.step.files.values(), request.dst)
         self.execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
@@ -214,11 +251,12 @@ class Prepared:
             conversion.ranks = tuple(self._directory.survey())
         self._planned = time.monotonic()
 
-    def carry_out(self, progress: Optional[Progress] = None) -> Summary:
+    def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
         """Write what is left to write, unless it is a dry run.
 
         Args:
             progress: told of bytes as they are written.
+            workers: who writes the targets, if not this process.
 
         Raises:
             ReshardError: it failed; nothing half-written is left.
@@ -227,6 +265,8 @@ class Prepared:
         progress = progress or Progress()
         manifest = None
         checked = self._planned
+        if workers is not None and conversion.ranks:
+            workers.check(conversion)
         if options.dry_run:
             written = sum(conversion.file_bytes(conversion.ranks).values())
         else:
@@ -235,9 +275,13 @@ class Prepared:
                 for rank, count in conversion.data_bytes_by_rank().items()
             )
             if options.crc != "never" and not options.recover and conversion.ranks:
-                check_source_crcs(conversion, self.execution, self._handles, self._report, progress)
+                files = files_to_check(conversion, self._report)
+                if workers is None:
+                    check_source_crcs(files, self.execution, self._handles, self._report, progress)
+                else:
+                    workers.check_crcs(files)
             checked = time.monotonic()
-            run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress)
+            run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress, workers)
             written = run.write()
             manifest = run.manifest
         ended = time.monotonic()
@@ -283,6 +327,7 @@ class _Run:
         handles: FileHandles,
         report: Report,
         progress: Progress,
+        workers: Optional[Workers],
     ) -> None:
         self.manifest: Optional[str] = None
         self._conversion = conversion
@@ -291,11 +336,12 @@ class _Run:
         self._handles = handles
         self._report = report
         self._progress = progress
+        self._workers = workers
 
     def write(self) -> int:
         """Write all target files and return their size together, in bytes."""
         if self._directory is None:
-            return self._write(self._conversion.target_groups())
+            return self._write(self._write_here)
         self._directory.tidy()
         complete = not self._conversion.ranks and self._directory.manifest is not None
         if complete and not self._directory.lacks_checksums:
@@ -304,22 +350,48 @@ class _Run:
             return 0
         try:
             self._conversion.ranks = tuple(self._directory.begin())
-            groups = self._directory.missing(self._conversion.target_groups())
-            written = self._write(groups, self._directory.finished)
+            written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
             self.manifest = self._directory.complete()
             return written
         finally:
             self._directory.end()
 
-    def _write(
-        self, groups: Iterable[Sequence[TargetFile]], finish: Finish = lambda target, status, crc, named: None
-    ) -> int:
+    def _write_here(self, progress: Progress) -> None:
+        groups: Iterable[Sequence[TargetFile]] = self._conversion.target_groups()
+        if self._directory is None:
+            convert(groups, self._handles, self._execution, progress)
+        else:
+            groups = self._directory.missing(groups)
+            convert(groups, self._handles, self._execution, progress, self._directory.finished)
+
+    def _write_elsewhere(self, progress: Progress) -> None:
+        directory, ranks = self._directory, self._conversion.ranks
+        assert self._workers is not None and directory is not None
+        try:
+            with directory.sign_of_life() as sign:
+                self._workers.write(self._conversion, sign, progress)
+        finally:
+            directory.tidy()
+        deadline = time.monotonic() + _SEEN_AFTER
+        while len(directory.recorded(ranks)) < len(ranks):
+            if time.monotonic() > deadline:
+                left = set(ranks) - directory.recorded(ranks)
+                dst = self._conversion.request.dst
+                raise RetryableError(
+                    f"{dst}: {rank_ranges(left)} were written by workers, but are not seen here",
+                    file=dst,
+                    rank=min(left),
+                    hint="the same command writes them again, if they are really not there",
+                )
+            time.sleep(0.5)
+
+    def _write(self, write: Callable[[Progress], None]) -> int:
         if not self._conversion.ranks:
             return 0
         counted = _Counted(self._progress)
         self._progress.begin(self._conversion.data_bytes(), "writing")
         try:
-            convert(groups, self._handles, self._execution, counted, finish)
+            write(counted)
         except BaseException:
             if self._directory is not None:
                 self._report.warn(
@@ -398,8 +470,8 @@ class _Counted(Progress):
         """Pass on."""
         self._listener.wrote(count)
 
-    def committed(self, target: TargetFile) -> None:
+    def committed(self, rank: int, size: int) -> None:
         """Count and pass on."""
-        self.file_bytes += target.layout.size
+        self.file_bytes += size
         self.files += 1
-        self._listener.committed(target)
+        self._listener.committed(rank, size)

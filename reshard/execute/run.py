@@ -93,8 +93,8 @@ class Progress:
     def wrote(self, count: int) -> None:
         """So many of these bytes are done."""
 
-    def committed(self, target: TargetFile) -> None:
-        """A target file has its final name."""
+    def committed(self, rank: int, size: int) -> None:
+        """The file of a target rank, of so many bytes, has its final name."""
 
     def end(self) -> None:
         """Nothing more will come."""
@@ -288,7 +288,7 @@ class _Run:
         with self._lock:
             if writer.error is None:
                 self._schedule.committed(writer)
-                self._progress.committed(writer.target)
+                self._progress.committed(writer.target.rank, writer.target.layout.size)
                 return
             self._failures.setdefault(writer.target.rank, writer.error)
             many = len(self._failures) >= _MOST_FAILURES

@@ -231,10 +231,14 @@ class Conversion:
 
     def groups_of(self, ranks: Sequence[int], names: Optional[Collection[str]] = None) -> Iterator[list[TargetFile]]:
         """Like `target_groups`, of some of the target ranks, ascending, and of some parameters alone."""
+        for members in self.reading_groups(ranks, self.most_together):
+            yield [self.target_file(rank, members[0], names) for rank in members]
+
+    def reading_groups(self, ranks: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+        """Some of the target ranks, ascending, in groups of ``most`` at the most that read the same rows."""
         for stage in self.stages.values():
             cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(stage)}.values()
-            for members in reading_groups(_ranks_of(stage, ranks), stage, cuts, self.most_together):
-                yield [self.target_file(rank, members[0], names) for rank in members]
+            yield from reading_groups(_ranks_of(stage, ranks), stage, cuts, most)
 
     def kinds_of(self, stage: Stage) -> Sequence[Kind]:
         """The parameters that a target stage gets, by kind."""

@@ -170,6 +170,26 @@ class Ledger:
         except OSError as error:
             raise _unwritable(self._root, error) from error
 
+    @contextlib.contextmanager
+    def sign_of_life(self) -> Iterator[str]:
+        """A file that is there while this block runs, for others that write on behalf of this run; its path.
+
+        Where locks do not reach other machines, it has to be touched now and then.
+
+        Raises:
+            RetryableError: it cannot be made.
+        """
+        try:
+            fd, path = temporary.create(self._own)
+        except OSError as error:
+            raise _unwritable(self._own, error) from error
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            os.close(fd)
+
     def end(self) -> None:
         """This run writes no more. Records of nothing are removed, unless another run is writing."""
         writing, self._writing = self._writing, None
