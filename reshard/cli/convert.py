@@ -20,6 +20,7 @@ from reshard.cli.conversion import (
 )
 from reshard.cli.output import echo_json
 from reshard.cli.progress import progress_bar
+from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.plan.conversion import Request
 from reshard.report import Report
@@ -43,6 +44,10 @@ reshard transform-dir ckpt/ full/ --exclude 'adam_*' --format safetensors \\
 As a task of a Slurm array; the last one writes the manifest:
 reshard transform-dir ckpt/ out/ --shard auto \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
+
+On the workers of a Dask cluster that see ckpt/ and out/:
+reshard transform-dir ckpt/ out/ --scheduler tcp://host:8786 \\
+    --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
 @argument("src", shell_complete=completion.paths)
@@ -50,13 +55,20 @@ reshard transform-dir ckpt/ out/ --shard auto \\
 @options.strategies
 @options.targets
 @options.conversion
-def transform_dir(src: str, dst: str, ranks: Optional[tuple[int, ...]], shard: Optional[Share], **typed: Any) -> None:
+def transform_dir(
+    src: str,
+    dst: str,
+    ranks: Optional[tuple[int, ...]],
+    shard: Optional[Share],
+    scheduler: Optional[str],
+    **typed: Any,
+) -> None:
     """Convert the checkpoint in SRC for every rank of the target strategy.
 
     SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
     with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
     """
-    _convert(src, dst, ranks, typed, adding=False, share=shard)
+    _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
 
 
 @command(
@@ -89,12 +101,13 @@ def _convert(
     typed: dict[str, Any],
     adding: bool,
     share: Optional[Share] = None,
+    scheduler: Optional[str] = None,
 ) -> None:
     source, target, report = read_strategies(typed)
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
-    with prepare(request, how, report) as prepared:
-        summary = prepared.carry_out(progress_bar(typed["quiet"]))
+    with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
+        summary = prepared.carry_out(progress_bar(typed["quiet"]), workers)
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 

@@ -273,6 +273,12 @@ def targets(command: F) -> F:
                 metavar="I/N|auto",
                 help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
             ),
+            option(
+                "Effort",
+                "--scheduler",
+                metavar="ADDRESS|FILE",
+                help="Workers of this Dask cluster do it; its address or scheduler file.",
+            ),
         ],
     )
 

@@ -12,6 +12,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json, table
+from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.errors import UsageError
 from reshard.execute import ExecutionOptions
@@ -42,6 +43,7 @@ def plan(
     dst: str,
     ranks: Optional[tuple[int, ...]],
     shard: Optional[Share],
+    scheduler: Optional[str],
     svg: Optional[str],
     **typed: Any,
 ) -> None:
@@ -56,8 +58,10 @@ def plan(
     source, target, report = read_strategies(typed)
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, share=shard, dry_run=True)
-    with prepare(request, how, report) as prepared:
-        tell_plan(prepared, prepared.carry_out(), as_json=typed["as_json"], verbose=typed["verbose"], svg=svg)
+    with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
+        tell_plan(
+            prepared, prepared.carry_out(workers=workers), as_json=typed["as_json"], verbose=typed["verbose"], svg=svg
+        )
 
 
 def tell_plan(prepared: Prepared, summary: Summary, *, as_json: bool, verbose: bool, svg: Optional[str] = None) -> None:

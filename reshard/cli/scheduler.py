@@ -1,0 +1,44 @@
+"""--scheduler: the Dask cluster whose workers do the work."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Optional
+
+from reshard.errors import UsageError
+from reshard.report import Report
+from reshard.transform import Options, Workers
+
+
+def cluster_of(
+    scheduler: Optional[str], how: Options, jobs: Optional[int], report: Report
+) -> contextlib.AbstractContextManager[Optional[Workers]]:
+    """The Dask cluster of a scheduler, by address or scheduler file as typed; None where none was typed.
+
+    Args:
+        scheduler: as typed.
+        how: how the conversion is carried out.
+        jobs: CPUs of a work item, if typed.
+        report: told what is found on the way.
+
+    Raises:
+        UsageError: it is neither, Dask is not installed, or this is already one of several runs.
+    """
+    if scheduler is None:
+        return contextlib.nullcontext()
+    if how.share is not None:
+        raise UsageError(
+            "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
+            hint="pass one of them",
+        )
+    try:
+        from reshard.cluster import Cluster, scheduler_address
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--scheduler needs Dask, which is not installed ({error})", hint="pip install 'reshard[dask]'"
+        ) from error
+    # Dask logs with tracebacks what is said here in words.
+    for name in ("distributed", "distributed.client"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return Cluster(scheduler_address(scheduler), how, jobs, report)

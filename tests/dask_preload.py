@@ -1,0 +1,59 @@
+"""What tests do to Dask workers, given to them with ``--preload``; FAULTS in the environment says what, as JSON.
+
+======== ===========================================================
+slow     seconds that every write of a block takes longer
+version  the version of reshard that the worker has
+hidden   a path that the worker does not see
+broken   how often a flush to disk fails
+fatal    the target rank at which the worker dies
+======== ===========================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import reshard._version
+import reshard.execute.run as run
+
+
+def dask_setup(worker: Any) -> None:
+    """Called by Dask when the worker starts."""
+    faults = json.loads(os.environ["FAULTS"])
+    if "slow" in faults:
+        tell = run._Run._tell
+
+        def tell_slowly(self: run._Run, count: int) -> None:
+            time.sleep(faults["slow"])
+            tell(self, count)
+
+        run._Run._tell = tell_slowly  # type: ignore[method-assign]
+    if "version" in faults:
+        reshard._version.__version__ = faults["version"]
+    if "hidden" in faults:
+        exists = os.path.exists
+        os.path.exists = lambda path: path != faults["hidden"] and exists(path)
+    if "broken" in faults:
+        fsync = os.fsync
+
+        def fail(fd: int) -> None:
+            if faults["broken"]:
+                faults["broken"] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fsync(fd)
+
+        os.fsync = fail  # type: ignore[assignment]
+    if "fatal" in faults:
+        commit = run._Run._commit
+
+        def die(self: run._Run, writer: Any) -> None:
+            if writer.target.rank == faults["fatal"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            commit(self, writer)
+
+        run._Run._commit = die  # type: ignore[method-assign]

@@ -1,0 +1,295 @@
+"""--scheduler: the same result, whatever becomes of workers, scheduler and client."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
+from reshard.checkpoints import FileHandles, read_index
+from reshard.plan.shares import bundles
+from tests.dask_cluster import DaskCluster, ended, until
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import World, tensors
+
+MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
+OLD, NEW = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=6)
+MANIFEST = "reshard-manifest.json"
+
+
+class Large:
+    """A conversion to 24 ranks, and what it makes without a cluster."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.src, self.whole = root, root / "src", root / "whole"
+        write_checkpoint(self.src, MODEL, OLD)
+        write_strategy(root / "old", MODEL, OLD)
+        write_strategy(root / "new", MODEL, NEW)
+        done(*self.words(self.whole))
+
+    def words(self, dst: Path, *options: Argument) -> list[Argument]:
+        strategies: list[Argument] = ["--src-strategy", self.root / "old", "--dst-strategy", self.root / "new"]
+        return ["transform-dir", self.src, dst, *strategies, "--checksum", "crc32", *options]
+
+    def same(self, dst: Path) -> None:
+        """What stands there, manifest included, is what a local run makes; and nothing else does."""
+        assert files(dst) == files(self.whole)
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Everything in a target directory but its records; temporary files too, wherever they are."""
+    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {
+        name: path.read_bytes()
+        for name, path in found.items()
+        if not name.startswith(".reshard/") or path.name.startswith(".reshard-tmp")
+    }
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+    return Large(tmp_path_factory.mktemp("large"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[DaskCluster]:
+    with DaskCluster(tmp_path / "cluster") as started:
+        yield started
+
+
+def writing(dst: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process is in the middle of a target."""
+    return any(dst.glob(f"rank_*/.reshard-tmp-*-{process.pid}-*"))
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=6), max_size=20), st.integers(1, 12))
+def test_bundles_hold_every_group_whole_and_are_balanced(groups: list[list[int]], count: int) -> None:
+    sizes = dict(enumerate(size for group in groups for size in group))
+    ranks = iter(sizes)
+    numbered = [tuple(next(ranks) for _ in group) for group in groups]
+    made = list(bundles(numbered, sizes, count))
+    assert [rank for bundle in made for rank in bundle] == list(sizes)
+    assert all(len({bundle for bundle in made if set(bundle) & set(group)}) == 1 for group in numbered)
+    largest = max((sum(group) for group in groups), default=0)
+    assert all(sum(sizes[rank] for rank in bundle) <= max(largest, sum(sizes.values()) / count) for bundle in made)
+    assert len(made) <= 2 * count
+
+
+def test_a_worker_is_killed_in_the_middle_and_another_comes(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    first, *_ = cluster.workers(3, slow=0.01)
+    client = cluster.start(*large.words(dst, "--json"))
+    until(lambda: writing(dst, first))
+    first.kill()
+    cluster.worker()
+    result = ended(client)
+    assert result.status == 0, result.err
+    large.same(dst)
+    assert result.json["ranks"] == list(range(24))
+    assert result.json["manifest"] == str(dst / MANIFEST)
+    assert result.json["bytes_written"] == sum(path.stat().st_size for path in dst.glob("rank_*/*"))
+    again = cluster.run(*large.words(dst))
+    warns(again, "nothing is left to write")
+    assert again.status == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_are_killed_at_random_moments(cluster: DaskCluster, large: Large, tmp_path: Path, seed: int) -> None:
+    dst = tmp_path / "dst"
+    chance = random.Random(seed)
+    workers = cluster.workers(3, slow=0.02)
+    client = cluster.start(*large.words(dst, *(["--overwrite"] if seed % 2 else [])))
+    for victim in workers[:2]:
+        moment = chance.uniform(0, 3)
+        until(lambda: dst.exists() or client.poll() is not None)
+        with pytest.raises(subprocess.TimeoutExpired):
+            victim.wait(moment)
+        victim.kill()
+        cluster.worker(slow=0.02)
+    assert ended(client).status == 0
+    large.same(dst)
+
+
+@pytest.mark.long
+def test_interrupted_it_says_what_is_done_and_goes_on(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    cluster.workers(2, slow=0.05)
+    client = cluster.start(*large.words(dst))
+    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
+    client.send_signal(signal.SIGINT)
+    result = ended(client)
+    assert result.status == 130
+    warns(result, "of 24 ranks were written and are complete", "interrupted")
+    # Work that was under way has ended, and left nothing half-written.
+    assert not list(dst.rglob(".reshard-tmp-*"))
+    before = {path: path.stat().st_ino for path in dst.glob("rank_*/checkpoint_*")}
+    assert 0 < len(before) < 24
+    assert cluster.run(*large.words(dst)).status == 0
+    large.same(dst)
+    assert before == {path: path.stat().st_ino for path in before}
+
+
+@pytest.mark.long
+def test_a_scheduler_that_goes_away_is_an_error_that_a_retry_may_cure(
+    cluster: DaskCluster, large: Large, tmp_path: Path
+) -> None:
+    dst = tmp_path / "dst"
+    cluster.workers(2, slow=0.05)
+    client = cluster.start(*large.words(dst))
+    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
+    cluster.scheduler.kill()
+    result = ended(client)
+    assert result.status == 1
+    warns(result, "scheduler", "is gone", "the same command goes on")
+    unreachable = cluster.run(*large.words(dst))
+    assert unreachable.status == 1
+    warns(unreachable, "cannot be reached")
+    done(*large.words(dst))
+    large.same(dst)
+
+
+@pytest.mark.long
+def test_ranks_at_which_every_worker_dies_are_named_and_the_others_written(large: Large, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    with DaskCluster(tmp_path / "cluster", distributed__scheduler__allowed_failures=0) as cluster:
+        cluster.workers(1, fatal=7)
+        client = cluster.start(*large.words(dst))
+        until(lambda: "Remove worker" in (tmp_path / "cluster" / "log0").read_text())
+        cluster.worker()
+        result = ended(client)
+    assert result.status == 1
+    # Dask blames whatever the worker was given, so also the rank that would have been next.
+    warns(result, "died", "not written: rank", "7", "of 24 ranks were written")
+    assert 22 <= len(list(dst.glob("rank_*/checkpoint_*"))) <= 23
+    done(*large.words(dst))
+    large.same(dst)
+
+
+@pytest.mark.long
+def test_what_fails_once_is_done_again(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    cluster.workers(2, broken=1)
+    result = cluster.run(*large.words(tmp_path / "dst"))
+    assert result.status == 0, result.err
+    large.same(tmp_path / "dst")
+
+
+@pytest.mark.long
+def test_what_fails_for_good_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    cluster.workers(1, broken=1000)
+    result = cluster.run(*large.words(tmp_path / "dst"))
+    assert result.status == 1
+    warns(result, "rank_0", "Input/output error", "Dask worker tcp://")
+    assert not list((tmp_path / "dst").glob("rank_*/*"))
+
+
+@pytest.mark.long
+def test_workers_that_cannot_do_it_are_found_before_anything_is_written(
+    cluster: DaskCluster, large: Large, tmp_path: Path
+) -> None:
+    dst = tmp_path / "dst"
+    (worker,) = cluster.workers(1, hidden=str(large.src / "rank_0" / "net-1_10.ckpt"))
+    for options in ([], ["--dry-run"]):
+        result = cluster.run(*large.words(dst, *options))
+        assert result.status == 3
+        warns(result, "does not see", large.src, "under the same paths")
+    worker.kill()
+    until(lambda: "Remove worker" in (cluster.file.parent / "log0").read_text())
+    cluster.workers(1, version="0.0.1")
+    result = cluster.run(*large.words(dst))
+    assert result.status == 3
+    warns(result, "has reshard 0.0.1")
+    assert not dst.exists()
+
+
+@pytest.mark.long
+def test_options_that_say_what_is_done_mean_the_same(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    cluster.workers(2)
+    dry = cluster.run(*large.words(dst, "--dry-run"))
+    assert dry.status == 0 and "24 files" in dry.out, dry
+    planned = cluster.run("plan", *large.words(dst, "--json")[1:])
+    assert planned.json["ranks"] == list(range(24))
+    assert not dst.exists()
+    assert cluster.run(*large.words(dst, "--ranks", "3-5,20")).status == 0
+    assert sorted(path.parent.name for path in dst.glob("rank_*/*")) == ["rank_20", "rank_3", "rank_4", "rank_5"]
+    assert cluster.run(*large.words(dst, "--jobs", 2, "--verify")).status == 0
+    large.same(dst)
+    damaged = dst / "rank_11" / "checkpoint_11.ckpt"
+    damaged.write_bytes(b"something else")
+    warns(cluster.run(*large.words(dst)), "changed since they were written")
+    replaced = cluster.run(*large.words(dst, "--overwrite", "--ranks", "11"))
+    assert replaced.status == reshard(*large.words(large.whole, "--overwrite", "--ranks", "11")).status
+    inodes = {path: path.stat().st_ino for path in dst.glob("rank_*/*")}
+    assert cluster.run(*large.words(dst, "--overwrite")).status == 0
+    large.same(dst)
+    assert all(path.stat().st_ino != inode for path, inode in inodes.items())
+
+
+@pytest.mark.long
+def test_nothing_is_made_from_a_source_whose_crc_is_wrong(cluster: DaskCluster, world: World) -> None:
+    world.save(tensors(), crc=True)
+    cluster.workers(2)
+    # The only one that is read whole; neither target alone takes all of it.
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    sound = path.read_bytes()
+    with FileHandles() as handles:
+        ((place, _),) = read_index(handles, str(path)).tensors["m.w"].extents
+    path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+    result = cluster.run(*world.words())
+    assert result.status == 3
+    warns(result, path, "crc", "Dask worker")
+    assert not world.dst.exists()
+    assert cluster.run(*world.words("--crc", "never", "--dry-run")).status == 0
+    path.write_bytes(sound)
+    assert cluster.run(*world.words()).status == 0
+    assert files(world.dst).keys() == {"rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt", MANIFEST}
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["--scheduler", "tcp://127.0.0.1:1", "--shard", "0/2"], "--shard and --scheduler"),
+        (["--scheduler", "no-such-file.json"], "no address"),
+    ],
+)
+def test_a_scheduler_that_is_none_is_wrong_usage(world: World, typed: list[Argument], says: str) -> None:
+    world.save(tensors())
+    world.refuses(2, says, options=tuple(typed))
+
+
+@pytest.mark.parametrize("typed", ["carrier-pigeon://1", "tcp://127.0.0.1", "tls://127.0.0.1:1"])
+def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str) -> None:
+    world.save(tensors())
+    # In a process of its own, because what Dask leaves running shows when it ends.
+    result = reshard(*world.words("--scheduler", typed), subprocess_=True)
+    assert result.status == 2
+    warns(result, "Dask cannot use this address")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"address": 3}', "[" * 100000])
+def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: str) -> None:
+    world.save(tensors())
+    file = world.root / "scheduler.json"
+    file.write_text(content)
+    world.refuses(2, "is not a scheduler file", file, options=("--scheduler", file))
+
+
+def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(tensors())
+    monkeypatch.delitem(sys.modules, "reshard.cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), says=["pip install 'reshard[dask]'"])
+
+
+def test_by_rank_has_no_scheduler(world: World) -> None:
+    world.save(tensors())
+    fails(2, *world.words(0, "--scheduler", "tcp://127.0.0.1:1", command="by-rank"), says=["--scheduler"])
