@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterable
 from typing import NamedTuple, Union
 
-from reshard.wording import plural, stepped_ranges
+from reshard.wording import one_line, plural, stepped_ranges
 
 # Numbers that are written as str(int) writes them, so that a range tells their text.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")
@@ -68,6 +68,6 @@ def pattern_lines(names: Iterable[str], known: Container[str], most: int) -> lis
     """The patterns with their counts, a line each; how many names are left out after ``most``."""
     found = name_patterns(names, known)
     width = max((len(str(pattern.size)) for pattern in found), default=0)
-    lines = [f"{pattern.size:>{width}}  {pattern.text}" for pattern in found[:most]]
+    lines = [f"{pattern.size:>{width}}  {one_line(pattern.text)}" for pattern in found[:most]]
     left = sum(pattern.size for pattern in found[most:])
     return [*lines, f"... and {plural(left, 'more name')}"] if left else lines

@@ -50,6 +50,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(text: str) -> str:
+    """Printable text with newlines escaped as well."""
+    return printable(text).replace("\n", "\\n")
+
+
 def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
     """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
 

@@ -16,7 +16,8 @@ from tests.trees import read_tree, same_ranks, tree_bytes, write_checkpoint, wri
 FULL = tensors()
 COMMANDS = [
     ["transform-dir"], ["by-rank"], ["rank-list"], ["merge-pipeline"], ["group-info"],
-    ["group-info", "inspect"], ["inspect"], ["strategy"], ["strategy", "show"], ["transform-all"],
+    ["group-info", "inspect"], ["inspect"], ["strategy"], ["strategy", "show"], ["strategy", "diff"],
+    ["transform-all"],
     ["transform-by-rank"],
 ]  # fmt: skip
 

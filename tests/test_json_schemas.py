@@ -79,6 +79,10 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("group-info", "inspect", *sorted(GROUP_INFO.iterdir()))
     add("strategy", "show", PIPELINE)
     add("strategy", "show", FIXTURES / "12_manual_split4" / "strategy_json")
+    add("strategy", "show", FIXTURES / "12_manual_split4" / "strategy_json", "embedding.embedding_table")
+    add("strategy", "show", DEMO / "src_strategy.ckpt", "head.weight")
+    add("strategy", "diff", DEMO / "src_strategy.ckpt", PIPELINE)
+    add("strategy", "diff", DEMO / "src_strategy.ckpt", "none")
     done(
         "transform-dir",
         source,

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from reshard.cli.slice_picture import picture_lines
 from reshard.pictures import transfer_map
-from reshard.wording import byte_size
+from reshard.pictures.slices import Arrangement
+from reshard.pictures.tensor import parameter_picture
+from reshard.plan.replicas import Holding
+from reshard.strategies import RecordedLayout, Stage
+from reshard.wording import byte_size, stepped_ranges
+from tests.layouts import layouts, shapes
+from tests.number_words import numbers_named
+from tests.reference import LayoutDict, axes_of, boxes
 
+Parameter = tuple[LayoutDict, list[int], Arrangement]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -62,3 +75,154 @@ def test_a_picture_has_colours_for_light_and_for_dark_pages() -> None:
     picture = transfer_map({(0, 0): 1}, 1, 1, "x").decode()
     light, dark = picture.split("@media (prefers-color-scheme:dark)")
     assert ".page{fill:#ffffff}" in light and ".page{fill:#0d1117}" in dark
+
+
+# One parameter.
+
+
+def arranged(made: LayoutDict, shape: list[int], first_rank: int = 0, whole_shape: bool = False) -> Arrangement:
+    recorded = RecordedLayout(
+        tuple(made["dev_matrix"]),
+        tuple(tuple(axes) or (-1,) for axes in axes_of(made["tensor_map"], len(shape))),
+        nested=True,
+        tensor_shape=tuple(shape) if whole_shape else None,
+        shard_step=made["shard_step"],
+        shard_size=made["shard_size"],
+        split_sizes=tuple(made["uneven"] or ()),
+        split_offsets=tuple(sum(made["uneven"][:at]) for at in range(len(made["uneven"]))) if made["uneven"] else (),
+    )
+    layout = recorded.layout()
+    return Arrangement(Holding(Stage(1, first_rank, layout.device_count, {"w": layout}), layout))
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> Parameter:
+    shape = draw(shapes(1))
+    devices = draw(st.sampled_from([1, 4, 6, 8, 12, 24, 48]))
+    made = draw(layouts(devices, shape))
+    return made, shape, arranged(made, shape, draw(st.sampled_from([0, 16])), draw(st.booleans()))
+
+
+@given(parameters())
+def test_the_slices_of_a_picture_are_those_that_the_ranks_hold(
+    parameter: Parameter,
+) -> None:
+    made, shape, arrangement = parameter
+    held: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for local, box in enumerate(boxes(made, shape)):
+        held.setdefault(box, []).append(arrangement.holding.stage.first_rank + local)
+    found = {}
+    for drawn in arrangement.slices():
+        units = [
+            1 if known else size // extent
+            for known, size, extent in zip(arrangement.in_elements, shape, arrangement.extents)
+        ]
+        found[tuple((start * unit, stop * unit) for (start, stop), unit in zip(drawn.box, units))] = list(drawn.ranks)
+    # Equal to the oracle: the tensor is covered once, and every rank is in one slice.
+    assert found == held
+    assert sum(prod(stop - start for start, stop in box) for box in found) == prod(shape)
+
+
+@given(parameters())
+def test_the_terminals_picture_names_every_rank_once(parameter: Parameter) -> None:
+    arrangement = parameter[2]
+    lines = picture_lines(arrangement, 400, lambda text, colour: text)
+    drawn = "\n".join(lines[[line.startswith("slices:") for line in lines].index(True) :])
+    cells = re.findall(r"ranks? ([0-9][0-9,. step-]*?) *(?=│)", drawn)
+    named = [rank for cell in cells for rank in numbers_named(cell)]
+    first = arrangement.holding.stage.first_rank
+    everyone = list(range(first, first + arrangement.layout.device_count))
+    if "more slice" in drawn:
+        assert len(set(named)) == len(named) and set(named) < set(everyone)
+    else:
+        assert sorted(named) == everyone
+
+
+@given(parameters(), st.sampled_from([60, 80]))
+def test_the_terminals_picture_keeps_to_its_width_and_to_a_few_screens(parameter: Parameter, width: int) -> None:
+    lines = picture_lines(parameter[2], width, lambda text, colour: text)
+    assert len(lines) < 140
+    assert max(map(len, lines)) <= width + 30
+    boxed = [line for line in lines if line.startswith(("┌", "│", "├", "└"))]
+    assert len({len(line) for line in boxed}) == 1
+    if len(parameter[1]) <= 2:
+        assert len(boxed[0]) <= width
+
+
+@given(parameters())
+def test_colours_repeat_only_what_the_text_says(parameter: Parameter) -> None:
+    plain = picture_lines(parameter[2], 80, lambda text, colour: text)
+    painted = picture_lines(parameter[2], 80, lambda text, colour: f"\0{colour}{text}\1")
+    assert [re.sub("\0[0-3]|\1", "", line) for line in painted] == plain
+
+
+@given(parameters())
+def test_ranks_of_equal_colour_side_by_side_hold_the_same_slice(
+    parameter: Parameter,
+) -> None:
+    arrangement = parameter[2]
+    places = {drawn.place for drawn in arrangement.slices()}
+    for place in places:
+        for dimension in range(len(place)):
+            after = (*place[:dimension], place[dimension] + 1, *place[dimension + 1 :])
+            if after in places:
+                assert arrangement.colour(place) != arrangement.colour(after)
+    for local in range(arrangement.layout.device_count):
+        mine = arrangement.slice(int(arrangement.layout.slice_of_rank[local]))
+        assert arrangement.colour_of_rank(local) == arrangement.colour(mine.place)
+        assert arrangement.rank_label(local).split("=")[-1] == str(mine.ranks[0])
+
+
+@given(parameters())
+def test_a_parameters_picture_is_xml_and_shows_each_rank_where_a_pointer_rests(
+    parameter: Parameter,
+) -> None:
+    arrangement = parameter[2]
+    picture = parameter_picture("a<w>&", [arrangement, arrangement])
+    assert words(picture)[0] == "a<w>&"
+    rested = [element.text or "" for element in ElementTree.fromstring(picture).iter(f"{SVG}title")][1:]
+    named = [rank for text in rested for rank in numbers_named(re.split("ranks? ", re.sub(", shard .*", "", text))[-1])]
+    first = arrangement.holding.stage.first_rank
+    everyone = range(first, first + arrangement.layout.device_count)
+    if "left out" not in " ".join(words(picture)):
+        assert sorted(named) == sorted([*everyone, *everyone])
+    for element in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
+        assert float(element.attrib["width"]) > 0 and float(element.attrib["height"]) > 0
+
+
+def test_a_table_split_by_hand_is_drawn_in_proportion() -> None:
+    made = {"dev_matrix": [4], "tensor_map": [0, -1], "shard_step": 0, "shard_size": 0, "uneven": [10, 20, 30, 4]}
+    picture = parameter_picture("w", [arranged(made, [64, 3])])
+    heights = [
+        float(element.attrib["height"]) + 1
+        for element in ElementTree.fromstring(picture).iter(f"{SVG}rect")
+        if list(element)
+    ]
+    assert heights == pytest.approx([sum(heights) / 64 * rows for rows in (10, 20, 30, 4)], abs=0.1)
+    lines = picture_lines(arranged(made, [64, 3]), 80, lambda text, colour: text)
+    rules = [number for number, line in enumerate(lines) if line.startswith(("┌", "├", "└"))]
+    assert [after - before - 1 for before, after in zip(rules, rules[1:])] == [4, 8, 11, 2]
+
+
+def test_a_picture_of_many_slices_says_how_many_it_leaves_out() -> None:
+    made = {"dev_matrix": [4096], "tensor_map": [0], "shard_step": 0, "shard_size": 0, "uneven": None}
+    arrangement = arranged(made, [8192])
+    lines = picture_lines(arrangement, 80, lambda text, colour: text)
+    assert len(lines) < 60 and any("4065 more slices" in line for line in lines)
+    picture = parameter_picture("w", [arrangement])
+    assert len(picture) < 50_000 and "4065 of 4096 slices of dimension 0 are left out" in words(picture)
+
+
+@given(st.sets(st.integers(0, 200)), st.integers(1, 9), st.integers(1, 60), st.integers(1, 6))
+def test_stepped_ranges_name_exactly_the_numbers(odd: set[int], run: int, step: int, times: int) -> None:
+    regular = {start + at for start in range(300, 300 + step * times, step) for at in range(run)}
+    numbers = odd | regular
+    assert numbers_named(stepped_ranges(numbers, most=10**6)) == numbers
+
+
+def test_stepped_ranges_are_short() -> None:
+    assert stepped_ranges(range(0, 512, 8)) == "0-504 step 8"
+    assert stepped_ranges(rank for rank in range(512) if rank % 8 < 4) == "0-3..504-507 step 8"
+    assert stepped_ranges([0, 4]) == "0,4"
+    assert stepped_ranges([1, 2, 3, 7]) == "1-3,7"
+    assert stepped_ranges([n * n for n in range(4, 24)], most=3) == "16,25,36 and 17 more"

@@ -28,7 +28,7 @@ _COMMANDS = {
     "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
     "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),
     "recover": ("recover", "recover", "Give every lost rank its checkpoint back from replicas."),
-    "strategy": ("strategy", "strategy", "Show what strategy files say."),
+    "strategy": ("strategy_group", "strategy", "Show what strategy files say."),
 }
 _ALIASES = {"transform-all": "transform-dir", "transform-by-rank": "by-rank"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Callable, Optional, TypeVar
 
@@ -128,6 +129,20 @@ def debug(command: F) -> F:
 def json_output(command: F) -> F:
     """--json."""
     return option("Output", "--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
+
+
+def svg(text: str) -> Callable[[F], F]:
+    """--svg, for `output.write_picture`."""
+    return option("Output", "--svg", metavar="FILE", callback=_svg_path, shell_complete=completion.paths, help=text)
+
+
+def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
+    # A name typed by mistake may be that of a strategy or a checkpoint.
+    if value is not None and not value.lower().endswith(".svg"):
+        raise UsageError(f"--svg {value}: the name has to end in .svg")
+    if value is not None and os.path.isdir(value):
+        raise UsageError(f"--svg {value}: is a directory", hint="name a file to write")
+    return value
 
 
 def _all(command: F, options: list[Callable[[F], F]]) -> F:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from typing import Any, Optional
 
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import argument, command, option
+from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
-from reshard.cli.output import echo_json, table
+from reshard.cli.output import echo_json, table, write_picture
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
-from reshard.errors import UsageError
 from reshard.execute import ExecutionOptions
 from reshard.transfers import Transfers, transfers_of
 from reshard.transform import Prepared, Summary, prepare
@@ -37,7 +35,7 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 @options.strategies
 @options.targets
 @options.conversion
-@option("Output", "--svg", metavar="FILE", help="Draw which source rank gives how much to which target rank.")
+@options.svg("Draw which source rank gives how much to which target rank.")
 def plan(
     src: str,
     dst: str,
@@ -53,8 +51,6 @@ def plan(
     out and missing, memory, and what is done already. Headers are read and everything is checked, by
     the code that a conversion runs. With --json, the same for scripts.
     """
-    if svg is not None and os.path.isdir(svg):
-        raise UsageError(f"--svg {svg}: is a directory", hint="name a file to write")
     source, target, report = read_strategies(typed)
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, share=shard, dry_run=True)
@@ -177,11 +173,8 @@ def _expected_memory(execution: ExecutionOptions) -> int:
 
 
 def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
-    from reshard import temporary
     from reshard.pictures import transfer_map
 
     request = prepared.conversion.request
     title = f"{request.src} to {request.dst}"
-    drawn = transfer_map(moved.taken, request.source.device_count, request.target.device_count, title)
-    temporary.write_whole(path, drawn)
-    click.echo(f"note: drew {path}", err=True)
+    write_picture(path, transfer_map(moved.taken, request.source.device_count, request.target.device_count, title))

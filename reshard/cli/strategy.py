@@ -8,10 +8,10 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import Group, argument, command, option
-from reshard.cli.output import echo_json, table
+from reshard.cli.output import echo_json
 from reshard.errors import UsageError
-from reshard.strategies import Stage, read_strategy
-from reshard.wording import number_ranges, plural, rank_ranges
+from reshard.strategies import read_strategy
+from reshard.wording import number_ranges, plural
 
 
 @command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
@@ -102,58 +102,3 @@ def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
         click.echo(str(list(info.restore_ranks)))
         for name, ranks in info.groups:
             click.echo(f"  {name}: {list(ranks)}")
-
-
-@click.group("strategy", cls=Group)
-def strategy() -> None:
-    """Show what strategy files say."""
-
-
-@strategy.command("show", epilog="reshard strategy show output/strategy")
-@click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
-@options.json_output
-@options.debug
-def strategy_show(path: str, as_json: bool) -> None:
-    """Show the layout of every parameter in a strategy FILE or DIR."""
-    found = read_strategy(path)
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
-    if as_json:
-        echo_json([row for stage in found.stages for row in _layout_rows(stage)])
-        return
-    stages = plural(len(found.stages), "stage")
-    click.echo(f"{path}: {plural(found.device_count, 'device')} in {stages}")
-    for stage in found.stages:
-        ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
-        rows = [
-            [
-                str(row["parameter"]),
-                str(row["device_matrix"]),
-                str(row["tensor_map"]),
-                str(row["cuts"]) if row["uneven"] is None else f"{row['cuts']}, by hand {row['uneven']}",
-                str(row["optimizer_shards"]) if row["optimizer_shards"] != 1 else "-",
-                str(row["replicas"]),
-            ]
-            for row in _layout_rows(stage)
-        ]
-        columns = ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"]
-        table(f"stage {stage.number}: {ranks}", columns, rows)
-
-
-def _layout_rows(stage: Stage) -> list[dict[str, object]]:
-    rows = []
-    for name, layout in stage.layouts.items():
-        rows.append(
-            {
-                "stage": stage.number,
-                "parameter": name,
-                "device_matrix": list(layout.device_matrix),
-                "tensor_map": [list(axes) for axes in layout.tensor_map],
-                "cuts": list(layout.tensor_cuts),
-                "optimizer_shards": layout.shards,
-                "uneven": list(layout.uneven) if layout.uneven is not None else None,
-                "shape": list(layout.recorded_shape) if layout.recorded_shape is not None else None,
-                "replicas": layout.device_count // layout.slice_count,
-            }
-        )
-    return rows

@@ -54,10 +54,12 @@ def text(x: float, y: float, words: str, class_: str = "ink", **attributes: Unio
     return element("text", _escaped(words), x=x, y=y, class_=class_, **attributes)
 
 
-def paragraph(x: float, y: float, words: str, width: float, class_: str = "ink") -> tuple[list[str], float]:
+def paragraph(
+    x: float, y: float, words: str, width: float, class_: str = "ink", **attributes: Union[str, float, None]
+) -> tuple[list[str], float]:
     """Text folded to about ``width``, and the baseline of the line after it."""
     lines = textwrap.wrap(words, max(10, int(width / CHARACTER_WIDTH))) or [""]
-    made = [text(x, y + LINE_HEIGHT * number, line, class_) for number, line in enumerate(lines)]
+    made = [text(x, y + LINE_HEIGHT * number, line, class_, **attributes) for number, line in enumerate(lines)]
     return made, y + LINE_HEIGHT * len(lines)
 
 

@@ -47,7 +47,7 @@ def transfer_map(moved: Mapping[tuple[int, int], int], sources: int, targets: in
     most = max(cells.values(), default=0)
 
     left, width = 84.0, max(across.length + 100, 480)
-    body, line = svg.paragraph(16, 26, title, width - 32)
+    body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
     top = line + 34
     body += [
         svg.text(left + across.length / 2, top - 26, "target rank", text_anchor="middle"),

@@ -1,0 +1,203 @@
+"""strategy diff: what changes between two strategies, and how slices move."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import command
+from reshard.cli.output import echo_json
+from reshard.cli.strategy_show import layout_row
+from reshard.name_patterns import pattern_lines
+from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.pictures.slices import some_numbers
+from reshard.plan.changes import Change, Changes, Move, Span, changes_between
+from reshard.plan.replicas import Holding
+from reshard.strategies import Strategy, read_strategy
+from reshard.wording import plural, printable, rank_ranges
+
+_MOST_PATTERNS = 20
+
+
+@command("diff", "reshard strategy diff src_strategy.ckpt dst_strategy.ckpt")
+@click.argument("source", metavar="A", shell_complete=completion.strategies)
+@click.argument("target", metavar="B", shell_complete=completion.strategies)
+@options.json_output
+@options.debug
+def strategy_diff(source: str, target: str, as_json: bool) -> None:
+    """Show what changes from strategy A to strategy B: files, directories, or none.
+
+    Parameters that change alike are shown together: how each dimension is cut, optimizer shards,
+    replicas and stages before and after, how the slices of B are made of those of A, and how many
+    source ranks a target rank reads for one such parameter. The exit status is 0 whether or not
+    the strategies differ.
+    """
+    before, after = read_strategy(source), read_strategy(target)
+    for note in (*before.notes, *after.notes):
+        click.echo(f"note: {printable(note)}", err=True)
+    found = changes_between(before, after)
+    if as_json:
+        echo_json(
+            {
+                "source": _strategy_row(before),
+                "target": _strategy_row(after),
+                "changes": [_change_row(change) for change in found.changes],
+                "left_out": found.left_out,
+                "missing": found.missing,
+            }
+        )
+        return
+    click.echo("\n".join(_lines(before, after, found)))
+
+
+def _lines(before: Strategy, after: Strategy, found: Changes) -> Iterator[str]:
+    yield from (f"{letter}: {_strategy_words(strategy)}" for letter, strategy in (("A", before), ("B", after)))
+    known = {name: None for strategy in (before, after) for name in strategy.parameters}
+    for change in found.changes:
+        yield ""
+        yield from _change_lines(change)
+        yield from _names(change.names, known)
+    for names, where in ((found.left_out, "only in A: left out"), (found.missing, "only in B: missing")):
+        if names:
+            yield ""
+            yield f"{plural(len(names), 'parameter')} {where}"
+            yield from _names(names, known)
+    if not found.changes:
+        yield ""
+        yield "no parameter is in both"
+    elif all(change.unchanged for change in found.changes) and not found.left_out and not found.missing:
+        yield ""
+        yield "nothing changes"
+    if any(name.startswith(ACCUMULATED_GRADIENTS) for change in found.changes for name in change.names):
+        yield ""
+        yield f"{ACCUMULATED_GRADIENTS}* is shown as recorded; often the optimizer shard is not made"
+
+
+def _names(names: Sequence[str], known: Container[str]) -> list[str]:
+    return [f"    {line}" for line in pattern_lines(names, known, _MOST_PATTERNS)]
+
+
+def _change_lines(change: Change) -> Iterator[str]:
+    count = plural(len(change.names), "parameter")
+    if change.problem is not None:
+        yield f"{count}: not the same tensor in A and B: {change.problem}"
+    elif change.unchanged:
+        yield f"{count}: unchanged"
+    else:
+        yield f"{count}: {'; '.join(_differences(change)) or 'other ranks hold the slices'}"
+    for letter, holdings in (("A", change.sources), ("B", change.targets)):
+        for holding in holdings:
+            if not (change.unchanged and letter == "B"):
+                yield f"  {'A and B' if change.unchanged else letter}: {_layout_words(holding)}"
+    for move in () if change.unchanged else change.moves:
+        where = f" (stage {move.target.stage.number})" if len(change.moves) > 1 else ""
+        for line in _movement(move):
+            yield f"  slices{where}: {line}"
+
+
+def _differences(change: Change) -> list[str]:
+    """What is different in each target stage, said once where it is the same in all."""
+    said: dict[str, None] = {}
+    stages = [[holding.stage.number for holding in holdings] for holdings in (change.sources, change.targets)]
+    if stages[0] != stages[1]:
+        said[f"{_stages(stages[0])} -> {_stages(stages[1])}"] = None
+    for move in change.moves:
+        before, after = move.source.layout, move.target.layout
+        for dimension, (old, new) in enumerate(zip(before.tensor_cuts, after.tensor_cuts)):
+            by_hand = dimension == 0 and before.uneven != after.uneven
+            if old != new or by_hand:
+                cuts = [
+                    f"{count} by hand" if by_hand and layout.uneven else str(count) if count > 1 else "whole"
+                    for layout, count in ((before, old), (after, new))
+                ]
+                said[f"cut of dimension {dimension}: {cuts[0]} -> {cuts[1]}"] = None
+        numbers = {
+            "optimizer shards": (before.shards, after.shards),
+            "replicas": (before.device_count // before.slice_count, after.device_count // after.slice_count),
+            "devices of the stage": (before.device_count, after.device_count),
+        }
+        for what, (old, new) in numbers.items():
+            if old != new:
+                words = ["none" if what == "optimizer shards" and number == 1 else str(number) for number in (old, new)]
+                said[f"{what}: {words[0]} -> {words[1]}"] = None
+    return list(said)
+
+
+def _movement(move: Move) -> Iterator[str]:
+    if move.kept:
+        yield "every rank keeps its slice"
+        return
+    whole = True
+    for dimension, (joined, divided) in enumerate(zip(move.joined, move.divided)):
+        along = f"dimension {dimension}"
+        if joined.most > 1 and divided.most > 1:
+            yield (
+                f"along {along}, each target slice joins parts of {_span(joined)} source slices, "
+                f"and each source slice goes to {_span(divided)} target slices"
+            )
+        elif joined.most > 1:
+            yield f"each target slice joins {_span(joined)} source slices of {along}"
+        elif divided.most > 1:
+            yield f"each source slice is cut in {_span(divided)} along {along}"
+        whole = whole and joined.most <= 1 and divided.most <= 1
+    if whole:
+        yield "unchanged; each is copied from a rank that holds the same slice"
+    ranks = "rank" if move.ranks_read.most == 1 else "ranks"
+    yield f"each target rank reads {_span(move.ranks_read)} source {ranks}"
+
+
+def _span(span: Span) -> str:
+    return str(span.most) if span.least == span.most else f"{span.least} to {span.most}"
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {some_numbers(numbers)}"
+
+
+def _layout_words(holding: Holding) -> str:
+    layout, stage = holding.layout, holding.stage
+    ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
+    words = f"stage {stage.number}, {ranks}, device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
+    if layout.uneven is not None:
+        words += f", dimension 0 by hand {some_numbers(layout.uneven)}"
+    return words + (f", optimizer shards {layout.shards}" if layout.shards > 1 else "")
+
+
+def _strategy_words(strategy: Strategy) -> str:
+    devices, stages = plural(strategy.device_count, "device"), plural(len(strategy.stages), "stage")
+    return f"{printable(strategy.path)}: {devices} in {stages}" + (
+        "" if strategy.is_none else f", {plural(len(strategy.parameters), 'parameter')}"
+    )
+
+
+def _strategy_row(strategy: Strategy) -> dict[str, object]:
+    return {"path": strategy.path, "devices": strategy.device_count, "stages": len(strategy.stages)}
+
+
+def _change_row(change: Change) -> dict[str, object]:
+    return {
+        "parameters": change.names,
+        "unchanged": change.unchanged,
+        "problem": change.problem,
+        "source": [_holding_row(holding) for holding in change.sources],
+        "target": [_holding_row(holding) for holding in change.targets],
+        "moves": [
+            {
+                "source_stage": move.source.stage.number,
+                "target_stage": move.target.stage.number,
+                "joined": [list(span) for span in move.joined],
+                "divided": [list(span) for span in move.divided],
+                "ranks_read": list(move.ranks_read),
+                "kept": move.kept,
+            }
+            for move in change.moves
+        ],
+    }
+
+
+def _holding_row(holding: Holding) -> dict[str, object]:
+    row = layout_row(holding.layout)
+    del row["shape"]
+    return {"stage": holding.stage.number, "first_rank": holding.stage.first_rank, **row}

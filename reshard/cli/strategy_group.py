@@ -1,0 +1,18 @@
+"""The strategy group: seeing what strategies say."""
+
+from __future__ import annotations
+
+import click
+
+from reshard.cli.command import Group
+from reshard.cli.strategy_diff import strategy_diff
+from reshard.cli.strategy_show import strategy_show
+
+
+@click.group("strategy", cls=Group)
+def strategy() -> None:
+    """Show what strategy files say."""
+
+
+strategy.add_command(strategy_show)
+strategy.add_command(strategy_diff)

@@ -1,0 +1,190 @@
+"""strategy show: layouts of all parameters, or a picture of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import click
+
+from reshard.cli import advice, completion, options
+from reshard.cli.command import command, option
+from reshard.cli.output import echo_json, paint, table, terminal_width, write_picture
+from reshard.errors import LayoutError, StrategyError, UsageError
+from reshard.layout import Layout
+from reshard.name_patterns import pattern_lines
+from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.pictures.slices import Arrangement, some_numbers
+from reshard.plan.replicas import Holding
+from reshard.strategies import Stage, Strategy, read_strategy
+from reshard.wording import one_line, plural, printable, rank_ranges
+
+_MOST_PATTERNS = 40
+# So many are listed one by one.
+_FEW_PARAMETERS = 20
+# To compare a longer one with thousands of others would take minutes.
+_LONGEST_NAME = 1000
+
+
+@command(
+    "show",
+    """
+reshard strategy show output/strategy
+
+reshard strategy show src_strategy.ckpt \\
+    backbone.blocks.0.attention.dense1.weight --svg dense1.svg
+""",
+)
+@click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
+@click.argument("parameter", required=False, metavar="[PARAM]")
+@options.svg("With PARAM: draw the picture into an SVG file, too.")
+@option("Output", "-v", "--verbose", is_flag=True, help="Without PARAM: list every parameter.")
+@options.json_output
+@options.debug
+def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
+    """Show the layouts in a strategy FILE or DIR, or a picture of how one parameter PARAM lies on the ranks.
+
+    Without PARAM, more than a few parameters are shown by layout, their names as patterns with counts.
+    With it: what each axis of the device matrix does, and which ranks hold which slice. Full shapes
+    are in JSON strategies only; without one, a slice lies at 1/8..2/8 of a dimension.
+    """
+    if svg is not None and parameter is None:
+        raise UsageError("--svg draws one parameter: name it after the strategy")
+    found = read_strategy(path)
+    for note in found.notes:
+        click.echo(f"note: {printable(note)}", err=True)
+    if parameter is not None:
+        _show_parameter(found, parameter, svg, as_json)
+    elif as_json:
+        echo_json([row for stage in found.stages for row in _layout_rows(stage)])
+    else:
+        click.echo(f"{printable(path)}: {plural(found.device_count, 'device')} in {plural(len(found.stages), 'stage')}")
+        for stage in found.stages:
+            if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
+                _list_parameters(stage)
+            else:
+                _group_parameters(stage)
+
+
+def _list_parameters(stage: Stage) -> None:
+    rows = [[name, *_layout_words(layout).values()] for name, layout in stage.layouts.items()]
+    table(
+        _stage_words(stage), ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"], rows
+    )
+
+
+def _group_parameters(stage: Stage) -> None:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    words: dict[int, tuple[str, ...]] = {}
+    for name, layout in stage.layouts.items():
+        # Thousands of parameters share tens of layout objects.
+        if id(layout) not in words:
+            words[id(layout)] = tuple(f"{what} {said}" for what, said in _layout_words(layout).items())
+        groups.setdefault(words[id(layout)], []).append(name)
+    lines = [
+        f"{_stage_words(stage)}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"
+    ]
+    for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines += ["", plural(len(names), "parameter"), *_flowing(said)]
+        lines += [f"    {line}" for line in pattern_lines(names, stage.layouts, _MOST_PATTERNS)]
+    click.echo("\n".join([*lines, ""]))
+
+
+def _flowing(parts: Sequence[str]) -> list[str]:
+    """Parts side by side, as many in a line as the width allows."""
+    lines = [f"  {parts[0]}"]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 2 > min(100, terminal_width()):
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f"  {part}"
+    return lines
+
+
+def _stage_words(stage: Stage) -> str:
+    return f"stage {stage.number}: {rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))}"
+
+
+def _layout_words(layout: Layout) -> dict[str, str]:
+    by_hand = "" if layout.uneven is None else f", by hand {some_numbers(layout.uneven)}"
+    return {
+        "device matrix": str(list(layout.device_matrix)),
+        "tensor map": layout.map_text,
+        "cuts": f"{list(layout.tensor_cuts)}{by_hand}",
+        "optimizer shards": str(layout.shards) if layout.shards != 1 else "-",
+        "replicas": str(layout.device_count // layout.slice_count),
+    }
+
+
+def _layout_rows(stage: Stage) -> list[dict[str, object]]:
+    return [{"stage": stage.number, "parameter": name, **layout_row(layout)} for name, layout in stage.layouts.items()]
+
+
+def layout_row(layout: Layout) -> dict[str, object]:
+    """A layout as JSON has it."""
+    return {
+        "device_matrix": list(layout.device_matrix),
+        "tensor_map": [list(axes) for axes in layout.tensor_map],
+        "cuts": list(layout.tensor_cuts),
+        "optimizer_shards": layout.shards,
+        "uneven": list(layout.uneven) if layout.uneven is not None else None,
+        "shape": list(layout.recorded_shape) if layout.recorded_shape is not None else None,
+        "replicas": layout.device_count // layout.slice_count,
+    }
+
+
+def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
+    arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
+    if not arrangements:
+        raise _unknown(strategy, name)
+    if svg is not None:
+        from reshard.pictures.tensor import parameter_picture
+
+        write_picture(svg, parameter_picture(name, arrangements))
+    if as_json:
+        echo_json({"parameter": name, "stages": [_stage_row(arrangement) for arrangement in arrangements]})
+        return
+    from reshard.cli.slice_picture import picture_lines
+
+    lines = [one_line(name)]
+    for arrangement in arrangements:
+        lines += ["", *picture_lines(arrangement, terminal_width(), paint)]
+        lines += arrangement.readings
+        if name.startswith(ACCUMULATED_GRADIENTS) and arrangement.layout.shards > 1:
+            lines.append("accumulated gradients are often stored without the optimizer shard that is recorded")
+    click.echo("\n".join(lines))
+
+
+def _arranged(strategy: Strategy, stage: Stage, name: str) -> Arrangement:
+    try:
+        return Arrangement(Holding(stage, stage.layouts[name]))
+    except LayoutError as error:
+        where = f"{strategy.path}: stage {stage.number}: {name}"
+        raise StrategyError(f"{where}: {error.message}", file=strategy.path, parameter=name) from error
+
+
+def _unknown(strategy: Strategy, name: str) -> UsageError:
+    near = advice.nearest(name, strategy.parameters) if len(name) < _LONGEST_NAME else ""
+    return UsageError(
+        f"{strategy.path} lists no parameter {name}.{near}",
+        parameter=name,
+        hint="reshard strategy show lists them, without PARAM",
+    )
+
+
+def _stage_row(arrangement: Arrangement) -> dict[str, object]:
+    layout = arrangement.layout
+    return {
+        "stage": arrangement.holding.stage.number,
+        **layout_row(layout),
+        "extents": list(arrangement.extents),
+        "in_elements": list(arrangement.in_elements),
+        "slices": [
+            {
+                "box": [list(interval) for interval in found.box],
+                "shard": found.place[0] % layout.shards if layout.shards > 1 else None,
+                "ranks": list(found.ranks),
+            }
+            for found in arrangement.slices()
+        ],
+    }

@@ -1,0 +1,198 @@
+"""What is to be drawn of one parameter in one stage: its slices, where they lie, who holds them.
+
+The full shape is known from JSON strategies only. A dimension of unknown size is measured in its
+own slices: a slice then lies at ``1/8..2/8`` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Optional
+
+from reshard.layout.overlap import Box
+from reshard.plan.replicas import Holding
+from reshard.wording import rank_ranges, stepped_ranges
+
+#: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.
+COLOURS = 4
+
+
+class Slice(NamedTuple):
+    """One slice, or one whole tensor-parallel slice with all its optimizer shards.
+
+    Attributes:
+        box: interval per dimension, in units of `Arrangement.extents`.
+        place: position per dimension.
+        ranks: global ranks that hold it or, where shards are not told apart, a shard of it; ascending.
+    """
+
+    box: Box
+    place: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class Arrangement:
+    """How one parameter lies on the ranks of one stage.
+
+    Attributes:
+        holding: the stage and the layout that is drawn.
+        layout: the same layout.
+        extents: size of every dimension: elements where known, otherwise its number of slices.
+        in_elements: per dimension which of the two.
+        readings: in words, what else the file may mean.
+
+    Raises:
+        LayoutError: the recorded shape does not divide by the cuts.
+    """
+
+    def __init__(self, holding: Holding) -> None:
+        layout, *others = holding.layout.regroupings() or [holding.layout]
+        self.holding = holding._replace(layout=layout)
+        self.layout = layout
+        self.readings = tuple(
+            f"the file can also mean shape {list(other.recorded_shape or ())}, tensor map {other.map_text}"
+            for other in others
+        )
+        shape: Sequence[Optional[int]] = layout.recorded_shape or [None] * len(layout.cuts)
+        known = [sum(layout.uneven) if layout.uneven and not d else size for d, size in enumerate(shape)]
+        self.in_elements = tuple(size is not None for size in known)
+        self.extents = tuple(cuts if size is None else size for size, cuts in zip(known, layout.cuts))
+        self._edges = [layout.boundaries(dimension, size) for dimension, size in enumerate(self.extents)]
+
+    @cached_property
+    def without_shards(self) -> Arrangement:
+        """The same without telling optimizer shards apart."""
+        return Arrangement(self.holding._replace(layout=self.layout.without_shards()))
+
+    @property
+    def cut_dimensions(self) -> list[int]:
+        """Dimensions that are not whole."""
+        return [dimension for dimension, cuts in enumerate(self.layout.cuts) if cuts > 1]
+
+    def slice(self, number: int) -> Slice:
+        """A slice by its number in the layout."""
+        index = self.layout.slice_index(number)
+        box = tuple((edges[at], edges[at + 1]) for edges, at in zip(self._edges, index))
+        return Slice(box, index, tuple(self.holding.ranks(number)))
+
+    def at(self, index: Sequence[int]) -> Slice:
+        """A slice by its position along every dimension."""
+        number = 0
+        for position, cuts in zip(index, self.layout.cuts):
+            number = number * cuts + position
+        return self.slice(number)
+
+    def slices(self) -> Iterator[Slice]:
+        """All slices in C order."""
+        return map(self.slice, range(self.layout.slice_count))
+
+    def interval(self, dimension: int, position: int) -> str:
+        """Where a slice lies along a dimension: ``8..16``, or ``1/8..2/8`` where only parts are known."""
+        if self.layout.cuts[dimension] == 1:
+            return "whole"
+        start, stop = self._edges[dimension][position : position + 2]
+        of = "" if self.in_elements[dimension] else f"/{self.extents[dimension]}"
+        return f"{start}{of}..{stop}{of}"
+
+    def length(self, dimension: int, position: int) -> int:
+        """Size of a slice along a dimension."""
+        start, stop = self._edges[dimension][position : position + 2]
+        return stop - start
+
+    def colour(self, index: Sequence[int]) -> int:
+        """Number of the colour of the slice at a position; direct neighbours have different ones."""
+        return sum(index) % COLOURS
+
+    def colour_of_rank(self, local: int) -> int:
+        """Number of the colour of the slice that a local rank holds."""
+        return self.colour(self.layout.slice_index(int(self.layout.slice_of_rank[local])))
+
+    def rank_label(self, local: int) -> str:
+        """A rank's global number, and after ``=`` the lowest rank that holds the same slice."""
+        rank = self.holding.stage.first_rank + local
+        first = self.holding.stage.first_rank + int(self.layout.holders(int(self.layout.slice_of_rank[local]))[0])
+        return str(rank) if first == rank else f"{rank}={first}"
+
+    def axis_lines(self) -> list[str]:
+        """What each axis of the device matrix does, slowest first."""
+        cut_by = {axis: dimension for dimension, axes in enumerate(self.layout.tensor_map) for axis in axes}
+        lines = []
+        for place, size in enumerate(self.layout.device_matrix):
+            axis = len(self.layout.device_matrix) - 1 - place
+            if size == 1:
+                does = "nothing"
+            elif axis in cut_by:
+                does = f"cuts dimension {cut_by[axis]} in {size}"
+            elif self.layout.shards == 1:
+                does = "repeats slices: replicas"
+            elif self.layout.shards == self.layout.replica_count:
+                does = "repeats slices: optimizer shards"
+            else:
+                does = f"repeats slices: {self.layout.shards} optimizer shards and their replicas"
+            lines.append(f"axis {axis} of size {size}: {does}")
+        return lines
+
+    def dimension_lines(self) -> list[str]:
+        """How every dimension is cut."""
+        lines = []
+        for dimension, axes in enumerate(self.layout.tensor_map):
+            size = f" of {self.extents[dimension]}" if self.in_elements[dimension] else ""
+            cuts = self.layout.tensor_cuts[dimension]
+            if dimension == 0 and self.layout.uneven is not None:
+                parts = [f"cut by hand into {some_numbers(self.layout.uneven)}"]
+            else:
+                over = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))}"
+                parts = [f"cut in {cuts} over {over}"] if cuts > 1 else []
+            if dimension == 0 and self.layout.shards > 1:
+                parts.append(f"cut in {self.layout.shards} optimizer shards")
+            lines.append(f"dimension {dimension}{size}: {', then '.join(parts) or 'whole'}")
+        return lines
+
+    def summary(self) -> str:
+        """How many slices there are, and on how many ranks each."""
+        slices = self.layout.slice_count
+        copies = self.layout.device_count // slices
+        if slices == 1:
+            return "whole on its rank" if copies == 1 else f"whole on every rank: {copies} identical copies"
+        return f"{slices} slices, each on " + (f"{copies} ranks: identical copies" if copies > 1 else "one rank")
+
+    def shard_text(self, position: int) -> str:
+        """Which optimizer shard lies at a position of dimension 0; empty where there are none."""
+        shards = self.layout.shards
+        return f", shard {position % shards + 1} of {shards}" if shards > 1 else ""
+
+    def holders_text(self, found: Slice) -> str:
+        """The ranks of a slice in words."""
+        return f"{'rank' if len(found.ranks) == 1 else 'ranks'} {stepped_ranges(found.ranks)}"
+
+    def shard_order(self) -> Optional[str]:
+        """Which of a slice's ranks hold which optimizer shard, for pictures that do not tell shards apart."""
+        shards, group = self.layout.shards, self.layout.replica_count
+        if shards == 1:
+            return None
+        each = "one on each of its ranks" if shards == group else f"each on {group // shards} of its ranks"
+        over = "" if shards == group else ", over and over"
+        return (
+            f"Optimizer shards are not told apart here: along dimension 0 every box is cut in {shards}, "
+            f"{each}, in the order of the ranks{over}"
+        )
+
+    @property
+    def stage_text(self) -> str:
+        """The stage and its ranks."""
+        stage = self.holding.stage
+        return f"stage {stage.number}: {rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))}"
+
+
+def some_numbers(numbers: Sequence[int], most: int = 16) -> str:
+    """Numbers in a list, the first ones where they are many."""
+    said = ", ".join(map(str, numbers[:most]))
+    return f"{said} and {len(numbers) - most} more" if len(numbers) > most else said
+
+
+def shown_positions(count: int, most: int) -> list[Optional[int]]:
+    """All positions where they are few; else the first ones, None for those left out, and the last."""
+    if count <= most:
+        return list(range(count))
+    return [*range(most - 2), None, count - 1]

@@ -1,0 +1,209 @@
+"""What changes between two strategies, from strategies alone.
+
+Parameters that are cut alike in the source and alike in the target change alike: a model has tens of
+such kinds. How the slices of a kind move follows from the overlap of its layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+import numpy as np
+
+from reshard.errors import LayoutError
+from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.plan.replicas import Holding, choose, common_dimensions
+from reshard.strategies import Strategy
+
+
+class Span(NamedTuple):
+    """The least and the most of a number that differs from slice to slice."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """How the slices of one target stage are made.
+
+    Attributes:
+        source: the source stage that fits best: the one that fewest slices have to be joined of.
+        target: the target stage.
+        joined: per dimension, source slices that a target slice takes from.
+        divided: per dimension, target slices that a source slice gives to.
+        ranks_read: source ranks that a target rank reads for one parameter.
+        kept: every rank has the slice already that it gets.
+    """
+
+    source: Holding
+    target: Holding
+    joined: tuple[Span, ...]
+    divided: tuple[Span, ...]
+    ranks_read: Span
+    kept: bool
+
+
+@dataclass
+class Change:
+    """Parameters that change alike.
+
+    Attributes:
+        sources: the stages that hold them in the source.
+        targets: the stages that hold them in the target.
+        moves: one per target stage; none where there is a problem.
+        problem: why the layouts cannot be of one tensor.
+        names: the parameters.
+    """
+
+    sources: tuple[Holding, ...]
+    targets: tuple[Holding, ...]
+    moves: tuple[Move, ...] = ()
+    problem: Optional[str] = None
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def unchanged(self) -> bool:
+        """The same ranks of the same stages hold the same slices before and after."""
+        stages = [
+            [(holding.stage.number, holding.stage.first_rank, holding.stage.device_count) for holding in holdings]
+            for holdings in (self.sources, self.targets)
+        ]
+        return self.problem is None and stages[0] == stages[1] and all(move.kept for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Everything that differs between two strategies, and what stays.
+
+    Attributes:
+        changes: kinds of parameters in both, those with most parameters first, unchanged ones last.
+        left_out: parameters only in the source.
+        missing: parameters only in the target.
+    """
+
+    changes: list[Change]
+    left_out: list[str]
+    missing: list[str]
+
+
+def changes_between(source: Strategy, target: Strategy) -> Changes:
+    """Compare two strategies; `none` holds every parameter of the other one whole."""
+    before, after = _holders(source), _holders(target)
+    if source.is_none:
+        before = {name: () for name in after}
+    if target.is_none:
+        after = {name: () for name in before}
+    # Holdings tell layouts apart that the same cuts make alike, so a kind may be met several times.
+    met: dict[object, Change] = {}
+    kinds: dict[object, Change] = {}
+    for name, held in before.items():
+        if name not in after:
+            continue
+        key = tuple((number, id(layout)) for number, layout in (*held, (-1, None), *after[name]))
+        change = met.get(key)
+        if change is None:
+            made = _change(source, target, held, after[name])
+            change = met[key] = kinds.setdefault((_cuts(made.sources), _cuts(made.targets), made.problem), made)
+        change.names.append(name)
+    return Changes(
+        sorted(kinds.values(), key=lambda change: (change.unchanged, -len(change.names))),
+        [name for name in before if name not in after],
+        [name for name in after if name not in before],
+    )
+
+
+_Held = tuple[tuple[int, Layout], ...]
+
+
+def _holders(strategy: Strategy) -> dict[str, _Held]:
+    holders: dict[str, _Held] = {}
+    for number, stage in enumerate(strategy.stages):
+        for name, layout in stage.layouts.items():
+            holders[name] = (*holders.get(name, ()), (number, layout))
+    return holders
+
+
+def _cuts(holdings: Sequence[Holding]) -> tuple[object, ...]:
+    return tuple(
+        (holding.stage.number, cut.device_matrix, cut.tensor_map, cut.shards, cut.uneven)
+        for holding in holdings
+        for cut in [holding.layout]
+    )
+
+
+def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> Change:
+    sources = tuple(Holding(source.stages[number], layout) for number, layout in before)
+    targets = tuple(Holding(target.stages[number], layout) for number, layout in after)
+    try:
+        moves = tuple(_move(source, target, sources, holding) for holding in targets or (None,))
+    except LayoutError as error:
+        recorded = (holding.layout.recorded_shape for holding in (*sources, *targets))
+        shapes = sorted({str(list(shape)) for shape in recorded if shape is not None})
+        told = f" of shape {' or '.join(shapes)}" if shapes else ""
+        return Change(sources, targets, problem=error.message + told)
+    if not sources:
+        sources = (moves[0].source,)
+    # As they were regrouped for the first target, in words as in numbers.
+    return Change(sources, tuple(move.target for move in moves), moves)
+
+
+def _move(source: Strategy, target: Strategy, sources: Sequence[Holding], wanted: Optional[Holding]) -> Move:
+    if not sources:
+        assert wanted is not None
+        (cut,), uncut = common_dimensions([wanted.layout], None)
+        held, goal = [Holding(source.stages[0], uncut)], Holding(wanted.stage, cut)
+    else:
+        layouts, cut = common_dimensions([holding.layout for holding in sources], wanted and wanted.layout)
+        held = [Holding(holding.stage, layout) for holding, layout in zip(sources, layouts)]
+        goal = Holding(target.stages[0] if wanted is None else wanted.stage, cut)
+    shape = stand_in_shape([holding.layout for holding in held], goal.layout)
+    overlap = Overlap(shape, [holding.layout for holding in held], goal.layout)
+    read = [_ranks_read(overlap, held, number) for number in range(goal.layout.slice_count)]
+    best = min(
+        held,
+        key=lambda holding: (sum(s.most for s in _met(shape, holding.layout, goal.layout)), not _kept(holding, goal)),
+    )
+    return Move(
+        best,
+        goal,
+        _met(shape, best.layout, goal.layout),
+        _met(shape, goal.layout, best.layout),
+        Span(min(read), max(read)),
+        any(_kept(holding, goal) for holding in held),
+    )
+
+
+def _met(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Span, ...]:
+    """Per dimension how many of the source's slices a target's slice meets."""
+    overlap = Overlap(shape, [source], target)
+    spans = []
+    for dimension, cuts in enumerate(target.cuts):
+        counts = [last - first for first, last in (overlap.intervals(dimension, at) for at in range(cuts))]
+        spans.append(Span(min(counts), max(counts)))
+    return tuple(spans)
+
+
+def _ranks_read(overlap: Overlap, held: Sequence[Holding], number: int) -> int:
+    if len(held) == 1:
+        # A rank holds one slice of the stage's, so no rank meets two needs.
+        return len(overlap.cells(number))
+    needs = [
+        sorted(rank for holding, at in zip(held, cell.slices) for rank in holding.ranks(at))
+        for cell in overlap.cells(number)
+    ]
+    return len(choose(needs, 0))
+
+
+def _kept(source: Holding, target: Holding) -> bool:
+    """Whether every rank of the target stage holds the same slice in the source stage."""
+    before, after = source.layout, target.layout
+    first = target.stage.first_rank - source.stage.first_rank
+    return (
+        first >= 0
+        and before.cuts == after.cuts
+        and before.uneven == after.uneven
+        and bool(np.array_equal(before.slice_of_rank[first : first + after.device_count], after.slice_of_rank))
+    )

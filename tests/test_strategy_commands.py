@@ -1,0 +1,313 @@
+"""strategy show and strategy diff, as typed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from itertools import product
+from pathlib import Path
+from typing import Any, Optional
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reshard.cli.output import padded
+from reshard.name_patterns import name_patterns
+from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
+from tests.layouts import layouts, shapes, strategies, tensors
+from tests.number_words import numbers_named
+from tests.reference import Box, boxes
+from tests.running import LAUNCHER, done, fails
+from tests.small import World
+from tests.trees import layout, single, write_strategy
+
+PANGU = CORPUS / "pangu_alpha_2.6B" / "strategy.ckpt"
+WEIGHT = "backbone.blocks.0.output.mapping.weight"
+
+
+def on_terminal(columns: int, *words: object, **environment: str) -> str:
+    """Standard output of a command that writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *map(str, words)],
+        stdout=theirs,
+        cwd=ROOT,
+        env={**kept, "TERM": "xterm", **environment},
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        said += part
+    os.close(ours)
+    assert process.wait() == 0
+    return said.decode().replace("\r\n", "\n")
+
+
+# strategy show.
+
+
+def test_a_picture_is_coloured_on_a_terminal_alone_and_not_with_no_color() -> None:
+    words = ("strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", WEIGHT)
+    coloured = on_terminal(80, *words)
+    plain = on_terminal(80, *words, NO_COLOR="1")
+    assert "\x1b[36m" in coloured and "\x1b[35m" in coloured
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9]*m", "", coloured) == plain
+    assert "\x1b" not in done(*words).out
+
+
+@needs_corpus
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("name", [WEIGHT, "backbone.blocks.2.attention.dense1.weight", "backbone.layernorm.gamma"])
+def test_a_picture_of_512_ranks_fits_a_narrow_terminal(name: str, columns: int) -> None:
+    lines = on_terminal(columns, "strategy", "show", PANGU, name, NO_COLOR="1").splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= columns
+    if name != "backbone.layernorm.gamma":
+        assert any("ranks 7-511 step 8" in line for line in lines)
+        assert any("cut in 64" in line for line in lines)
+
+
+@needs_corpus
+def test_all_layouts_of_a_large_model_fit_two_screens() -> None:
+    lines = on_terminal(80, "strategy", "show", PANGU, NO_COLOR="1").splitlines()
+    assert len(lines) <= 50
+    counts = [int(line.split()[0]) for line in lines if line.startswith("    ")]
+    assert sum(counts) == 1551
+
+
+def test_verbose_lists_every_parameter_and_json_has_a_row_for_each() -> None:
+    path = FIXTURES / "02_dp2mp4_opt/strategy"
+    rows = done("strategy", "show", path, "--json").json
+    short, verbose = (done("strategy", "show", path, *words).out for words in ((), ("--verbose",)))
+    assert len(rows) == 108
+    assert all(f" {row['parameter']} " in verbose for row in rows)
+    assert len(short.splitlines()) < 40 and "adam_v.backbone.blocks.1.layernorm1.beta" not in short
+    assert "12  {,adam_m.,adam_v.}backbone.blocks.{0-1}.layernorm{1-2}.beta" in short
+
+
+def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
+    many = {f"blocks.{number}.{'w' * 200}": layout([2], [0]) for number in range(1500)}
+    shown = done("strategy", "show", write_strategy(tmp_path / "s", single(many)), "-v").out
+    assert [line.split()[0] for line in shown.splitlines()[3:]] == list(many)
+    assert padded(["a", "b"], [["1\n2", "x"]]) == ["a     b", "1\\n2  x"]
+
+
+def test_an_unknown_parameter_is_wrong_usage_and_names_like_it_are_told(world: World) -> None:
+    fails(2, "strategy", "show", world.old, "m.v", says=["lists no parameter m.v", "did you mean", "m.w"])
+    fails(2, "strategy", "show", world.old, "w.m", "--json", says=["lists no parameter w.m"])
+    fails(2, "strategy", "show", world.old, "nothing like it", says=["without PARAM"])
+    fails(2, "strategy", "show", world.old, "x" * 100_000, says=["without PARAM"])
+
+
+def test_an_svg_is_written_whole_in_place_of_an_older_one(world: World) -> None:
+    path = world.root / "w.svg"
+    path.write_text("an older picture")
+    shown = done("strategy", "show", world.old, "w", "--svg", path).out
+    assert "rank" in shown
+    assert "rank" in "".join(ElementTree.fromstring(path.read_bytes()).itertext())
+    assert sorted(entry.name for entry in world.root.iterdir()) == ["strategies", "w.svg"]
+
+
+def test_an_svg_never_takes_the_place_of_another_file(world: World) -> None:
+    before = world.old.read_bytes()
+    fails(2, "strategy", "show", world.old, "w", "--svg", world.old, says=["has to end in .svg"])
+    assert world.old.read_bytes() == before
+    fails(2, "strategy", "show", world.old, "--svg", world.root / "w.svg", says=["name it"])
+    fails(1, "strategy", "show", world.old, "w", "--svg", world.root / "no" / "w.svg", says=["no/w.svg", "cannot"])
+
+
+def test_a_parameter_of_several_stages_is_shown_for_each(tmp_path: Path) -> None:
+    stages = [
+        {"devices": 4, "layouts": {"t": layout([2, 2], [0, -1])}},
+        {"devices": 2, "layouts": {"t": layout([2], [-1, 0])}},
+    ]
+    path = write_strategy(tmp_path / "s", stages)
+    found = done("strategy", "show", path, "t", "--json").json
+    assert [stage["stage"] for stage in found["stages"]] == [0, 1]
+    assert [[part["ranks"] for part in stage["slices"]] for stage in found["stages"]] == [[[0, 2], [1, 3]], [[4], [5]]]
+    shown = done("strategy", "show", path, "t").out
+    assert "stage 0: ranks 0-3" in shown and "stage 1: ranks 4-5" in shown
+    assert "ranks 0,2" in shown and "rank 5" in shown
+
+
+def test_elements_are_shown_where_a_json_strategy_tells_the_shape(tmp_path: Path) -> None:
+    made = single({"w": layout([2, 2], [0, -1], -1, 2)})
+    path = write_strategy(tmp_path / "s", made, {"w": [16, 3]}, form="json")
+    (stage,) = done("strategy", "show", path, "w", "--json").json["stages"]
+    assert stage["extents"] == [16, 3] and stage["in_elements"] == [True, True]
+    assert [(part["box"], part["shard"], part["ranks"]) for part in stage["slices"]] == [
+        ([[0, 4], [0, 3]], 0, [0]),
+        ([[4, 8], [0, 3]], 1, [2]),
+        ([[8, 12], [0, 3]], 0, [1]),
+        ([[12, 16], [0, 3]], 1, [3]),
+    ]
+    assert "4..8, shard 2 of 2" in done("strategy", "show", path, "w").out
+
+
+@pytest.mark.parametrize(
+    ("picture", "strategy", "parameter"),
+    [
+        ("optimizer-shards", "02_dp2mp4_opt", WEIGHT),
+        ("replicas", "01_dp2mp4_adam", "backbone.blocks.0.attention.dense1.weight"),
+        ("split-by-hand", "12_manual_split4", "embedding.embedding_table"),
+    ],
+)
+def test_the_pictures_of_the_documentation_are_what_the_command_draws(
+    tmp_path: Path, picture: str, strategy: str, parameter: str
+) -> None:
+    made = tmp_path / "made.svg"
+    done("strategy", "show", FIXTURES / strategy / "strategy", parameter, "--svg", made)
+    assert made.read_bytes() == (ROOT / "docs" / "pictures" / f"show-{picture}.svg").read_bytes()
+
+
+# Names.
+
+
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern stands for, as a shell would expand its braces."""
+    choices = []
+    for part in re.split(r"(\{[^}]*\})", pattern):
+        if not part.startswith("{"):
+            choices.append([part])
+            continue
+        inside = part[1:-1]
+        numbers = re.fullmatch(r"[0-9].*", inside)
+        choices.append(sorted(map(str, numbers_named(inside))) if numbers else inside.split(","))
+    return ["".join(picked) for picked in product(*choices)]
+
+
+@given(
+    st.sets(
+        st.builds(
+            "{}{}.{}.{}{}".format,
+            st.sampled_from(["", "adam_m.", "adam_v.", "m-"]),
+            st.sampled_from(["blocks", "moe"]),
+            st.sampled_from(["0", "1", "2", "4", "6", "8", "007", "10", "99999999999999"]),
+            st.sampled_from(["dense", "norm2.", "块"]),
+            st.integers(0, 3),
+        )
+    )
+)
+def test_patterns_stand_for_each_name_once(names: set[str]) -> None:
+    found = name_patterns(names, names)
+    assert sorted(name for pattern in found for name in expanded(pattern.text)) == sorted(names)
+    assert [len(expanded(pattern.text)) for pattern in found] == [pattern.size for pattern in found]
+
+
+# strategy diff.
+
+
+def overlapping(one: Box, other: Box) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other))
+
+
+def per_dimension(source: list[Box], target: list[Box], dimension: int) -> list[int]:
+    """The fewest and most of the source's intervals that an interval of the target meets."""
+    theirs = {box[dimension] for box in source}
+    counts = [sum(max(a, c) < min(b, d) for c, d in theirs) for a, b in {box[dimension] for box in target}]
+    return [min(counts), max(counts)]
+
+
+@st.composite
+def conversions(draw: st.DrawFn) -> tuple[list[int], Any, Any]:
+    shape = draw(shapes(1))
+    before, after = (draw(layouts(draw(st.sampled_from([1, 4, 6, 8])), shape)) for _ in range(2))
+    return shape, before, after
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(conversions())
+def test_diff_counts_what_the_enumerated_devices_show(tmp_path: Path, conversion: tuple[list[int], Any, Any]) -> None:
+    shape, before, after = conversion
+    paths = [
+        write_strategy(tmp_path / name, single({"w": made}), form="nested")
+        for name, made in (("a", before), ("b", after))
+    ]
+    found = done("strategy", "diff", *paths, "--json").json
+    ((change,), source, target) = found["changes"], boxes(before, shape), boxes(after, shape)
+    ((move,), whole) = change["moves"], range(len(shape))
+    assert move["joined"] == [per_dimension(source, target, dimension) for dimension in whole]
+    assert move["divided"] == [per_dimension(target, source, dimension) for dimension in whole]
+    # Every rank holds one slice, so as many ranks are read as slices are met.
+    read = [len({box for box in source if overlapping(box, wanted)}) for wanted in target]
+    assert move["ranks_read"] == [min(read), max(read)]
+    assert move["kept"] == (source[: len(target)] == target)
+    assert change["unchanged"] == (source == target)
+    text = done("strategy", "diff", *paths).out
+    assert ("nothing changes" in text) == (source == target)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObject) -> None:
+    checkpoint = data.draw(tensors())
+    before, after = data.draw(strategies(checkpoint)), data.draw(strategies(checkpoint))
+    for strategy, name in ((before, "gone"), (after, "new")):
+        strategy[0]["layouts"][name] = layout([strategy[0]["devices"]], [0])
+    paths = [write_strategy(tmp_path / name, made, form="nested") for name, made in (("a", before), ("b", after))]
+    found = done("strategy", "diff", *paths, "--json").json
+    assert sorted(name for change in found["changes"] for name in change["parameters"]) == sorted(checkpoint)
+    assert all(change["problem"] is None for change in found["changes"])
+    assert found["left_out"] == ["gone"] and found["missing"] == ["new"]
+    for change in found["changes"]:
+        for name in change["parameters"]:
+            for held, strategy in ((change["source"], before), (change["target"], after)):
+                assert [row["stage"] for row in held] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
+
+
+def test_diff_says_in_words_what_changes() -> None:
+    text = done("strategy", "diff", FIXTURES / "02_dp2mp4_opt/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
+    for said in (
+        "6 parameters: cut of dimension 1: 4 -> 2; optimizer shards: 2 -> none; replicas: 1 -> 2",
+        "each target slice joins 2 source slices of dimension 0",
+        "each target slice joins 2 source slices of dimension 1",
+        "each target rank reads 4 source ranks",
+        "stage 0 -> stage 1",
+        "164 parameters only in B: missing",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(("first", "second"), [("old", None), (None, "old")])
+def test_diff_takes_none(world: World, first: Optional[str], second: Optional[str]) -> None:
+    paths = [world.old if name else "none" for name in (first, second)]
+    found = done("strategy", "diff", *paths, "--json").json
+    moves = {name: change["moves"][0] for change in found["changes"] for name in change["parameters"]}
+    assert set(moves) == {"w", "v", "m.w"} and not found["left_out"] and not found["missing"]
+    assert moves["m.w"]["joined" if first else "divided"][0] == [4, 4]
+    assert moves["m.w"]["ranks_read"] == ([4, 4] if first else [1, 1])
+    assert moves["v"]["kept"] is bool(first)
+    assert "no parameter is in both" in done("strategy", "diff", "none", "none").out
+
+
+def test_diff_tells_of_ranks_that_keep_slices_and_of_layouts_of_other_tensors(world: World, tmp_path: Path) -> None:
+    text = done("strategy", "diff", world.old, world.old).out
+    assert "unchanged" in text and "nothing changes" in text
+    other = write_strategy(tmp_path / "other", single({"w": layout([2, 2], [1, -1]), "v": layout([2, 2], [-1, -1])}))
+    text = done("strategy", "diff", world.old, other).out
+    assert "copied from a rank that holds the same slice" in text
+    assert "1 parameter: not the same tensor in A and B: tensor maps [-1], [-1, -1]" in text
+
+
+def test_rich_and_pictures_are_not_loaded_for_rank_lists() -> None:
+    code = (
+        "import sys; from reshard.cli.main import cli; cli.get_command(None, 'rank-list');"
+        "print([name for name in sys.modules if name.startswith(('rich', 'reshard.pictures', 'reshard.plan.changes'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
