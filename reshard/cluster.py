@@ -499,7 +499,7 @@ def _check_crc(version: str, path: str, max_memory: int) -> Union[list[str], Res
     def check() -> list[str]:
         report = Report()
         with FileHandles() as handles:
-            check_source_crcs([read_index(handles, path)], ExecutionOptions(1, max_memory), handles, report)
+            check_source_crcs([read_index(handles, path)], ExecutionOptions(1, max_memory), handles, report, Progress())
         return report.notes
 
     return _answer(version, check)

@@ -28,7 +28,7 @@ def files_to_check(conversion: Conversion, report: Report) -> list[CheckpointInd
 
 
 def check_source_crcs(
-    indexes: Iterable[CheckpointIndex],
+    indexes: Sequence[CheckpointIndex],
     execution: ExecutionOptions,
     handles: FileHandles,
     report: Report,
