@@ -27,7 +27,9 @@ _TYPED = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "
 # Where the reader's clone is, as the pages show it.
 _HOME = "/home/you/reshard"
 # What differs from run to run.
-_VARYING = re.compile(r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+|memory +about .*')
+_VARYING = re.compile(
+    r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+|memory +about .*|^(planning|checking|writing) .* s\n', re.MULTILINE
+)
 
 
 class Block(NamedTuple):
