@@ -1,7 +1,7 @@
 """What tests do to Dask workers, given to them with ``--preload``; FAULTS in the environment says what, as JSON.
 
 ======== ===========================================================
-slow     seconds that every write of a block takes longer
+slow     seconds that every block takes longer, and an eighth of what every target does
 version  the version of reshard that the worker has
 hidden   a path that the worker does not see
 broken   how often a flush to disk fails
@@ -26,13 +26,19 @@ def dask_setup(worker: Any) -> None:
     """Called by Dask when the worker starts."""
     faults = json.loads(os.environ["FAULTS"])
     if "slow" in faults:
-        tell = run._Run._tell
+        tell, finish = run._Run._tell, run._Run._commit
 
         def tell_slowly(self: run._Run, count: int) -> None:
             time.sleep(faults["slow"])
             tell(self, count)
 
+        def finish_slowly(self: run._Run, writer: Any) -> None:
+            # Small files are written in one go, so that this is when they can be seen half done.
+            time.sleep(8 * faults["slow"])
+            finish(self, writer)
+
         run._Run._tell = tell_slowly  # type: ignore[method-assign]
+        run._Run._commit = finish_slowly  # type: ignore[method-assign]
     if "version" in faults:
         reshard._version.__version__ = faults["version"]
     if "hidden" in faults:

@@ -85,7 +85,7 @@ def test_bundles_hold_every_group_whole_and_are_balanced(groups: list[list[int]]
 
 def test_a_worker_is_killed_in_the_middle_and_another_comes(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
-    first, *_ = cluster.workers(3, slow=0.01)
+    first, *_ = cluster.workers(3, slow=0.02)
     client = cluster.start(*large.words(dst, "--json"))
     until(lambda: writing(dst, first))
     first.kill()
