@@ -65,8 +65,13 @@ def check_crc(
     return outcome
 
 
-def crc_of_file(path: str, block_bytes: int = 4 << 20) -> int:
+def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int], None] = lambda count: None) -> int:
     """The CRC-32 of a whole file.
+
+    Args:
+        path: the file.
+        block_bytes: memory it may take.
+        on_block: called with the bytes read since the last time.
 
     Raises:
         ReshardError: it cannot be read.
@@ -74,7 +79,7 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            stream = _Stream(fd, path, block_bytes, lambda count: None)
+            stream = _Stream(fd, path, block_bytes, on_block)
             stream.add_range(0, os.fstat(fd).st_size)
         finally:
             os.close(fd)

@@ -179,19 +179,18 @@ class TargetWriter:
         if self._closed:
             raise OSError(errno.ECANCELED, "was given up")
         if self._fd is None:
-            directory = os.path.dirname(self.target.path) or "."
-            for last in (False,) * _TIMES + (True,):
-                self._made_directory = not os.path.isdir(directory)
-                try:
-                    os.makedirs(directory, exist_ok=True)
-                    self._fd, self._temporary = temporary.create(directory)
-                    break
-                except FileNotFoundError:
-                    # Another run that gave up has removed it between the two.
-                    if last:
-                        raise
-        assert self._fd is not None
+            self._fd, self._temporary = self._create(os.path.dirname(self.target.path) or ".")
         return self._fd
+
+    def _create(self, directory: str) -> tuple[int, str]:
+        """A temporary file in a directory, which is made where it is not there."""
+        for _ in range(_TIMES):
+            self._made_directory = not os.path.isdir(directory)
+            # Another run that gave up may remove the directory between the two.
+            with contextlib.suppress(FileNotFoundError):
+                os.makedirs(directory, exist_ok=True)
+                return temporary.create(directory)
+        raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
 
     def fail(self, error: ReshardError) -> None:
         """Give the file up; the first reason counts."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, find_checkpoints, read_index, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, find_checkpoints, read_index, reading_error
 from reshard.errors import CheckpointError
 from reshard.records import Manifest, ManifestFile
 from reshard.verification.compare import Difference
@@ -55,7 +54,10 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
     if not os.path.lexists(path):
         yield f"{path} is missing"
         return
-    size = os.stat(path).st_size
+    try:
+        size = os.stat(path).st_size
+    except OSError as error:
+        raise reading_error(path, error) from error
     if size != file.size:
         yield f"{path} has {size} bytes, not {file.size}"
         return
@@ -67,7 +69,12 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
     if file.headers is not None and _header_digest(index, means.handles) != file.headers:
         yield f"{path}: names, types or shapes of its tensors are not what was written"
     if file.crc32 is not None:
-        crc = _crc(path, size, means, block)
+
+        def tell(count: int) -> None:
+            with _TELLING:
+                means.progress.wrote(count)
+
+        crc = crc_of_file(path, block, tell)
         if crc != int(file.crc32, 16):
             yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
 
@@ -77,34 +84,19 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     extents = sorted(extent for tensor in index.tensors.values() for extent in tensor.extents if extent[1])
     hashed = hashlib.sha256()
     position = 0
-    with handles.borrow(index.path) as fd:
-        for offset, size in [*extents, (index.size, 0)]:
-            while position < offset:
-                data = os.pread(fd, offset - position, position)
-                if not data:
-                    break
-                hashed.update(data)
-                position += len(data)
-            position = max(position, offset + size)
-    return hashed.hexdigest()[:16]
-
-
-def _crc(path: str, size: int, means: Means, block: int) -> int:
-    crc = position = 0
-    buffer = memoryview(bytearray(block))
     try:
-        with means.handles.borrow(path) as fd:
-            while position < size:
-                count = os.preadv(fd, [buffer], position)
-                if not count:
-                    break
-                crc = zlib.crc32(buffer[:count], crc)
-                position += count
-                with _TELLING:
-                    means.progress.wrote(count)
+        with handles.borrow(index.path) as fd:
+            for offset, size in [*extents, (index.size, 0)]:
+                while position < offset:
+                    data = os.pread(fd, offset - position, position)
+                    if not data:
+                        break
+                    hashed.update(data)
+                    position += len(data)
+                position = max(position, offset + size)
     except OSError as error:
-        raise reading_error(path, error) from error
-    return crc
+        raise reading_error(index.path, error) from error
+    return hashed.hexdigest()[:16]
 
 
 def _foreign(directory: str, manifest: Manifest) -> Iterator[Difference]:
