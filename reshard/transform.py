@@ -272,7 +272,7 @@ class Prepared:
         else:
             check_space(
                 (os.path.dirname(conversion.path(rank)), count)
-                for rank, count in conversion.data_bytes_by_rank().items()
+                for rank, count in conversion.file_bytes(conversion.ranks).items()
             )
             if options.crc != "never" and not options.recover and conversion.ranks:
                 files = files_to_check(conversion, self._report)
@@ -395,8 +395,8 @@ class _Run:
         except BaseException:
             if self._directory is not None:
                 self._report.warn(
-                    f"{counted.files} of {plural(len(self._conversion.ranks), 'rank')} were written and are complete; "
-                    "the same command goes on with the others"
+                    f"{counted.files} of {plural(len(self._conversion.ranks), 'rank')} that this run had to write were "
+                    "written and are complete; the same command goes on with the others"
                 )
             raise
         finally:

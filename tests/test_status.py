@@ -33,14 +33,21 @@ def test_ranks_come_one_by_one_until_it_is_complete(world: World) -> None:
     assert "complete" in done("status", world.dst).out
 
 
-def test_a_file_that_was_changed_or_removed_counts_as_changed(world: World) -> None:
+def test_a_file_that_was_removed_is_missing_and_a_changed_one_is_told_apart(world: World) -> None:
     world.save(FULL)
     world.convert()
     (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
     with open(world.dst / "rank_1" / "checkpoint_1.ckpt", "ab") as file:
         file.write(b"more")
     found = status(world)
-    assert (found["done"], found["changed"], found["complete"]) == ([], [0, 1], False)
+    assert (found["done"], found["changed"], found["missing"]) == ([], [1], [0])
+    assert not found["complete"]
+    said = done("status", world.dst).out
+    assert "1 rank changed" in said and "by-rank RANK" in said
+    fails(3, *world.words(), says=["changed since"])
+    world.by_rank(1, "--overwrite")
+    world.convert()
+    assert status(world)["complete"]
 
 
 def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
@@ -49,7 +56,7 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
     shutil.rmtree(world.dst / ".reshard")
     assert status(world)["complete"]
     (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
-    assert status(world)["changed"] == [0]
+    assert status(world)["missing"] == [0]
 
 
 def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:

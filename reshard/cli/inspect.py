@@ -126,8 +126,8 @@ def _tree_json(tree: InspectedTree, step: str) -> dict[str, object]:
 
 def _step_json(step: InspectedStep) -> dict[str, object]:
     lost: dict[frozenset[int], list[str]] = defaultdict(list)
-    for name, ranks in step.lost:
-        lost[ranks].append(name)
+    for item in step.lost:
+        lost[item.ranks].append(item.parameter)
     return {
         "step": step.step,
         "ranks": step.ranks,

@@ -47,7 +47,7 @@ def _lines(dst: str, found: Status) -> list[str]:
     lines = [f"{what} of {step} to {plural(found.plan.ranks, 'rank')} ({found.plan.format})"]
     for ranks, words in (
         (found.done, f"done, {byte_size(found.bytes_done)}"),
-        (found.changed, "written, but changed or removed since"),
+        (found.changed, "changed since they were written"),
         (found.missing, "missing"),
     ):
         if ranks:
@@ -58,4 +58,6 @@ def _lines(dst: str, found: Status) -> list[str]:
         lines.append("a run is writing at this moment")
     else:
         lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
+        if found.changed:
+            lines.append("what was changed it refuses, unless by-rank RANK ... --overwrite replaces it")
     return lines

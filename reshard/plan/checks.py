@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoints import can_hold
 from reshard.errors import CheckpointError, InputError
+from reshard.names import kind_of
 from reshard.plan.parameters import one_error
 from reshard.report import Report
 from reshard.strategies import Stage
@@ -45,6 +46,7 @@ def check(conversion: Conversion, report: Report) -> None:
         )
     if problems:
         raise one_error(problems)
+    _warn_of_weights(conversion, report)
     if conversion.sorted.unholdable:
         report.warn(f"{conversion.format} cannot hold text; left out: {some_names(conversion.sorted.unholdable, 1000)}")
     stages = conversion.stages.values()
@@ -71,6 +73,18 @@ def _check_anything(conversion: Conversion) -> None:
             "nothing would be written: no parameter of the checkpoint is asked for",
             hint="check --include and --exclude, and that both strategies are of the same model",
         )
+
+
+def _warn_of_weights(conversion: Conversion, report: Report) -> None:
+    """Say loudly that weights are not in both strategies: optimizer state often is not, weights seldom."""
+    admit = conversion.request.filters.admit
+    for names, what in (
+        (conversion.sorted.left_out, "of the checkpoint are not in the target strategy and are left out"),
+        (conversion.sorted.missing, "of the target strategy are in no source file"),
+    ):
+        weights = [name for name in names if admit(name) and kind_of(name, elements=2) == "weights"]
+        if weights:
+            report.warn(f"{plural(len(weights), 'weight')} {what}: {some_names(weights)}; are both of the same model?")
 
 
 def _plain(conversion: Conversion, name: str, stage: Stage) -> bool:

@@ -9,7 +9,7 @@ stage is absent, which may have been the one that held it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.layout import Overlap
 from reshard.plan.parameters import Parameter
@@ -18,23 +18,30 @@ from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, rank_ranges, some_names
 
+_MOST_GROUPS = 8
+
 
 class Lost(NamedTuple):
     """A parameter of which a slice is on no readable rank.
 
     Attributes:
         parameter: its name.
-        ranks: the ranks that would have held a lost slice.
+        groups: per lost slice the ranks that would have held it; one rank of each is needed.
     """
 
     parameter: str
-    ranks: frozenset[int]
+    groups: frozenset[frozenset[int]]
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """All ranks that would have held a lost slice."""
+        return frozenset(rank for group in self.groups for rank in group)
 
 
 def lost_slices(parameters: Iterable[Parameter], step: SourceStep) -> list[Lost]:
     """Parameters of which some slice is on no rank whose file was read."""
     result = []
-    known: dict[object, frozenset[int]] = {}
+    known: dict[object, frozenset[frozenset[int]]] = {}
     for parameter in parameters:
         present = tuple(step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings)
         key = (parameter.shape, parameter.holdings[0].layout, len(parameter.holdings), present)
@@ -45,7 +52,7 @@ def lost_slices(parameters: Iterable[Parameter], step: SourceStep) -> list[Lost]
     return result
 
 
-def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) -> frozenset[int]:
+def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
     layouts = [holding.layout for holding in parameter.holdings]
     held = []
     for holding, ranks in zip(parameter.holdings, present):
@@ -53,11 +60,11 @@ def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) ->
         held.append(set(holding.layout.slice_of_rank[local].tolist()))
     if any(len(slices) == layout.slice_count for slices, layout in zip(held, layouts)):
         return frozenset()
-    lost: set[int] = set()
+    lost: set[frozenset[int]] = set()
     for cell in Overlap(parameter.shape, layouts, whole(len(parameter.shape))).cells(0):
         if not any(number in slices for number, slices in zip(cell.slices, held)):
-            for holding, number in zip(parameter.holdings, cell.slices):
-                lost.update(holding.ranks(number))
+            held_by = (holding.ranks(number) for holding, number in zip(parameter.holdings, cell.slices))
+            lost.add(frozenset(rank for ranks in held_by for rank in ranks))
     return frozenset(lost)
 
 
@@ -73,21 +80,39 @@ def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage
         for name in stage.layouts:
             if name not in found:
                 result.setdefault(name, set()).update(absent)
-    return [Lost(name, frozenset(ranks)) for name, ranks in result.items()]
+    return [Lost(name, frozenset([frozenset(ranks)])) for name, ranks in result.items()]
 
 
 def explain(lost: Sequence[Lost], most: int) -> list[str]:
-    """One line per set of ranks that would have held something: how many parameters, and which.
+    """One line per ranks that would have held something: how many parameters, and which.
 
     Args:
         lost: what is lost.
         most: names in a line at the most.
     """
-    by_ranks: dict[frozenset[int], list[str]] = {}
-    for parameter, ranks in lost:
-        by_ranks.setdefault(ranks, []).append(parameter)
+    by_groups: dict[frozenset[frozenset[int]], list[str]] = {}
+    for parameter, groups in lost:
+        by_groups.setdefault(groups, []).append(parameter)
     return [
-        f"{plural(len(names), 'parameter')} with a slice on no readable rank, which {rank_ranges(ranks)} would have "
+        f"{plural(len(names), 'parameter')} with a slice on no readable rank, which {_in_words(groups)} would have "
         f"held: {some_names(names, most)}"
-        for ranks, names in sorted(by_ranks.items(), key=lambda item: sorted(item[0]))
+        for groups, names in sorted(by_groups.items(), key=lambda item: sorted(map(sorted, item[0])))
     ]
+
+
+def cure(lost: Iterable[Lost]) -> Optional[str]:
+    """Which ranks have to be brought back, in words; None where nothing is lost."""
+    groups = frozenset(group for item in lost for group in item.groups)
+    return f"bring back {_in_words(groups)}" if groups else None
+
+
+def _in_words(groups: frozenset[frozenset[int]]) -> str:
+    """``ranks 1,5`` where each is needed; ``one of ranks 0,4 and one of ranks 1,5`` where replicas would do."""
+    alone = {rank for group in groups if len(group) == 1 for rank in group}
+    # Of a group with a rank that is needed anyway there is one then.
+    several = sorted(sorted(group) for group in groups if group.isdisjoint(alone))
+    words = [rank_ranges(alone)] if alone else []
+    words += [f"one of {rank_ranges(group)}" for group in several[:_MOST_GROUPS]]
+    if len(several) > _MOST_GROUPS:
+        words.append(f"one each of {len(several) - _MOST_GROUPS} more groups of replicas")
+    return " and ".join(words)

@@ -71,5 +71,5 @@ class Cuts:
             raise CheckpointError(
                 f"{parameter.name}: {error.message} (target strategy {self._target.path}, stage {stage.number})",
                 parameter=parameter.name,
-                hint="pass the target strategy of the same model",
+                hint="the target strategy has to be of the same model, and every dimension to divide by its slices",
             ) from error

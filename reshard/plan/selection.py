@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles, read_index
 from reshard.errors import CheckpointError, IncompleteSourceError, UsageError
-from reshard.plan.coverage import Lost, explain, lost_slices, unread_parameters
+from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
 from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
 from reshard.plan.replicas import ReplicaChoice
@@ -173,8 +173,8 @@ class StepSelector:
         lines += [f"  {line}" for line in newest.lines(1 << 30)]
         for older in passed[1:]:
             lines += [f"{older.label}: {line}" for line in older.lines(3)]
-        hint = "bring back a rank of each line"
-        if self._ranks is not None:
+        hint = cure(newest.lost)
+        if hint is not None and self._ranks is not None:
             hint += "; `reshard rank-list` tells which ranks a target rank needs"
         return IncompleteSourceError("\n".join(lines), hint=hint)
 
@@ -289,14 +289,14 @@ class StepSelector:
             if self._in_target(parameter.name):
                 missing = self._missing_ranks(parameter, step)
                 if missing:
-                    lost.append(Lost(parameter.name, frozenset(missing)))
+                    lost.append(Lost(parameter.name, missing))
         unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
         return lost + [item for item in unread if self._in_target(item.parameter)]
 
-    def _missing_ranks(self, parameter: Parameter, step: SourceStep) -> set[int]:
-        """Ranks that would have held what the targets asked for need of a parameter and no file has."""
+    def _missing_ranks(self, parameter: Parameter, step: SourceStep) -> frozenset[frozenset[int]]:
+        """The ranks that would have held each slice that the targets asked for need and no file has."""
         present = [step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings]
-        missing: set[int] = set()
+        missing: set[frozenset[int]] = set()
         for rank in self._ranks or ():
             stage = self._target.stage_of(rank)
             if not self._target.is_none and parameter.name not in stage.layouts:
@@ -305,8 +305,8 @@ class StepSelector:
             for cell in cut.overlap.cells(cut.slice_of(rank - stage.first_rank)):
                 ranks = {r for holding, n in zip(cut.holdings, cell.slices) for r in holding.ranks(n)}
                 if not any(ranks & held for held in present):
-                    missing |= ranks
-        return missing
+                    missing.add(frozenset(ranks))
+        return frozenset(missing)
 
     def _widen(self, selection: Selection, lost: Sequence[Lost]) -> bool:
         """Read further replicas where the files read so far lack something; whether anything was read."""

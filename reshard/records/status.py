@@ -20,8 +20,8 @@ class Status:
     Attributes:
         plan: which conversion.
         done: target ranks that are there as they were written, ascending.
-        changed: target ranks that were written and whose file is another one now, or gone.
-        missing: target ranks that were not written yet.
+        changed: target ranks that were written and whose file is another one now.
+        missing: target ranks that were not written yet, or whose file is gone.
         bytes_done: size of the files of ``done``.
         writing: whether some run is writing at this moment, as far as locks tell.
         manifest: the manifest's path, if it is there.
@@ -76,11 +76,11 @@ def status_of(directory: str) -> Status:
     size = 0
     for rank, found in sorted(records.items()):
         match = next((record for record in found if record.matches(statuses.get(rank))), None)
-        if match is None:
-            changed.append(rank)
-        else:
+        if match is not None:
             done.append(rank)
             size += match.size
+        elif rank in statuses:
+            changed.append(rank)
     known = {*done, *changed}
     missing = tuple(rank for rank in range(identity.ranks) if rank not in known)
     return Status(identity, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest)
@@ -93,11 +93,13 @@ def _by_manifest(directory: str) -> Status:
     changed: list[int] = []
     size = 0
     for file in manifest.files:
-        try:
-            there = os.stat(os.path.join(directory, file.file)).st_size == file.size
-        except OSError:
-            there = False
-        (done if there else changed).append(file.rank)
-        size += file.size if there else 0
+        with contextlib.suppress(OSError):
+            if os.stat(os.path.join(directory, file.file)).st_size == file.size:
+                done.append(file.rank)
+                size += file.size
+            else:
+                changed.append(file.rank)
+    known = {*done, *changed}
+    missing = tuple(rank for rank in range(manifest.plan.ranks) if rank not in known)
     path = os.path.join(directory, MANIFEST_NAME)
-    return Status(manifest.plan, tuple(done), tuple(changed), (), size, False, path)
+    return Status(manifest.plan, tuple(done), tuple(changed), missing, size, False, path)

@@ -333,4 +333,4 @@ def check_complete(tree: Tree) -> None:
             lost = {rank for held in parameter.slices if not held.holders for rank in held.ranks}
             lines.append(f"{parameter.name}: slices are in no readable file; {rank_ranges(lost)} would have them")
     if lines:
-        raise IncompleteSourceError("\n".join(lines), hint="bring back a rank of each line")
+        raise IncompleteSourceError("\n".join(lines), hint="bring back a rank that holds each of these slices")
