@@ -96,6 +96,19 @@ def test_what_no_file_has_is_counted_and_with_strict_an_error(tmp_path: Path) ->
     same_ranks(world.found(), world.expected({"w": FULL["w"], "v": FULL["v"]}))
 
 
+def test_weights_of_one_side_only_are_warned_of_but_optimizer_state_is_not(tmp_path: Path) -> None:
+    cut = layout([2], [0])
+    names = ["both", "adam_m.both", "head", "adam_v.head"]
+    source = single({name: cut for name in names})
+    target = single({name: cut for name in ("both", "neck", "adam_m.neck")})
+    world = World(tmp_path, source, target)
+    world.save({name: value(name, (4,)) for name in names})
+    result = world.convert()
+    warns(result, "1 weight that the checkpoint holds and the target strategy does not list (left out): head")
+    warns(result, "1 weight that the target strategy lists and no source file holds (missing): neck")
+    assert "warning" not in world.run("--overwrite", "--include", "both").err
+
+
 def test_listed_on_both_sides_and_saved_by_nobody_is_the_same(world: World) -> None:
     saved = {"w": FULL["w"], "v": FULL["v"]}
     world.save(saved)

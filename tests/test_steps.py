@@ -355,3 +355,13 @@ def test_the_same_strategy_on_both_sides_changes_nothing(tmp_path: Path) -> None
 
 def assert_same(world: World, full: Checkpoint) -> None:
     same_ranks(world.found(), world.expected(full))
+
+
+def test_every_rank_is_named_whose_slices_nobody_else_has(world: World) -> None:
+    world.save(NEW, ranks=[0, 2])
+    world.refuses(3, "which ranks 1,3 would have held", "bring back ranks 1,3")
+
+
+def test_of_replicas_one_has_to_be_brought_back(plain: World) -> None:
+    plain.save(NEW, ranks=[1, 3])
+    plain.refuses(3, "which one of ranks 0,2 would have held", "bring back one of ranks 0,2")

@@ -79,12 +79,14 @@ def _warn_of_weights(conversion: Conversion, report: Report) -> None:
     """Say loudly that weights are not in both strategies: optimizer state often is not, weights seldom."""
     admit = conversion.request.filters.admit
     for names, what in (
-        (conversion.sorted.left_out, "of the checkpoint are not in the target strategy and are left out"),
-        (conversion.sorted.missing, "of the target strategy are in no source file"),
+        (conversion.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
+        (conversion.sorted.missing, "the target strategy lists and no source file holds (missing)"),
     ):
         weights = [name for name in names if admit(name) and kind_of(name, elements=2) == "weights"]
         if weights:
-            report.warn(f"{plural(len(weights), 'weight')} {what}: {some_names(weights)}; are both of the same model?")
+            report.warn(
+                f"{plural(len(weights), 'weight')} that {what}: {some_names(weights)}; are both of the same model?"
+            )
 
 
 def _plain(conversion: Conversion, name: str, stage: Stage) -> bool:
