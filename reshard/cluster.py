@@ -43,7 +43,7 @@ from reshard.plan.conversion import Conversion, Request
 from reshard.plan.shares import bundles
 from reshard.report import Report
 from reshard.source_crcs import check_source_crcs
-from reshard.transform import Options, transform
+from reshard.transform import Options, Part, prepare
 from reshard.wording import rank_ranges, some_names
 
 _TOPIC = "reshard"
@@ -121,6 +121,7 @@ class _Work:
         run: a name for the run.
         request: what is converted to what.
         options: how; its jobs are the CPUs of one item at the most.
+        sources: see `transform.Part`.
         sign: the file that is there while the client is.
         fixed_jobs: the worker's number of threads does not bound the jobs.
     """
@@ -128,6 +129,7 @@ class _Work:
     run: str
     request: Request
     options: Options
+    sources: str
     sign: str
     fixed_jobs: bool
 
@@ -190,7 +192,7 @@ class Cluster:
                 for note in notes:
                     self._report.note(note.replace(paths[number], files[number].path))
 
-    def write(self, conversion: Conversion, sign: str, progress: Progress) -> None:
+    def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
         """Write and record every target of a conversion, in tasks; see `transform.Workers`."""
         self._check_seen({os.path.dirname(sign), sign})
         with self._lost_if_silent():
@@ -204,7 +206,7 @@ class Cluster:
             share=None,
         )
         run = os.urandom(8).hex()
-        work = _packed(_Work(run, _elsewhere(conversion), options, sign, self._jobs is not None))
+        work = _packed(_Work(run, _elsewhere(conversion), options, sources, sign, self._jobs is not None))
         told = _Told(items, progress)
         failures: dict[int, ReshardError] = {}
         tasks = [(_write_targets, work, number, item.ranks) for number, item in enumerate(items)]
@@ -518,8 +520,11 @@ def _write_targets(
         telling = _Telling(work, number, worker.log_event)
         telling.see_client()
         jobs = work.options.jobs if work.fixed_jobs else min(work.options.jobs, worker.state.nthreads)
-        options = replace(work.options, jobs=jobs, part=frozenset(ranks))
-        summary = transform(work.request, options, progress=telling)
+        options = replace(work.options, jobs=jobs, part=Part(frozenset(ranks), work.sources))
+        with prepare(work.request, options, progress=telling) as prepared:
+            # Planning may have taken long.
+            telling.see_client()
+            summary = prepared.carry_out(telling)
         return {rank: os.stat(path).st_size for rank, path in summary.target_files.items()}
 
     return _answer(version, write)

@@ -32,6 +32,7 @@ from reshard.records import (
     source_file,
     strategy_digest,
 )
+from reshard.records.identity import short_digest
 from reshard.records.ledger import another_conversion
 from reshard.report import Report
 from reshard.wording import rank_ranges, some_names
@@ -46,12 +47,14 @@ class TargetDirectory:
         overwrite: existing targets may be replaced.
         adding: other ranks of the same conversion may stay beside what is replaced.
         checksum: the manifest shall have a checksum of every file.
+        part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
     """
 
     def __init__(
-        self, conversion: Conversion, report: Report, *, overwrite: bool, adding: bool, checksum: bool
+        self, conversion: Conversion, report: Report, *, overwrite: bool, adding: bool, checksum: bool, part: bool
     ) -> None:
         self._adding = adding
+        self._part = part
         self._checksum = checksum
         request = conversion.request
         self._conversion = conversion
@@ -155,6 +158,13 @@ class TargetDirectory:
         path = os.path.join(self._root, MANIFEST_NAME)
         return path if os.path.isfile(path) else None
 
+    @property
+    def sources(self) -> str:
+        """A digest of the source files, as they were when this was made."""
+        # Not every machine sees fractions of seconds.
+        found = [source._replace(modified=source.modified // 10**9) for source in self._sources]
+        return short_digest(repr(found).encode())
+
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
         """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
@@ -202,6 +212,8 @@ class TargetDirectory:
 
     def complete(self) -> Optional[str]:
         """Write the manifest if every rank is there; returns its path."""
+        if self._part:
+            return None
         if self._overwrite:
             self._ledger.end_replacing(self._asked)
         # A look that costs little first, for one of many by-rank runs.
@@ -255,7 +267,8 @@ class TargetDirectory:
     @property
     def _anew(self) -> bool:
         """Whether this run replaces targets, and does not go on with replacing them."""
-        return self._overwrite and not self._ledger.replacing(self._asked, self._sources)
+        # Done twice, a part must not forget what was done, which the whole run relies on.
+        return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
 
     def _status(self, rank: int) -> Optional[os.stat_result]:
         path = self._conversion.path(rank)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Callable, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.storage import LOCAL, storage_of
@@ -34,6 +34,18 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Part(NamedTuple):
+    """What another run leaves to this one.
+
+    Attributes:
+        ranks: target ranks.
+        sources: digest of the source files that the other one has planned with.
+    """
+
+    ranks: frozenset[int]
+    sources: str
+
+
 @dataclass(frozen=True)
 class Options:
     """How a conversion is carried out; none of this changes the bytes written.
@@ -49,7 +61,8 @@ class Options:
             stay beside a target that is replaced.
         dry_run: plan and check everything, write nothing.
         share: index and count, where several runs divide the target ranks among them.
-        part: only these of the target ranks asked for; everything is planned as for all of them.
+        part: only some of the target ranks asked for, on behalf of a run that has begun; everything is
+            planned as for all of them.
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
     """
@@ -63,7 +76,7 @@ class Options:
     adding: bool = False
     dry_run: bool = False
     share: Optional[tuple[int, int]] = None
-    part: Optional[frozenset[int]] = None
+    part: Optional[Part] = None
     recover: bool = False
     lost_only: bool = False
 
@@ -147,11 +160,12 @@ class Workers(Protocol):
             ReshardError: a file's bytes are not those its CRC was made of, or it could not be checked.
         """
 
-    def write(self, conversion: Conversion, sign: str, progress: Progress) -> None:
+    def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
         """Write and record every target of a conversion.
 
         Args:
             conversion: what to write.
+            sources: digest of the source files it was planned with.
             sign: a file in the target directory; when it is gone, nothing more is to be written.
             progress: told of bytes and files written.
 
@@ -233,7 +247,7 @@ class Prepared:
         if options.share is not None:
             conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
         if options.part is not None:
-            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in options.part)
+            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in options.part.ranks)
         check_disjoint(request.src, conversion.step.files.values(), request.dst)
         self.execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
@@ -247,7 +261,13 @@ class Prepared:
                 overwrite=options.overwrite,
                 adding=options.adding,
                 checksum=options.checksum == "crc32",
+                part=options.part is not None,
             )
+            if options.part is not None and options.part.sources != self._directory.sources:
+                raise RetryableError(
+                    f"{request.src}: source files are not as they were when the conversion was begun",
+                    hint="wait until nothing writes the source any more, then give the same command again",
+                )
             conversion.ranks = tuple(self._directory.survey())
         self._planned = time.monotonic()
 
@@ -369,7 +389,7 @@ class _Run:
         assert self._workers is not None and directory is not None
         try:
             with directory.sign_of_life() as sign:
-                self._workers.write(self._conversion, sign, progress)
+                self._workers.write(self._conversion, directory.sources, sign, progress)
         finally:
             directory.tidy()
         deadline = time.monotonic() + _SEEN_AFTER

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,6 +234,25 @@ def test_options_that_say_what_is_done_mean_the_same(cluster: DaskCluster, large
     assert cluster.run(*large.words(dst, "--overwrite")).status == 0
     large.same(dst)
     assert all(path.stat().st_ino != inode for path, inode in inodes.items())
+
+
+@pytest.mark.long
+def test_a_source_that_is_saved_again_meanwhile_is_an_error(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(large.src, src)
+    cluster.workers(1, slow=0.02)
+    words = large.words(dst)
+    client = cluster.start(words[0], src, *words[2:])
+    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
+    for path in src.glob("rank_*/*"):
+        status = path.stat()
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 5 * 10**9))
+    result = ended(client)
+    assert result.status == 1, result
+    warns(result, src, "not as they were when the conversion was begun", "not written: rank")
+    assert 0 < len(list(dst.glob("rank_*/checkpoint_*"))) < 24
+    assert not list(dst.rglob(".reshard-tmp-*"))
 
 
 @pytest.mark.long

@@ -9,13 +9,19 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
-from reshard.checkpoints import lay_out_copy
+from reshard.checkpoints import FileHandles, lay_out_copy
 from reshard.errors import RetryableError
 from reshard.execute.writing import TargetWriter
+from reshard.plan.conversion import Request, plan
 from reshard.plan.pieces import TargetFile
+from reshard.report import Report
+from reshard.strategies import read_strategy
+from reshard.target_directory import TargetDirectory
+from reshard.transform import Options, Part, transform
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -331,6 +337,38 @@ def test_a_failed_first_run_leaves_the_users_own_directory(world: World, monkeyp
         assert reshard(*world.words()).status == 1
     assert world.dst.is_dir() and (world.dst.stat().st_mode & 0o777) == 0o750
     assert not list(world.dst.rglob("*"))
+
+
+def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
+    """What a worker of a cluster does that replaces targets."""
+    request = Request(str(world.src), str(world.dst), read_strategy(str(world.old)), read_strategy(str(world.new)))
+    if sources is None:
+        with FileHandles() as handles:
+            conversion = plan(request, handles, Report())
+            options = {"overwrite": True, "adding": True, "checksum": False, "part": True}
+            sources = TargetDirectory(conversion, Report(), **options).sources
+    transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
+
+
+def test_a_part_of_a_run_that_is_done_again_when_the_run_has_ended_changes_nothing(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    world.convert("--overwrite")
+    before, all_of_it = ages(world), tree_bytes(world.dst)
+    for ranks in ({0}, {1}, {0, 1}):
+        part(world, ranks)
+        assert ages(world) == before
+        assert tree_bytes(world.dst) == all_of_it
+
+
+def test_a_part_of_a_run_is_not_made_of_other_source_files(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
+    with pytest.raises(RetryableError, match="not as they were"):
+        part(world, {1}, "of others")
+    part(world, {1})
+    same_ranks(world.found(), world.expected(FULL))
 
 
 def test_replacing_begins_anew_when_the_source_was_saved_again_meanwhile(world: World) -> None:
