@@ -306,7 +306,8 @@ def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: 
 
 def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(tensors())
-    monkeypatch.delitem(sys.modules, "reshard.cluster", raising=False)
+    for name in [name for name in sys.modules if name.startswith("reshard.cluster")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "distributed", None)
     fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), says=["pip install 'reshard[dask]'"])
 

@@ -1,0 +1,188 @@
+"""The client's side: what the workers are to do, and whether they can."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pydoc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Callable, Optional
+
+from distributed import Client
+
+from reshard._version import __version__
+from reshard.checkpoints import CheckpointIndex
+from reshard.cluster.address import check_address
+from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
+from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
+from reshard.errors import InputError, ReshardError, RetryableError, UnwritableError
+from reshard.execute import Progress
+from reshard.plan.conversion import Conversion, Request
+from reshard.plan.shares import bundles
+from reshard.report import Report
+from reshard.transform import Options
+from reshard.wording import rank_ranges
+
+_ITEMS_PER_THREAD = 4
+# Workers may come while it runs.
+_LEAST_ITEMS = 32
+
+
+class Cluster:
+    """The workers of a Dask cluster, to carry out a prepared conversion; a context manager.
+
+    Connects when there is something to do. Security is as Dask's configuration says.
+
+    Args:
+        address: the scheduler's.
+        options: how the conversion is carried out; memory is that of one item.
+        jobs: CPUs of an item; by default the workers' threads are divided among the items.
+        report: told when there are no workers.
+    """
+
+    def __init__(self, address: str, options: Options, jobs: Optional[int], report: Report) -> None:
+        self._address = address
+        self._options = options
+        self._jobs = jobs
+        self._report = report
+        self._connected: Optional[Client] = None
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        if self._connected is not None:
+            # Where the scheduler is gone, that has been said.
+            with contextlib.suppress(*LOST, RuntimeError):
+                self._connected.close(timeout=ENDED_AFTER)
+
+    def check(self, conversion: Conversion) -> None:
+        """Connect, and see that everybody has this version of reshard, and workers the source files.
+
+        Raises:
+            UsageError: the address makes no sense to Dask.
+            InputError: a worker lacks something.
+            RetryableError: the scheduler cannot be reached.
+        """
+        # Of the standard library, so that those without reshard can answer, too.
+        question = (pydoc.locate, "reshard._version.__version__")
+        with self._lost_if_silent():
+            _check_version(self._client.run_on_scheduler(*question), "the Dask scheduler")
+        for worker, version in self._ask(*question).items():
+            _check_version(version, f"Dask worker {worker}")
+        paths = list(conversion.step.files.values())
+        self._check_seen({paths[0], paths[-1]})
+
+    def check_crcs(self, files: Sequence[CheckpointIndex]) -> None:
+        """Check the CRCs of source files, each in a task of its own; see `transform.Workers`."""
+        paths = [_absolute(index.path) for index in files]
+        tasks = [(check_crc, path, self._options.max_memory) for path in paths]
+        with Running(self._client, self._address, self._report, tasks) as running:
+            for number, notes in running.outcomes():
+                if isinstance(notes, ReshardError):
+                    raise notes
+                for note in notes:
+                    self._report.note(note.replace(paths[number], files[number].path))
+
+    def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
+        """Write and record every target of a conversion, in tasks; see `transform.Workers`."""
+        self._check_seen({os.path.dirname(sign), sign})
+        with self._lost_if_silent():
+            threads = max(1, sum(self._client.nthreads().values()))
+        items = _items(conversion, threads)
+        options = replace(
+            self._options,
+            jobs=self._jobs or max(1, threads // len(items)),
+            crc="never",
+            adding=True,
+            share=None,
+        )
+        run = os.urandom(8).hex()
+        work = packed(Work(run, _elsewhere(conversion), options, sources, sign, self._jobs is not None))
+        told = Told(items, progress)
+        failures: dict[int, ReshardError] = {}
+        tasks = [(write_targets, work, number, item.ranks) for number, item in enumerate(items)]
+        with Running(self._client, self._address, self._report, tasks, run, told.heard, sign) as running:
+            for number, outcome in running.outcomes():
+                if not isinstance(outcome, ReshardError):
+                    told.finished(number, outcome)
+                elif outcome.status != 1 or isinstance(outcome, UnwritableError):
+                    raise outcome
+                else:
+                    failures[number] = outcome
+        if failures:
+            first = failures[min(failures)]
+            left = [rank for number in failures for rank in told.left(number)]
+            first.message += f"\nnot written: {rank_ranges(left)}"
+            raise first
+
+    @property
+    def _client(self) -> Client:
+        if self._connected is None:
+            check_address(self._address)
+            try:
+                self._connected = Client(self._address, name="reshard", set_as_default=False)
+            except LOST as error:
+                raise RetryableError(
+                    f"the Dask scheduler at {self._address} cannot be reached: {error}",
+                    hint="check that it runs, and that its address can be reached from here",
+                ) from error
+        return self._connected
+
+    @contextlib.contextmanager
+    def _lost_if_silent(self) -> Iterator[None]:
+        try:
+            yield
+        except LOST as error:
+            raise gone(self._address) from error
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """What every worker answers; those that are lost meanwhile do not."""
+        with self._lost_if_silent():
+            answers = self._client.run(function, *arguments, on_error="return")
+        found = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
+        for answer in found.values():
+            if isinstance(answer, Exception):
+                raise answer
+        return found
+
+    def _check_seen(self, paths: Iterable[str]) -> None:
+        for worker, unseen in self._ask(unseen_paths, sorted(map(_absolute, paths))).items():
+            if unseen:
+                raise not_seen(unseen, worker)
+
+
+def _items(conversion: Conversion, threads: int) -> list[Item]:
+    sizes = conversion.data_bytes_by_rank()
+    # Better several workers read the same rows than that some have nothing to do.
+    together = max(1, min(conversion.most_together, len(conversion.ranks) // threads))
+    groups = conversion.reading_groups(conversion.ranks, together)
+    count = max(_LEAST_ITEMS, _ITEMS_PER_THREAD * threads)
+    return [Item(ranks, sum(sizes[rank] for rank in ranks)) for ranks in bundles(groups, sizes, count)]
+
+
+def _elsewhere(conversion: Conversion) -> Request:
+    """The request as another process has to be given it; a step that is saved meanwhile changes nothing."""
+    request = conversion.request
+    src = request.src
+    return replace(
+        request,
+        src=_absolute(src) if isinstance(src, str) else {rank: _absolute(path) for rank, path in src.items()},
+        dst=_absolute(request.dst),
+        step=request.step if conversion.step.step is None else str(conversion.step.step),
+    )
+
+
+def _absolute(path: str) -> str:
+    """Not normalised, because links may make `a/..` something else."""
+    return os.path.join(os.getcwd(), path)
+
+
+def _check_version(version: Optional[str], who: str) -> None:
+    if version != __version__:
+        has = "has no reshard" if version is None else f"has reshard {version}"
+        raise InputError(f"{who} {has}, here is {__version__}", hint=INSTALL)

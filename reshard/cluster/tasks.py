@@ -1,0 +1,182 @@
+"""What runs on the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Callable, TypeVar, Union
+
+from distributed import get_worker
+
+from reshard._version import __version__
+from reshard.checkpoints import FileHandles, read_index
+from reshard.errors import InputError, ReshardError, RetryableError
+from reshard.execute import ExecutionOptions, Progress
+from reshard.plan.conversion import Request
+from reshard.report import Report
+from reshard.source_crcs import check_source_crcs
+from reshard.transform import Options, Part, prepare
+from reshard.wording import some_names
+
+TOPIC = "reshard"
+# Seconds between a task's words.
+TICK = 0.5
+# Seconds until a file made elsewhere is seen here.
+_SEEN_AFTER = 5.0
+
+INSTALL = "the scheduler and all workers need the version of reshard that is installed here"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all items of a run have in common; paths are absolute.
+
+    Attributes:
+        run: a name for the run.
+        request: what is converted to what.
+        options: how; its jobs are the CPUs of one item at the most.
+        sources: see `transform.Part`.
+        sign: the file that is there while the client is.
+        fixed_jobs: the worker's number of threads does not bound the jobs.
+    """
+
+    run: str
+    request: Request
+    options: Options
+    sources: str
+    sign: str
+    fixed_jobs: bool
+
+
+def packed(work: Work) -> bytes:
+    """What all tasks are handed; Dask is not to unpack it, which a worker with another version could not."""
+    return zlib.compress(pickle.dumps(work))
+
+
+def unseen_paths(paths: Sequence[str]) -> list[str]:
+    """Those of these paths that do not exist here."""
+    deadline = time.monotonic() + _SEEN_AFTER
+    while True:
+        unseen = [path for path in paths if not os.path.exists(path)]
+        if not unseen or time.monotonic() > deadline:
+            return unseen
+        time.sleep(0.1)
+
+
+def not_seen(paths: Sequence[str], worker: str) -> InputError:
+    """The error for paths that a worker lacks."""
+    return InputError(
+        f"Dask worker {worker} does not see {some_names(paths, 1)}",
+        file=paths[0],
+        hint="SRC and DST must be there under the same paths on all workers, and on this machine",
+    )
+
+
+def check_crc(version: str, path: str, max_memory: int) -> Union[list[str], ReshardError]:
+    """Check a source file's CRC; returns what is to be noted."""
+
+    def check() -> list[str]:
+        report = Report()
+        with FileHandles() as handles:
+            check_source_crcs([read_index(handles, path)], ExecutionOptions(1, max_memory), handles, report, Progress())
+        return report.notes
+
+    return _answer(version, check)
+
+
+def write_targets(
+    version: str, packed: bytes, number: int, ranks: tuple[int, ...]
+) -> Union[dict[int, int], ReshardError]:
+    """Write target ranks; returns the sizes of their files in bytes."""
+
+    def write() -> dict[int, int]:
+        work: Work = pickle.loads(zlib.decompress(packed))
+        worker = get_worker()
+        if unseen_paths([os.path.dirname(work.sign)]):
+            raise not_seen([os.path.dirname(work.sign)], worker.address)
+        telling = _Telling(work, number, worker.log_event)
+        telling.see_client()
+        jobs = work.options.jobs if work.fixed_jobs else min(work.options.jobs, worker.state.nthreads)
+        options = replace(work.options, jobs=jobs, part=Part(frozenset(ranks), work.sources))
+        with prepare(work.request, options, progress=telling) as prepared:
+            # Planning may have taken long.
+            telling.see_client()
+            summary = prepared.carry_out(telling)
+        return {rank: os.stat(path).st_size for rank, path in summary.target_files.items()}
+
+    return _answer(version, write)
+
+
+def _answer(version: str, function: Callable[[], T]) -> Union[T, ReshardError]:
+    """What a function returns, or its error: raised where Dask is to try again, else returned."""
+    worker = get_worker().address
+    if version != __version__:
+        return InputError(f"Dask worker {worker} has reshard {__version__}, not {version}", hint=INSTALL)
+    try:
+        return function()
+    except _ClientGone as error:
+        return RetryableError(f"{error} is gone, so work on Dask worker {worker} ended")
+    except ReshardError as error:
+        error.message += f" (Dask worker {worker})"
+        if error.status == 1:
+            raise
+        return error
+
+
+class _ClientGone(Exception):
+    """Nobody wants the work any more; names the file that stood for the client."""
+
+
+class _Telling(Progress):
+    """Tells the client how far an item is, and ends the work when the client is gone."""
+
+    def __init__(self, work: Work, number: int, log_event: Callable[[str, Any], None]) -> None:
+        self._work = work
+        self._number = number
+        self._log_event = log_event
+        self._bytes = 0
+        self._committed: list[tuple[int, int]] = []
+        self._last = time.monotonic()
+
+    def wrote(self, count: int) -> None:
+        """Count, and tell now and then."""
+        self._bytes += count
+        if time.monotonic() - self._last > TICK:
+            self._tell()
+
+    def committed(self, rank: int, size: int) -> None:
+        """Tell."""
+        self._committed.append((rank, size))
+        self._tell()
+
+    def see_client(self) -> None:
+        """See that the client is still there.
+
+        Raises:
+            _ClientGone: it is not.
+        """
+        # Where it cannot be told, it is there.
+        with contextlib.suppress(OSError):
+            try:
+                os.stat(self._work.sign)
+            except FileNotFoundError:
+                raise _ClientGone(self._work.sign) from None
+
+    def _tell(self) -> None:
+        self._last = time.monotonic()
+        self.see_client()
+        message = {
+            "run": self._work.run,
+            "item": self._number,
+            "bytes": self._bytes,
+            "committed": self._committed,
+        }
+        self._log_event(TOPIC, message)
+        self._committed = []
