@@ -13,8 +13,12 @@ from unittest import mock
 from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints import storage as storage_module
 from reshard.execute import run as run_module
+from reshard.plan.conversion import Request, plan
+from reshard.report import Report
+from reshard.strategies import read_strategy
 from tests.conftest import LONG
 from tests.layouts import holders, json_is_ambiguous, layouts, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered
@@ -429,3 +433,22 @@ def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject
 
 def test_the_reference_of_one_device_lists_nothing() -> None:
     assert names_of(ONE_DEVICE) == set() and rank_count(ONE_DEVICE) == 1
+
+
+@examples(40)
+@given(st.data())
+def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source = data.draw(strategies(full), label="source")
+    target = data.draw(strategies(full), label="target")
+    left = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
+    with tempfile.TemporaryDirectory() as directory, FileHandles() as handles:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED))
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        request = Request(str(root / "src"), "dst", read_strategy(str(old)), read_strategy(str(new)))
+        whole, part = plan(request, handles, Report()), plan(request, handles, Report())
+        part.ranks, part.most_together = tuple(sorted(left)), data.draw(st.integers(1, 4))
+        expected = {made.rank: made.tensors for group in whole.target_groups() for made in group}
+        found = {made.rank: made.tensors for group in part.target_groups() for made in group}
+        assert found == {rank: expected[rank] for rank in left}

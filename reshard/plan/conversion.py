@@ -11,6 +11,7 @@ The plan of all ranks is never held as objects; `Conversion.target_file` makes o
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -199,6 +200,7 @@ class Conversion:
         self.request = request
         self.step: SourceStep = selection.step
         self.ranks = request.ranks if request.ranks is not None else tuple(range(request.target.device_count))
+        self._asked = self.ranks
         self._choice = choice
         self.parameters = selection.parameters
         self._report = report
@@ -232,7 +234,7 @@ class Conversion:
     def groups_of(self, ranks: Sequence[int], names: Optional[Collection[str]] = None) -> Iterator[list[TargetFile]]:
         """Like `target_groups`, of some of the target ranks, ascending, and of some parameters alone."""
         for members in self.reading_groups(ranks, self.most_together):
-            yield [self.target_file(rank, members[0], names) for rank in members]
+            yield [self.target_file(rank, names) for rank in members]
 
     def reading_groups(self, ranks: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
         """Some of the target ranks, ascending, in groups of ``most`` at the most that read the same rows."""
@@ -291,19 +293,29 @@ class Conversion:
                 found[rank] = known[key]
         return found
 
-    def target_file(
-        self, rank: int, leader: Optional[int] = None, names: Optional[Collection[str]] = None
-    ) -> TargetFile:
+    @functools.cached_property
+    def _leaders(self) -> dict[int, int]:
+        """The rank whose replicas each target rank prefers, because they read the same rows.
+
+        It does not depend on which ranks are still to be written, nor on how many together: every part
+        of a run reads the files that were chosen, and checked, for all of it.
+        """
+        groups = self.reading_groups(self._grouped(), MOST_MEMBERS)
+        return {rank: members[0] for members in groups for rank in members}
+
+    def _grouped(self) -> Sequence[int]:
+        """Target ranks that may be written together, of those asked for, ascending."""
+        return self._asked
+
+    def target_file(self, rank: int, names: Optional[Collection[str]] = None) -> TargetFile:
         """What one target rank's file is made of.
 
         Args:
             rank: the target rank.
-            leader: the rank whose replicas it prefers, because they are written together and read the
-                same rows; by default its own.
             names: only these parameters, and nothing that is copied; by default everything.
         """
         stage = self.request.target.stage_of(rank)
-        leader = rank if leader is None else leader
+        leader = self._leaders[rank]
         base = [self._base(leader)] + ([self._base(rank)] if rank != leader else [])
         made: list[tuple[OutputTensor, TargetTensor]] = []
         for kind in self.kinds_of(stage):

@@ -117,12 +117,13 @@ class Recovery(Conversion):
             if self.intact(rank):
                 yield [self.target_file(rank)]
 
-    def target_file(
-        self, rank: int, leader: Optional[int] = None, names: Optional[Collection[str]] = None
-    ) -> TargetFile:
+    def _grouped(self) -> Sequence[int]:
+        return [rank for rank in self._asked if not self.intact(rank)]
+
+    def target_file(self, rank: int, names: Optional[Collection[str]] = None) -> TargetFile:
         """What one rank's file is made of."""
         if not self.intact(rank):
-            return super().target_file(rank, leader, names)
+            return super().target_file(rank, names)
         index = self.step.indexes[rank]
         box = ((0, index.size),)
         source = StoredSlice(index.path, rank, ((0, index.size),), box)
