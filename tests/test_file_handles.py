@@ -49,6 +49,22 @@ def test_the_longest_unused_is_closed_first(paths: list[str]) -> None:
         assert handles.opened == 4
 
 
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_file_that_was_replaced_is_not_opened_again_as_if_it_were_the_same(
+    paths: list[str], tmp_path: Path, same_size: bool
+) -> None:
+    with FileHandles(limit=1) as handles:
+        for path in paths[:2]:
+            with handles.borrow(path):
+                pass
+        (tmp_path / "new").write_bytes(b"x" if same_size else b"other")
+        os.utime(tmp_path / "new", ns=(1, 1))
+        os.replace(tmp_path / "new", paths[0])
+        with pytest.raises(OSError, match="replaced or changed") as caught, handles.borrow(paths[0]):
+            pass
+        assert isinstance(reading_error(paths[0], caught.value), RetryableError)
+
+
 def test_no_more_than_the_limit_stay_open(paths: list[str]) -> None:
     handles = FileHandles(limit=2)
     fds = []

@@ -77,13 +77,16 @@ class FileHandles:
         self.opened = 0
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
+        # Size and time of every file when it was first opened.
+        self._first_seen: dict[str, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def borrow(self, path: str) -> Iterator[int]:
         """A descriptor of ``path``, open for reading while the block runs.
 
         Raises:
-            OSError: the file cannot be opened; see `reading_error`.
+            OSError: the file cannot be opened, or is another one than when it was opened before; see
+                `reading_error`.
         """
         with self._lock:
             handle = self._handles.setdefault(path, _Handle())
@@ -130,9 +133,22 @@ class FileHandles:
             # Somebody else took the descriptors that we counted on: make room and try once more.
             self.close()
             fd = os.open(path, flags)
+        try:
+            self._check_unchanged(path, os.fstat(fd))
+        except OSError:
+            os.close(fd)
+            raise
         with self._lock:
             self.opened += 1
         return fd
+
+    def _check_unchanged(self, path: str, status: os.stat_result) -> None:
+        """Refuse a file of which the header, or a part of the contents, was read when it was another one."""
+        seen = (status.st_size, status.st_mtime_ns)
+        with self._lock:
+            first_seen = self._first_seen.setdefault(path, seen)
+        if seen != first_seen:
+            raise OSError(errno.ESTALE, "it was replaced or changed while it was read", path)
 
     def _close_idle(self, keep: int) -> None:
         """Close the longest unused descriptors until ``keep`` are left, as far as they are idle."""
