@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -13,9 +14,10 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import CheckpointError, TargetError, UsageError
 from reshard.plan.selection import Filters
 from reshard.records import Manifest, read_manifest
+from reshard.records.status import status_of
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from reshard.transform import usable_cpus
@@ -73,6 +75,7 @@ def verify(
     report = Report(listener(typed["quiet"]))
     filters = Filters(typed["include"], typed["exclude"])
     found: list[Difference] = []
+    unchecked: list[int] = []
     with FileHandles() as handles:
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress_bar(typed["quiet"]))
         if replicas:
@@ -115,20 +118,35 @@ def verify(
         elif not replicas:
             manifest = read_manifest(out)
             found += _against_manifest(out, manifest, ranks, means)
-            _tell_unchecked(manifest, ranks, report)
+            unchecked = _unchecked(out, manifest, ranks, report)
     if typed["as_json"]:
-        echo_json({"differences": [difference._asdict() for difference in found]})
-    tell_differences(found, typed["quiet"], to_standard_output=not typed["as_json"])
+        echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
+    tell_differences(found, typed["quiet"], to_standard_output=not typed["as_json"], unchecked=unchecked)
 
 
-def tell_differences(found: Sequence[Difference], quiet: bool, to_standard_output: bool = False) -> None:
-    """Print every difference and a line that sums up; with any, end with exit status 4."""
+def tell_differences(
+    found: Sequence[Difference], quiet: bool, to_standard_output: bool = False, unchecked: Sequence[int] = ()
+) -> None:
+    """Print every difference and a line that sums up; with any, end with exit status 4.
+
+    Args:
+        found: the differences.
+        quiet: say nothing where there are none.
+        to_standard_output: where the differences go; the rest goes to standard error.
+        unchecked: ranks whose contents were not compared.
+    """
     for difference in found:
         click.echo(printable(str(difference)), err=not to_standard_output)
     if found:
         click.echo(f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used", err=True)
         click.get_current_context().exit(DIFFERENT)
-    if not quiet:
+    if quiet:
+        return
+    if unchecked:
+        click.echo(
+            f"no differences in sizes and headers; contents of {rank_ranges(unchecked)} were not compared", err=True
+        )
+    else:
         click.echo("verified: no differences", err=True)
 
 
@@ -144,16 +162,24 @@ def _of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
     return dataclasses.replace(manifest, files=tuple(file for file in manifest.files if file.rank in ranks))
 
 
-def _tell_unchecked(manifest: Manifest, ranks: Optional[tuple[int, ...]], report: Report) -> None:
-    """Say whose contents were not compared."""
+def _unchecked(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], report: Report) -> list[int]:
+    """Ranks whose contents were not compared; says why, and which of them may have been changed."""
     files = _of_ranks(manifest, ranks).files
     unchecked = [file.rank for file in files if file.crc32 is None]
-    if unchecked:
-        whose = "no checksums" if len(unchecked) == len(files) else f"no checksums of {rank_ranges(unchecked)}"
-        report.note(
-            f"the manifest has {whose}, so {'' if len(unchecked) == len(files) else 'their '}contents were not "
-            "compared; give --src, or convert with --checksum crc32"
-        )
+    if not unchecked:
+        return []
+    of_whom = "" if len(unchecked) == len(files) else f" of {rank_ranges(unchecked)}"
+    report.note(
+        f"the manifest has no checksums{of_whom}; to compare contents give --src, or convert with --checksum crc32"
+    )
+    with contextlib.suppress(TargetError):
+        changed = sorted(set(status_of(out).changed) & set(unchecked))
+        if changed:
+            report.warn(
+                f"files of {rank_ranges(changed)} have another time than when they were written: they may have been "
+                "changed since"
+            )
+    return unchecked
 
 
 def _manifest(out: str) -> Optional[Manifest]:
