@@ -48,8 +48,7 @@ def transfers_of(conversion: Conversion, execution: ExecutionOptions) -> Transfe
     """What a conversion moves for the target ranks that it is still to write."""
     found = Transfers()
     for stage in conversion.stages.values():
-        first, last = stage.first_rank, stage.first_rank + stage.device_count
-        ranks = [rank for rank in conversion.ranks if first <= rank < last]
+        ranks = [rank for rank in conversion.ranks if rank in stage.ranks]
         if isinstance(conversion, Recovery):
             intact = [rank for rank in ranks if conversion.intact(rank)]
             for rank in intact:

@@ -3,23 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Optional
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers with runs written short: ``0-3,7``."""
-    runs: list[list[int]] = []
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(numbers))
+
+
+def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
+    """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
+
+    For people: what takes more than ``most`` such ranges ends in how many numbers are left out.
+    """
+    runs = _runs(numbers)
+    said: list[str] = []
+    first = 0
+    while first < len(runs) and len(said) < most:
+        start, stop = runs[first]
+        last = first
+        step = runs[first + 1][0] - start if first + 1 < len(runs) else 0
+        while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, runs[last][0] + step + stop - start):
+            last += 1
+        if last < first + 2:
+            said.append(str(start) if start == stop else f"{start}-{stop}")
+            last = first
+        elif start == stop:
+            said.append(f"{start}-{runs[last][0]} step {step}")
+        else:
+            said.append(f"{start}-{stop}..{runs[last][0]}-{runs[last][1]} step {step}")
+        first = last + 1
+    left = sum(stop - start + 1 for start, stop in runs[first:])
+    return ",".join(said) + (f" and {left} more" if left else "")
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of every run of neighbours, ascending."""
+    runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+            runs[-1] = (runs[-1][0], number)
         else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append((number, number))
+    return runs
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-3,7``."""
     numbers = sorted(set(ranks))
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {number_ranges(numbers)}"
+
+
+def stepped_rank_ranges(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-504 step 8``, for people."""
+    numbers = set(ranks)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {stepped_ranges(numbers)}"
+
+
+def step_words(step: Optional[object]) -> str:
+    """``step 3_10``, or ``the checkpoint`` where names tell no step."""
+    return "the checkpoint" if step is None else f"step {step}"
+
+
+def some_numbers(numbers: Sequence[int], most: int = 16) -> str:
+    """The first numbers of a list and how many more there are."""
+    return some_names([str(number) for number in numbers], most)
 
 
 def some_names(names: Sequence[str], most: int = 5) -> str:
@@ -53,34 +101,3 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Printable text with newlines escaped as well."""
     return printable(text).replace("\n", "\\n")
-
-
-def stepped_ranges(numbers: Iterable[int], most: int = 12) -> str:
-    """Ascending numbers with regular gaps written short: ``0-504 step 8``, ``0-3..504-507 step 8``.
-
-    For people: what takes more than ``most`` such ranges ends in how many numbers are left out.
-    """
-    runs: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    said: list[str] = []
-    first = 0
-    while first < len(runs) and len(said) < most:
-        start, stop = runs[first]
-        last = first
-        step = runs[first + 1][0] - start if first + 1 < len(runs) else 0
-        while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, runs[last][0] + step + stop - start):
-            last += 1
-        if last < first + 2:
-            said.append(str(start) if start == stop else f"{start}-{stop}")
-            last = first
-        elif start == stop:
-            said.append(f"{start}-{runs[last][0]} step {step}")
-        else:
-            said.append(f"{start}-{stop}..{runs[last][0]}-{runs[last][1]} step {step}")
-        first = last + 1
-    left = sum(stop - start + 1 for start, stop in runs[first:])
-    return ",".join(said) + (f" and {left} more" if left else "")

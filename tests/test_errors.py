@@ -13,6 +13,7 @@ import pytest
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
 from tests.small import COPIED, PLAIN, SOURCE, TARGET, World, tensors
+from tests.strategy_writing import group_info
 from tests.trees import (
     cut_ranks,
     layout,
@@ -676,10 +677,15 @@ def test_ranks_beyond_any_cluster_are_wrong_usage(world: World) -> None:
 
 def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> None:
     world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
+    assert "clear\\x1b" in done(*world.words(command="plan")).out
+    assert "clear\\x1b" in done(*world.words("--overwrite")).err
     write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**FULL, "clear\x1b[2J": scalar(7, shape=(1,))})
     result = reshard(*world.words("-v"))
     assert "\x1b" not in result.err + result.out
     assert "\x1b" not in reshard("inspect", world.src / "rank_0" / "net-1_10.ckpt").out
+    groups = world.root / "group_info.pb"
+    groups.write_bytes(group_info([0, 4], [("clear\x1b[2J\n[1, 5]", [0, 4])]))
+    assert done("group-info", "inspect", groups).out == "[0, 4]\n  clear\\x1b[2J\\n[1, 5]: [0, 4]\n"
 
 
 # What to do about it.

@@ -66,7 +66,7 @@ def test_without_a_strategy_completeness_is_called_a_guess(plain: World) -> None
     found = inspected(plain.src)
     assert [step["complete"] for step in found["steps"]] == [None, None]
     assert found["latest"] is None and found["strategy"] is None
-    assert steps(found)["1_12"]["absent"] == [1, 2] and steps(found)["1_10"]["absent"] == []
+    assert steps(found)["1_12"]["absent_ranks"] == [1, 2] and steps(found)["1_10"]["absent_ranks"] == []
     shown = done("inspect", plain.src).out
     for said in ("guess", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
         assert said in shown
@@ -190,7 +190,7 @@ def test_a_file_that_training_removes_meanwhile_is_said(plain: World, monkeypatc
     monkeypatch.setattr("reshard.inspection.tree.find_checkpoints", find)
     found = inspected(plain.src)
     assert str(gone) in finding(found, "vanished")["text"]
-    assert steps(found)["1_10"]["absent"] == [1]
+    assert steps(found)["1_10"]["absent_ranks"] == [1]
 
 
 # What a conversion refuses is a finding, not an error.
@@ -288,7 +288,7 @@ def assert_agrees(world: World) -> Optional[str]:
         assert steps(found)[latest["step"]]["complete"] is True
     else:
         for step in found["steps"]:
-            for line in step["missing"][:1]:
+            for line in step["reasons"][:1]:
                 assert flat(line) in flat(result.err)
     taken: Optional[str] = latest["step"]
     return taken
@@ -321,7 +321,7 @@ def test_what_is_missing_is_named(plain: World) -> None:
     plain.save(FULL, NEWER, ranks=[1, 3])
     found = judged(plain)
     torn = steps(found)["1_12"]
-    assert torn["complete"] is False and torn["absent"] == [0, 2]
+    assert torn["complete"] is False and torn["absent_ranks"] == [0, 2]
     assert torn["lost"] == [{"parameters": ["w"], "ranks": [0, 2]}]
     assert steps(found)["1_10"]["complete"] is True and found["latest"] == {"found": True, "step": "1_10"}
     shown = done("inspect", plain.src, "--strategy", plain.old).out

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Optional
 
-import click
-
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
@@ -18,14 +16,14 @@ from reshard.cli.conversion import (
     summary_json,
     summary_lines,
 )
-from reshard.cli.output import echo_json
+from reshard.cli.output import echo_json, say
 from reshard.cli.progress import progress_bar
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.transform import Options, Summary, prepare
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -151,7 +149,7 @@ def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> li
 
 def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -> None:
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
-    step = f"step {summary.step}" if summary.step else "the checkpoint"
+    step = step_words(summary.step)
     if summary.ranks:
         first = (
             f"wrote {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
@@ -168,5 +166,4 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
         done_before = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
         lines.append(f"{done_before} had been written before by the same conversion; left as they are")
     lines += summary_lines(summary, verbose)
-    for line in lines:
-        click.echo(line, err=True)
+    say("\n".join(lines), to_standard_error=True)

@@ -19,7 +19,7 @@ from reshard.strategies import Strategy, read_strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
 from reshard.verify import step_files
-from reshard.wording import plural, printable, rank_ranges, some_names
+from reshard.wording import plural, printable, rank_ranges, some_names, step_words
 
 
 @command(
@@ -125,7 +125,7 @@ def _files(
         )
     for candidate in tree.candidates(step):
         absent = [rank for rank in ranks if rank not in candidate.files]
-        label = f"step {candidate.step}" if candidate.step is not None else "the checkpoint"
+        label = step_words(candidate.step)
         if not absent:
             report.note(f"{label} is read")
             return {rank: candidate.files[rank] for rank in ranks}

@@ -11,9 +11,9 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.output import echo_json, table
+from reshard.cli.output import echo_json, say, show_notes, table
 from reshard.errors import UsageError
-from reshard.wording import byte_size, plural, printable, stepped_ranges
+from reshard.wording import byte_size, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Contents, Finding, Stored, Total
@@ -59,8 +59,7 @@ def inspect(
 
         judged_by = None if strategy is None else read_strategy(strategy)
         if judged_by is not None:
-            for note in judged_by.notes:
-                click.echo(f"note: {printable(note)}", err=True)
+            show_notes(judged_by.notes)
         tree = inspect_tree(path, step, file_suffix, judged_by)
         if as_json:
             echo_json(_tree_json(tree, step))
@@ -133,12 +132,12 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
         "ranks": step.ranks,
         "files": [path for _, path, _ in step.files],
         "bytes": step.nbytes,
-        "absent": list(step.absent),
+        "absent_ranks": list(step.absent),
         "ambiguous": step.ambiguous,
         "saved_at": step.saved_at,
         "one_per_replica_group": step.one_per_group,
         "complete": step.complete,
-        "missing": list(step.missing),
+        "reasons": list(step.missing),
         "lost": [{"parameters": names, "ranks": sorted(ranks)} for ranks, names in lost.items()],
         "not_saved": list(step.not_saved),
         "damaged": [{"rank": rank, "reason": reason} for rank, reason in step.damaged.items()],
@@ -183,11 +182,11 @@ def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
 def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     index = file.index
     crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
-    _say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
+    say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
     _show_totals(file.contents)
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
-        _say("metadata: " + ", ".join(f"{key}={value}" for key, value in marks.items()))
+        say("metadata: " + ", ".join(f"{key}={value}" for key, value in marks.items()))
     _show_findings(file.findings, verbose)
     _show_tensors(file.contents, verbose, per_file=True)
 
@@ -196,7 +195,7 @@ def _show_totals(contents: Contents) -> None:
     for title, totals in (("types", contents.by_dtype()), ("kinds", contents.by_kind())):
         if totals:
             told = (f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
-            _say(f"{title}: " + ", ".join(told))
+            say(f"{title}: " + ", ".join(told))
 
 
 def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> None:
@@ -229,7 +228,7 @@ def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> 
     table("", columns, cells)
     if len(rows) > len(shown):
         left = sum(count for _, count, _ in rows[len(shown) :])
-        _say(f"... and {plural(left, 'tensor')} more; -v shows all")
+        say(f"... and {plural(left, 'tensor')} more; -v shows all")
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -239,7 +238,7 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
     held = len({rank for item in tree.steps for rank in item.ranks})
-    _say(f"{tree.path}: {plural(held, 'rank')}, {plural(len(tree.steps), 'step')}, {size}")
+    say(f"{tree.path}: {plural(held, 'rank')}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
     shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
     rows = []
@@ -248,15 +247,15 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
         rows.append([*told, _state(item, judged)])
     table("", ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"], rows)
     if len(shown) < len(tree.steps):
-        _say(f"... and {plural(len(tree.steps) - len(shown), 'older step')}; -v shows all")
+        say(f"... and {plural(len(tree.steps) - len(shown), 'older step')}; -v shows all")
     for item in tree.steps:
         if item.complete is False:
-            _say(f"{_label(item)} is not complete:")
+            say(f"{_label(item)} is not complete:")
             _show_lines(item.missing, verbose)
     if judged and step == "latest":
-        _say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
+        say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif not judged:
-        _say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
+        say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
     _show_findings(tree.findings, verbose)
     # The step that is taken says most; without one, the newest that was read.
     read = [item for item in tree.steps if item.contents is not None]
@@ -275,10 +274,6 @@ _SAVED_AT = {
 }
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {stepped_ranges(ranks)}"
-
-
 def _state(step: InspectedStep, judged: bool) -> str:
     words = []
     if step.ambiguous:
@@ -288,14 +283,14 @@ def _state(step: InspectedStep, judged: bool) -> str:
     elif judged:
         words.append("not looked at")
     else:
-        words.append(f"not on {_ranks(step.absent)}" if step.absent else "on all ranks")
+        words.append(f"not on {stepped_rank_ranges(step.absent)}" if step.absent else "on all ranks")
         # Groups of replicas are of one size, nearly always.
         if step.absent and not (len(step.ranks) + len(step.absent)) % max(1, len(step.ranks)):
             words.append("torn or saved by one rank of each replica group")
     if step.one_per_group and step.complete is not False:
         words.append("one rank of each replica group, as at an end of life")
     elif step.absent and step.complete:
-        words.append(f"without {_ranks(step.absent)}, whose replicas are there")
+        words.append(f"without {stepped_rank_ranges(step.absent)}, whose replicas are there")
     if step.damaged:
         words.append(f"{plural(len(step.damaged), 'file')} damaged")
     if step.saved_at is not None:
@@ -312,15 +307,15 @@ def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
         _show_lines(rest, verbose)
         _show_lines(finding.hint.split("\n") if finding.hint else [], verbose)
     if len(shown) < len(findings):
-        _say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
+        say(f"... and {plural(len(findings) - len(shown), 'more finding')}; -v shows all")
 
 
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
     """Lines that may be many, and name hundreds of parameters, as far as a screen has room."""
     for line in lines if verbose else lines[:_MOST_FINDINGS]:
-        _say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
+        say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
     if not verbose and len(lines) > _MOST_FINDINGS:
-        _say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")
+        say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")
 
 
 def _show_contents(step: InspectedStep, verbose: bool) -> None:
@@ -332,26 +327,22 @@ def _show_contents(step: InspectedStep, verbose: bool) -> None:
     files = sum(len(ranks) for ranks, _ in contents.sets)
     whole = "" if step.full_bytes is None else f"; its parameters whole are {byte_size(step.full_bytes)}"
     told = [plural(files, "file"), *contents.formats, f"{contents.with_crc} with CRC"]
-    _say(f"\nheaders of {_label(step)}: {', '.join(told)}, {plural(len(contents.stored), 'name')}{whole}")
+    say(f"\nheaders of {_label(step)}: {', '.join(told)}, {plural(len(contents.stored), 'name')}{whole}")
     _show_totals(contents)
     sets = contents.sets
     if len(sets) == 1:
-        _say("all files hold the same names")
+        say("all files hold the same names")
     elif sets:
-        _say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
-        lines = [f"{_ranks(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
+        say(f"{len(sets)} sets of names (pipeline stages, a de-duplicated save, or files that lack something):")
+        lines = [f"{stepped_rank_ranges(ranks)}: {plural(len(names), 'name')}" for ranks, names in sets]
         if len(sets) > _MOST_FINDINGS:
             sizes = sorted({len(names) for _, names in sets})
             span = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             lines = lines if verbose else [f"{span} names each; -v shows all"]
         _show_lines(lines, verbose)
     if step.not_saved:
-        _say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
+        say(f"in the strategy but in no file: {plural(len(step.not_saved), 'parameter')}")
         known = {item.name for item in contents.stored}.union(step.not_saved)
         for line in step.not_saved if verbose else pattern_lines(step.not_saved, known, 5):
-            _say(f"  {line}")
+            say(f"  {line}")
     _show_tensors(contents, verbose)
-
-
-def _say(text: str) -> None:
-    click.echo(printable(text))

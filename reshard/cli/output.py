@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Callable
 
 import click
@@ -33,6 +34,18 @@ def listener(quiet: bool) -> Callable[[str, str], None]:
             _echo_aside(f"note: {text}")
 
     return show
+
+
+def show_notes(notes: Iterable[str]) -> None:
+    """Show what was noted, on standard error, for commands that cannot be quiet."""
+    show = listener(quiet=False)
+    for note in notes:
+        show("note", note)
+
+
+def say(text: str, to_standard_error: bool = False) -> None:
+    """Print a line or lines for people, whatever names of files and parameters they hold."""
+    click.echo(printable(text), err=to_standard_error)
 
 
 def _echo_aside(line: str) -> None:
@@ -63,8 +76,8 @@ def terminal_width() -> int:
     return get_terminal_size().columns
 
 
-def write_picture(path: str, picture: bytes) -> None:
-    """Write an SVG file whole, in place of an older one, and say so.
+def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
+    """Write an SVG file whole, in place of an older one, and say so unless quiet.
 
     Raises:
         UnwritableError: it cannot be written.
@@ -75,7 +88,7 @@ def write_picture(path: str, picture: bytes) -> None:
         write_whole(path, picture)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
-    click.echo(f"note: drew {printable(path)}", err=True)
+    listener(quiet)("note", f"drew {path}")
 
 
 def _on_terminal() -> bool:

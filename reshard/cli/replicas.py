@@ -8,7 +8,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.output import echo_json
+from reshard.cli.output import echo_json, show_notes
 from reshard.errors import UsageError
 
 
@@ -50,8 +50,7 @@ def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[s
     else:
         # A shell expands a pattern after --group-info to several words.
         found = replicas_of_group_infos([read_group_info(path) for path in (*group_info, *more)])
-    for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+    show_notes(found.notes)
     if as_json:
         echo_json([{"ranks": list(group.ranks), "stage": group.stage} for group in found.groups])
         return

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Callable, NamedTuple, Optional
 
-from reshard.pictures.slices import Arrangement, Slice, shown_positions
+from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.wording import plural
 
 _MOST_MATRIX_ROWS = 8
@@ -41,7 +41,7 @@ def picture_lines(arrangement: Arrangement, width: int, paint: Paint) -> list[st
         slices = _grid(drawn, width, paint)
     does = (*arrangement.axis_lines(), *arrangement.dimension_lines())
     lines = [
-        arrangement.stage_text,
+        arrangement.holding.stage.label,
         "",
         f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}",
         *(part for line in does for part in _folded(line, width)),
@@ -64,11 +64,11 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     columns, rows = sizes[-1], math.prod(sizes[:-1])
     positions = shown_positions(rows, _MOST_MATRIX_ROWS)
     labels = [
-        "..." if row is None else f"axis {len(sizes) - 1}: {row}" if len(sizes) == 2 else _coordinates(row, sizes[:-1])
+        "..."
+        if row is None
+        else ", ".join(f"axis {len(sizes) - 1 - place}: {at}" for place, at in enumerate(coordinates(row, sizes[:-1])))
         for row in positions
     ]
-    if len(sizes) == 1:
-        labels = [""]
     left = max(map(len, labels)) + 2
     last = arrangement.layout.device_count - 1
     widest = max(len(arrangement.rank_label(last)), len(str(columns))) + 2
@@ -85,18 +85,9 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
             said = arrangement.rank_label(local)
             cells.append(" " * (widest - len(said)) + paint(said, drawn.colour_of_rank(local)))
         lines.append(f"  {label:{left}}{'':7}{''.join(cells)}")
-    if arrangement.layout.slice_count < arrangement.layout.device_count:
+    if arrangement.layout.copies > 1:
         lines += _folded(f"{arrangement.rank_label(last)}: the first holds the same slice as the second", width)
     return lines
-
-
-def _coordinates(row: int, sizes: Sequence[int]) -> str:
-    """A row's place along every axis but the last."""
-    said = []
-    for axis, size in enumerate(reversed(sizes), 1):
-        row, at = divmod(row, size)
-        said.append(f"axis {axis}: {at}")
-    return ", ".join(reversed(said))
 
 
 def _grid(arrangement: Arrangement, width: int, paint: Paint) -> Optional[list[str]]:

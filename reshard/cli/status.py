@@ -6,7 +6,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json
+from reshard.cli.output import echo_json, say
 from reshard.records.status import Status, status_of
 from reshard.wording import byte_size, number_ranges, plural
 
@@ -37,8 +37,7 @@ def status(dst: str, as_json: bool) -> None:
             }
         )
         return
-    for line in _lines(dst, found):
-        click.echo(line)
+    say("\n".join(_lines(dst, found)))
 
 
 def _lines(dst: str, found: Status) -> list[str]:

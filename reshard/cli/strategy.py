@@ -8,10 +8,10 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import Group, argument, command, option
-from reshard.cli.output import echo_json
+from reshard.cli.output import echo_json, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import read_strategy
-from reshard.wording import number_ranges, plural
+from reshard.wording import number_ranges, one_line, plural
 
 
 @command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
@@ -50,6 +50,7 @@ def rank_list(
             f"--available: rank {number_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
             f"{plural(source.device_count, 'rank')}"
         )
+    show_notes((*source.notes, *target.notes))
     ranks = ReplicaChoice(source, target).ranks(rank, available)
     if as_json:
         echo_json({"rank": rank, "ranks": list(ranks)})
@@ -65,9 +66,8 @@ def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
     from reshard.strategies import merge_pipeline as merge
 
-    for note in merge(strategy_dir, dst_file):
-        click.echo(f"note: {note}", err=True)
-    click.echo(f"merged {strategy_dir} into {dst_file}", err=True)
+    show_notes(merge(strategy_dir, dst_file))
+    say(f"merged {strategy_dir} into {dst_file}", to_standard_error=True)
 
 
 @click.group("group-info", cls=Group)
@@ -80,7 +80,7 @@ def group_info() -> None:
 @options.json_output
 @options.debug
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
-    """Print, per group_info FILE, the ranks with identical checkpoints, then the groups."""
+    """Print ranks with identical checkpoints, then the groups, per FILE."""
     from reshard.strategies import read_group_info
 
     infos = [read_group_info(path) for path in files]
@@ -98,7 +98,7 @@ def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
         return
     for info in infos:
         if len(infos) > 1:
-            click.echo(f"{info.file}:")
+            say(f"{info.file}:")
         click.echo(str(list(info.restore_ranks)))
         for name, ranks in info.groups:
-            click.echo(f"  {name}: {list(ranks)}")
+            say(f"  {one_line(name)}: {list(ranks)}")

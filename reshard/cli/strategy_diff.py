@@ -8,15 +8,14 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json
-from reshard.cli.strategy_show import layout_row
+from reshard.cli.layouts import layout_row, strategy_words
+from reshard.cli.output import echo_json, say, show_notes
 from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
-from reshard.pictures.slices import some_numbers
 from reshard.plan.changes import Change, Changes, Move, Span, changes_between
 from reshard.plan.replicas import Holding
 from reshard.strategies import Strategy, read_strategy
-from reshard.wording import plural, printable, rank_ranges
+from reshard.wording import plural, some_numbers
 
 _MOST_PATTERNS = 20
 
@@ -27,16 +26,15 @@ _MOST_PATTERNS = 20
 @options.json_output
 @options.debug
 def strategy_diff(source: str, target: str, as_json: bool) -> None:
-    """Show what changes from strategy A to strategy B: files, directories, or none.
+    """Show what changes from strategy A to strategy B.
 
-    Parameters that change alike are shown together: how each dimension is cut, optimizer shards,
-    replicas and stages before and after, how the slices of B are made of those of A, and how many
-    source ranks a target rank reads for one such parameter. The exit status is 0 whether or not
-    the strategies differ.
+    Either is a file, a directory, or none. Parameters that change alike are shown together: how each
+    dimension is cut, optimizer shards, replicas and stages before and after, how the slices of B are
+    made of those of A, and how many source ranks a target rank reads for one such parameter. The exit
+    status is 0 whether or not the strategies differ.
     """
     before, after = read_strategy(source), read_strategy(target)
-    for note in (*before.notes, *after.notes):
-        click.echo(f"note: {printable(note)}", err=True)
+    show_notes((*before.notes, *after.notes))
     found = changes_between(before, after)
     if as_json:
         echo_json(
@@ -49,11 +47,11 @@ def strategy_diff(source: str, target: str, as_json: bool) -> None:
             }
         )
         return
-    click.echo("\n".join(_lines(before, after, found)))
+    say("\n".join(_lines(before, after, found)))
 
 
 def _lines(before: Strategy, after: Strategy, found: Changes) -> Iterator[str]:
-    yield from (f"{letter}: {_strategy_words(strategy)}" for letter, strategy in (("A", before), ("B", after)))
+    yield from (f"{letter}: {strategy_words(strategy)}" for letter, strategy in (("A", before), ("B", after)))
     known = {name: None for strategy in (before, after) for name in strategy.parameters}
     for change in found.changes:
         yield ""
@@ -115,7 +113,7 @@ def _differences(change: Change) -> list[str]:
                 said[f"cut of dimension {dimension}: {cuts[0]} -> {cuts[1]}"] = None
         numbers = {
             "optimizer shards": (before.shards, after.shards),
-            "replicas": (before.device_count // before.slice_count, after.device_count // after.slice_count),
+            "replicas": (before.copies, after.copies),
             "devices of the stage": (before.device_count, after.device_count),
         }
         for what, (old, new) in numbers.items():
@@ -158,18 +156,10 @@ def _stages(numbers: Sequence[int]) -> str:
 
 def _layout_words(holding: Holding) -> str:
     layout, stage = holding.layout, holding.stage
-    ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
-    words = f"stage {stage.number}, {ranks}, device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
+    words = f"{stage.label}, device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
     if layout.uneven is not None:
         words += f", dimension 0 by hand {some_numbers(layout.uneven)}"
     return words + (f", optimizer shards {layout.shards}" if layout.shards > 1 else "")
-
-
-def _strategy_words(strategy: Strategy) -> str:
-    devices, stages = plural(strategy.device_count, "device"), plural(len(strategy.stages), "stage")
-    return f"{printable(strategy.path)}: {devices} in {stages}" + (
-        "" if strategy.is_none else f", {plural(len(strategy.parameters), 'parameter')}"
-    )
 
 
 def _strategy_row(strategy: Strategy) -> dict[str, object]:
@@ -198,6 +188,4 @@ def _change_row(change: Change) -> dict[str, object]:
 
 
 def _holding_row(holding: Holding) -> dict[str, object]:
-    row = layout_row(holding.layout)
-    del row["shape"]
-    return {"stage": holding.stage.number, "first_rank": holding.stage.first_rank, **row}
+    return {"stage": holding.stage.number, "first_rank": holding.stage.first_rank, **layout_row(holding.layout)}

@@ -9,15 +9,16 @@ import click
 
 from reshard.cli import advice, completion, options
 from reshard.cli.command import command, option
-from reshard.cli.output import echo_json, paint, table, terminal_width, write_picture
+from reshard.cli.layouts import layout_row, strategy_words
+from reshard.cli.output import echo_json, paint, say, show_notes, table, terminal_width, write_picture
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
-from reshard.pictures.slices import Arrangement, some_numbers
+from reshard.pictures.slices import Arrangement
 from reshard.plan.replicas import Holding
 from reshard.strategies import Stage, Strategy, read_strategy
-from reshard.wording import one_line, plural, printable, rank_ranges
+from reshard.wording import one_line, plural, some_numbers
 
 _MOST_PATTERNS = 40
 # So many are listed one by one.
@@ -42,23 +43,23 @@ reshard strategy show src_strategy.ckpt \\
 @options.json_output
 @options.debug
 def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
-    """Show the layouts in a strategy FILE or DIR, or a picture of how one parameter PARAM lies on the ranks.
+    """Show layouts, or a picture of how one PARAM lies on the ranks.
 
-    Without PARAM, more than a few parameters are shown by layout, their names as patterns with counts.
-    With it: what each axis of the device matrix does, and which ranks hold which slice. Full shapes
-    are in JSON strategies only; without one, a slice lies at 1/8..2/8 of a dimension.
+    FILE is a strategy file, DIR a directory of them. Without PARAM, more than a few parameters are
+    shown by layout, their names as patterns with counts. With it: what each axis of the device matrix
+    does, and which ranks hold which slice. Full shapes are in JSON strategies only; without one, a
+    slice lies at 1/8..2/8 of a dimension.
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
     found = read_strategy(path)
-    for note in found.notes:
-        click.echo(f"note: {printable(note)}", err=True)
+    show_notes(found.notes)
     if parameter is not None:
         _show_parameter(found, parameter, svg, as_json)
     elif as_json:
         echo_json([row for stage in found.stages for row in _layout_rows(stage)])
     else:
-        click.echo(f"{printable(path)}: {plural(found.device_count, 'device')} in {plural(len(found.stages), 'stage')}")
+        say(strategy_words(found))
         for stage in found.stages:
             if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
                 _list_parameters(stage)
@@ -68,9 +69,7 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
 
 def _list_parameters(stage: Stage) -> None:
     rows = [[name, *_layout_words(layout).values()] for name, layout in stage.layouts.items()]
-    table(
-        _stage_words(stage), ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"], rows
-    )
+    table(stage.label, ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"], rows)
 
 
 def _group_parameters(stage: Stage) -> None:
@@ -81,9 +80,7 @@ def _group_parameters(stage: Stage) -> None:
         if id(layout) not in words:
             words[id(layout)] = tuple(f"{what} {said}" for what, said in _layout_words(layout).items())
         groups.setdefault(words[id(layout)], []).append(name)
-    lines = [
-        f"{_stage_words(stage)}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"
-    ]
+    lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
     for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         lines += ["", plural(len(names), "parameter"), *_flowing(said)]
         lines += [f"    {line}" for line in pattern_lines(names, stage.layouts, _MOST_PATTERNS)]
@@ -101,10 +98,6 @@ def _flowing(parts: Sequence[str]) -> list[str]:
     return lines
 
 
-def _stage_words(stage: Stage) -> str:
-    return f"stage {stage.number}: {rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))}"
-
-
 def _layout_words(layout: Layout) -> dict[str, str]:
     by_hand = "" if layout.uneven is None else f", by hand {some_numbers(layout.uneven)}"
     return {
@@ -112,25 +105,17 @@ def _layout_words(layout: Layout) -> dict[str, str]:
         "tensor map": layout.map_text,
         "cuts": f"{list(layout.tensor_cuts)}{by_hand}",
         "optimizer shards": str(layout.shards) if layout.shards != 1 else "-",
-        "replicas": str(layout.device_count // layout.slice_count),
+        "replicas": str(layout.copies),
     }
 
 
 def _layout_rows(stage: Stage) -> list[dict[str, object]]:
-    return [{"stage": stage.number, "parameter": name, **layout_row(layout)} for name, layout in stage.layouts.items()]
+    return [{"stage": stage.number, "parameter": name, **_layout_row(layout)} for name, layout in stage.layouts.items()]
 
 
-def layout_row(layout: Layout) -> dict[str, object]:
-    """A layout as JSON has it."""
-    return {
-        "device_matrix": list(layout.device_matrix),
-        "tensor_map": [list(axes) for axes in layout.tensor_map],
-        "cuts": list(layout.tensor_cuts),
-        "optimizer_shards": layout.shards,
-        "uneven": list(layout.uneven) if layout.uneven is not None else None,
-        "shape": list(layout.recorded_shape) if layout.recorded_shape is not None else None,
-        "replicas": layout.device_count // layout.slice_count,
-    }
+def _layout_row(layout: Layout) -> dict[str, object]:
+    shape = None if layout.recorded_shape is None else list(layout.recorded_shape)
+    return {**layout_row(layout), "shape": shape}
 
 
 def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
@@ -176,7 +161,7 @@ def _stage_row(arrangement: Arrangement) -> dict[str, object]:
     layout = arrangement.layout
     return {
         "stage": arrangement.holding.stage.number,
-        **layout_row(layout),
+        **_layout_row(layout),
         "extents": list(arrangement.extents),
         "in_elements": list(arrangement.in_elements),
         "slices": [

@@ -155,6 +155,11 @@ class Layout:
         """Distinct slices of the tensor."""
         return math.prod(self.cuts)
 
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same slice."""
+        return self.device_count // self.slice_count
+
     @cached_property
     def slice_of_rank(self) -> IntArray:
         """Which slice every local rank holds, shape (device_count,); slices count in C order of `cuts`."""

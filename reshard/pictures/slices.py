@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 
 from reshard.layout.overlap import Box
 from reshard.plan.replicas import Holding
-from reshard.wording import rank_ranges, stepped_ranges
+from reshard.wording import some_numbers, stepped_rank_ranges
 
 #: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.
 COLOURS = 4
@@ -152,7 +152,7 @@ class Arrangement:
     def summary(self) -> str:
         """How many slices there are, and on how many ranks each."""
         slices = self.layout.slice_count
-        copies = self.layout.device_count // slices
+        copies = self.layout.copies
         if slices == 1:
             return "whole on its rank" if copies == 1 else f"whole on every rank: {copies} identical copies"
         return f"{slices} slices, each on " + (f"{copies} ranks: identical copies" if copies > 1 else "one rank")
@@ -164,7 +164,7 @@ class Arrangement:
 
     def holders_text(self, found: Slice) -> str:
         """The ranks of a slice in words."""
-        return f"{'rank' if len(found.ranks) == 1 else 'ranks'} {stepped_ranges(found.ranks)}"
+        return stepped_rank_ranges(found.ranks)
 
     def shard_order(self) -> Optional[str]:
         """Which of a slice's ranks hold which optimizer shard, for pictures that do not tell shards apart."""
@@ -178,17 +178,14 @@ class Arrangement:
             f"{each}, in the order of the ranks{over}"
         )
 
-    @property
-    def stage_text(self) -> str:
-        """The stage and its ranks."""
-        stage = self.holding.stage
-        return f"stage {stage.number}: {rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))}"
 
-
-def some_numbers(numbers: Sequence[int], most: int = 16) -> str:
-    """Numbers in a list, the first ones where they are many."""
-    said = ", ".join(map(str, numbers[:most]))
-    return f"{said} and {len(numbers) - most} more" if len(numbers) > most else said
+def coordinates(number: int, sizes: Sequence[int]) -> list[int]:
+    """Where the element of a number lies in a grid, counted row by row."""
+    found = []
+    for size in reversed(sizes):
+        number, at = divmod(number, size)
+        found.append(at)
+    return found[::-1]
 
 
 def shown_positions(count: int, most: int) -> list[Optional[int]]:

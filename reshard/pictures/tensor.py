@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.pictures import svg
-from reshard.pictures.slices import Arrangement, Slice, shown_positions
+from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
 from reshard.wording import plural, stepped_ranges
 
 _WIDTH = 860
@@ -55,7 +55,7 @@ def _stage(arrangement: Arrangement, line: float) -> tuple[list[str], float]:
     layout = arrangement.layout
     room = _WIDTH - 2 * _MARGIN
     said = [
-        (arrangement.stage_text, "ink"),
+        (arrangement.holding.stage.label, "ink"),
         (f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}", "ink"),
         *((words, "soft") for words in (*arrangement.axis_lines(), *arrangement.dimension_lines())),
     ]
@@ -102,7 +102,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
             body.append(svg.text(left + width / 2, line + 12, "…", "soft", text_anchor="middle"))
             line += _GAP
             continue
-        at = ",".join(str(number) for number in _coordinates(row, sizes[:-1]))
+        at = ",".join(str(number) for number in coordinates(row, sizes[:-1]))
         body.append(svg.text(left - 8, line + 15, at, "soft", text_anchor="end"))
         for place, column in enumerate(across):
             if column is not None:
@@ -113,19 +113,11 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
                 label = arrangement.rank_label(local)
                 body.append(svg.text(x + width / 2 - 1, line + 14, label, text_anchor="middle"))
         line += _ROW
-    if arrangement.layout.slice_count <= last:
+    if arrangement.layout.copies > 1:
         words = f"{arrangement.rank_label(last)}: the first holds the same slice as the second"
         body.append(svg.text(left, line + 14, words, "soft"))
         line += svg.LINE_HEIGHT
     return body, line + 24
-
-
-def _coordinates(row: int, sizes: Sequence[int]) -> list[int]:
-    found = []
-    for size in reversed(sizes):
-        row, at = divmod(row, size)
-        found.append(at)
-    return found[::-1]
 
 
 def _tensor(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[list[str], float]:
@@ -150,7 +142,7 @@ def _tensor(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
             line += svg.LINE_HEIGHT + 8
             continue
         place = [0] * len(cuts)
-        for dimension, at in zip(further, _coordinates(panel, [cuts[dimension] for dimension in further])):
+        for dimension, at in zip(further, coordinates(panel, [cuts[dimension] for dimension in further])):
             place[dimension] = at
         if further:
             where = ", ".join(f"dimension {d} at {drawn.interval(d, place[d])}" for d in further)

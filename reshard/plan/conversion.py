@@ -482,7 +482,7 @@ class Conversion:
 
 
 def _ranks_of(stage: Stage, ranks: Iterable[int]) -> list[int]:
-    return [rank for rank in ranks if stage.first_rank <= rank < stage.first_rank + stage.device_count]
+    return [rank for rank in ranks if rank in stage.ranks]
 
 
 def _shape(box: Box) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.replicas import Holding, whole
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import plural, rank_ranges
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ch
         uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
         told.append(
             f"stage {held.stage.number} says device matrix {list(layout.device_matrix)}, tensor map "
-            f"{layout.map_text}, {layout.shards} optimizer shards{full}{uneven}; its files hold {text}"
+            f"{layout.map_text}, {plural(layout.shards, 'optimizer shard')}{full}{uneven}; its files hold {text}"
         )
     rank = _odd_one_out(stored)
     return CheckpointError(

@@ -178,8 +178,7 @@ class Recovery(Conversion):
         """Which slices each rank of a stage holds, of everything that the stage's strategy lists."""
         if stage.number not in self._slices:
             cuts = [layout.slice_of_rank.tolist() for layout in set(stage.layouts.values())]
-            ranks = range(stage.first_rank, stage.first_rank + stage.device_count)
-            self._slices[stage.number] = dict(zip(ranks, zip(*cuts))) if cuts else dict.fromkeys(ranks, ())
+            self._slices[stage.number] = dict(zip(stage.ranks, zip(*cuts))) if cuts else dict.fromkeys(stage.ranks, ())
         return self._slices[stage.number]
 
     def _same_on_twins(self, name: str, holders: Sequence[int], stage: Stage) -> bool:

@@ -211,8 +211,7 @@ class StepSelector:
         step, parameters, listed = selection
         lines = []
         for stage in self._needed_stages():
-            ranks = rank_ranges(range(stage.first_rank, stage.first_rank + stage.device_count))
-            where = f"pipeline stage {stage.number} ({ranks})"
+            where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
             loaded = step.loaded(stage)
             held = {name for rank in loaded for name in step.indexes[rank].tensors}
             if not loaded and stage.layouts and stage.layouts.keys() <= parameters.keys():
@@ -319,8 +318,7 @@ class StepSelector:
                 if name not in parameters and self._in_target(name):
                     if step.absent(stage):
                         # It may have been on an absent rank: only the others' files can tell.
-                        ranks_of_stage = range(stage.first_rank, stage.first_rank + stage.device_count)
-                        more.update(rank for rank in ranks_of_stage if rank in step.readable)
+                        more.update(rank for rank in stage.ranks if rank in step.readable)
                     for rank in self._ranks or ():
                         for ranks in self._choice.needs_of(name, rank):
                             more |= ranks

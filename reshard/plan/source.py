@@ -16,6 +16,7 @@ from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
 from reshard.strategies import Stage
+from reshard.wording import step_words
 
 # Reading headers from network storage is waiting, whatever the number of CPUs.
 _HEADERS_IN_FLIGHT = 16
@@ -46,7 +47,7 @@ class SourceStep:
     @property
     def label(self) -> str:
         """How the step is called in messages."""
-        return f"step {self.step}" if self.step is not None else "the checkpoint"
+        return step_words(self.step)
 
     @property
     def place(self) -> str:
@@ -116,13 +117,12 @@ class SourceStep:
 
     def loaded(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read, ascending."""
-        last = stage.first_rank + stage.device_count
-        return [rank for rank in sorted(self.indexes) if stage.first_rank <= rank < last]
+        return [rank for rank in sorted(self.indexes) if rank in stage.ranks]
 
     def absent(self, stage: Stage) -> list[int]:
         """Ranks of a stage that have no readable file of this step, ascending."""
         readable = self.readable
-        return [r for r in range(stage.first_rank, stage.first_rank + stage.device_count) if r not in readable]
+        return [rank for rank in stage.ranks if rank not in readable]
 
     def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
         """Ranks of a stage whose file, as far as read, holds a tensor of this name."""

@@ -17,6 +17,7 @@ from typing import Optional
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
+from reshard.wording import rank_ranges
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
@@ -179,7 +180,7 @@ class Stage:
     Attributes:
         number: 0 for the first.
         first_rank: global rank of its first device.
-        device_count: its devices; ranks are ``first_rank .. first_rank + device_count - 1``.
+        device_count: its devices.
         layouts: layout per parameter of this stage.
         files: the files that say so; several where copies agree.
     """
@@ -189,6 +190,16 @@ class Stage:
     device_count: int
     layouts: Mapping[str, Layout]
     files: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of its devices."""
+        return range(self.first_rank, self.first_rank + self.device_count)
+
+    @property
+    def label(self) -> str:
+        """The stage and its ranks in words."""
+        return f"stage {self.number}: {rank_ranges(self.ranks)}"
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Strategy:
     @cached_property
     def device_count(self) -> int:
         """Devices of all stages; ranks are ``0 .. device_count - 1``."""
-        return self.stages[-1].first_rank + self.stages[-1].device_count
+        return self.stages[-1].ranks.stop
 
     def stage_of(self, rank: int) -> Stage:
         """The stage of a global rank.

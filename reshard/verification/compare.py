@@ -191,15 +191,13 @@ class _Comparison:
 
     def _present(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read."""
-        last = stage.first_rank + stage.device_count
-        return [rank for rank in self._ranks if rank in self._target.indexes and stage.first_rank <= rank < last]
+        return [rank for rank in self._ranks if rank in self._target.indexes and rank in stage.ranks]
 
     def _built_alike(self) -> Iterator[tuple[Stage, Mapping[str, Tensor], list[int]]]:
         """What files hold, with the ranks of a stage whose files are built so."""
         for tensors, same in self._target.alike():
             for stage in self._new.stages:
-                last = stage.first_rank + stage.device_count
-                ranks = [rank for rank in same if stage.first_rank <= rank < last]
+                ranks = [rank for rank in same if rank in stage.ranks]
                 if ranks:
                     yield stage, tensors, ranks
 
