@@ -93,6 +93,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         FIXTURES / "10_dp2mp4pp1" / "strategy",
     )
     shutil.rmtree(out / "dp2" / "rank_3")
+    add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy", "--dry-run")
     add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")
     target = whole / "rank_2" / "checkpoint_2.ckpt"
     content = bytearray(target.read_bytes())

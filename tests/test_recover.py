@@ -188,6 +188,14 @@ def test_only_lost_ranks_are_written_when_asked(world: World) -> None:
     assert found[3]["w"].same(saved[3]["w"])
 
 
+def test_a_dry_run_plans_and_writes_nothing(world: World) -> None:
+    world.save({"w": FULL["w"]}, ranks=[0, 1, 2])
+    assert "replicas stand in for source rank 3" in recover(world, "--dry-run").out
+    planned = recover(world, "--lost-only", "--dry-run", "--json").json
+    assert [target["rank"] for target in planned["targets"]] == planned["recovered"] == [3]
+    assert not world.dst.exists()
+
+
 def test_an_older_step_is_taken_where_the_newest_cannot_be_had(world: World) -> None:
     world.save(FULL)
     world.save(small_tensors("newer "), "rank_{rank}/net-2_10.ckpt", ranks=[0, 1])

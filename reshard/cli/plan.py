@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Optional
 
-import click
-
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
-from reshard.cli.output import echo_json, table, write_picture
+from reshard.cli.output import echo_json, say, table, write_picture
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.execute import ExecutionOptions
 from reshard.transfers import Transfers, transfers_of
 from reshard.transform import Prepared, Summary, prepare
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
 
@@ -56,20 +54,32 @@ def plan(
     how = options_of(typed, share=shard, dry_run=True)
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
         tell_plan(
-            prepared, prepared.carry_out(workers=workers), as_json=typed["as_json"], verbose=typed["verbose"], svg=svg
+            prepared,
+            prepared.carry_out(workers=workers),
+            as_json=typed["as_json"],
+            verbose=typed["verbose"],
+            svg=svg,
+            quiet=typed["quiet"],
         )
 
 
-def tell_plan(prepared: Prepared, summary: Summary, *, as_json: bool, verbose: bool, svg: Optional[str] = None) -> None:
+def tell_plan(
+    prepared: Prepared,
+    summary: Summary,
+    *,
+    as_json: bool,
+    verbose: bool,
+    svg: Optional[str] = None,
+    quiet: bool = False,
+) -> None:
     """Print what is planned, as text or JSON, and draw it to a file if one is named."""
     moved = transfers_of(prepared.conversion, prepared.execution)
     if svg is not None:
-        _draw(prepared, moved, svg)
+        _draw(prepared, moved, svg, quiet)
     if as_json:
         echo_json(_json(prepared, summary, moved))
         return
-    for line in _lines(prepared, summary, moved, verbose):
-        click.echo(line)
+    say("\n".join(_lines(prepared, summary, moved, verbose)))
     _print_targets(prepared, moved, verbose)
 
 
@@ -108,8 +118,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     conversion = prepared.conversion
     request = conversion.request
     counts = f"{plural(request.source.device_count, 'rank')} to {request.target.device_count}"
-    step = f"step {summary.step}" if summary.step else "the checkpoint"
-    lines = [f"{step} of {request.src}, {counts}, to {request.dst} ({conversion.format})"]
+    lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({conversion.format})"]
     if summary.ranks:
         written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         memory, buffers = byte_size(_expected_memory(prepared.execution)), byte_size(prepared.execution.buffer_bytes)
@@ -126,7 +135,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
         lines.append(f"  done     {done} by the same conversion before; left as they are")
     absent = _absent(prepared)
     if absent:
-        lines.append(f"  replicas {rank_ranges(absent)} of the source have no sound file; others hold what they held")
+        lines.append(f"  replicas stand in for source {rank_ranges(absent)}, which left no sound file")
     unread = sorted(conversion.step.readable.difference(moved.read))
     if unread and summary.ranks and len(summary.ranks) == request.target.device_count:
         lines.append(f"  unread   source {rank_ranges(unread)}: the others hold all that is written")
@@ -143,7 +152,7 @@ def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     if rows:
         table("", ["target rank", "size", "files read", "of source ranks"], rows)
     if len(ranks) < len(conversion.ranks):
-        click.echo(f"and {plural(len(conversion.ranks) - len(ranks), 'target rank')} more: -v or --json shows all")
+        say(f"and {plural(len(conversion.ranks) - len(ranks), 'target rank')} more: --json lists all")
 
 
 def _given(moved: Transfers) -> dict[int, dict[int, int]]:
@@ -172,9 +181,10 @@ def _expected_memory(execution: ExecutionOptions) -> int:
     return int(fields["RssAnon"].split()[0]) * 1024 + execution.buffer_bytes
 
 
-def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
+def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
     from reshard.pictures import transfer_map
 
     request = prepared.conversion.request
     title = f"{request.src} to {request.dst}"
-    write_picture(path, transfer_map(moved.taken, request.source.device_count, request.target.device_count, title))
+    picture = transfer_map(moved.taken, request.source.device_count, request.target.device_count, title)
+    write_picture(path, picture, quiet)

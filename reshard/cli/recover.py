@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-import click
-
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, phases_line, request_of, summary_json
-from reshard.cli.output import echo_json, listener
+from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_bar
 from reshard.errors import UsageError
 from reshard.report import Report
 from reshard.strategies import read_strategy
-from reshard.transform import transform
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+from reshard.transform import prepare
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
 
 
 @command(
@@ -50,22 +48,26 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         report.note(note)
     request = request_of(src, dst, read, read, ranks, typed)
     how = options_of(typed, recover=True, lost_only=typed["lost_only"])
-    summary = transform(request, how, report, progress_bar(typed["quiet"]))
+    with prepare(request, how, report) as prepared:
+        summary = prepared.carry_out(progress_bar(typed["quiet"]))
+        if how.dry_run:
+            from reshard.cli.plan import tell_plan
+
+            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=False)
+            return
     if typed["as_json"]:
         echo_json(summary_json(summary))
     if typed["quiet"]:
         return
-    done = "would write" if summary.dry_run else "wrote"
     which = f" ({number_ranges(summary.ranks)})" if summary.ranks else ""
-    step = f"step {summary.step}" if summary.step else "the checkpoint"
-    click.echo(
-        f"{done} {plural(len(summary.ranks), 'rank')}{which} of {step} to {dst}: {byte_size(summary.bytes_written)}",
-        err=True,
-    )
-    for line in phases_line(summary):
-        click.echo(line, err=True)
+    wrote = f"wrote {plural(len(summary.ranks), 'rank')}{which} of {step_words(summary.step)} to {dst}"
     made = [rank for rank in summary.recovered if rank in summary.ranks]
     text = f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas"
-    click.echo(text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""), err=True)
+    lines = [
+        f"{wrote}: {byte_size(summary.bytes_written)}",
+        *phases_line(summary),
+        text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""),
+    ]
     if summary.manifest:
-        click.echo(f"all ranks are there: {summary.manifest}", err=True)
+        lines.append(f"all ranks are there: {summary.manifest}")
+    say("\n".join(lines), to_standard_error=True)
