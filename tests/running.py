@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Union
@@ -100,3 +104,27 @@ def install(directory: Path) -> dict[str, str]:
         "PATH": f"{directory}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
+
+
+def say_on_terminal(columns: int, script: str, *words: str, **environment: str) -> str:
+    """What a Python script says on a terminal of so many columns; it must succeed."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=ROOT,
+        env={**kept, "TERM": "xterm", **environment},
+    ) as process:
+        os.close(slave)
+        said = b""
+        # Linux tells the end of a terminal as an error.
+        with contextlib.suppress(OSError):
+            while part := os.read(master, 65536):
+                said += part
+        os.close(master)
+    assert process.returncode == 0, said
+    return said.decode().replace("\r\n", "\n")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import click
 import pytest
 
-from reshard.cli.main import cli
+from docs.tools.commands import walk
 from tests.running import done, fails
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, write_checkpoint
@@ -16,18 +15,7 @@ from tests.trees import same_ranks, write_checkpoint
 FULL = tensors()
 
 
-def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        if isinstance(command, click.Group):
-            yield from commands(command, (*path, name))
-        else:
-            yield (*path, name), command
-
-
-COMMANDS = dict(commands(cli))
+COMMANDS = {tuple(name.split()[1:]): command for name, command, _ in walk()}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -39,6 +27,13 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
     examples = shown.split("\nExamples:\n")[1]
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert f"\n  reshard {' '.join(path)} " in re.sub(r"\n +", "\n  ", f"\n{examples}")
+
+
+@pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"]], ids=" ".join)
+def test_a_list_of_commands_cuts_no_sentence_off(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = done(*group, "--help").out.split("\nCommands:\n")[1]
+    assert all(line.endswith(".") for line in listed.splitlines())
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

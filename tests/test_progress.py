@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
 
 import pytest
 
 from reshard.cli.progress import progress_bar
-from tests.running import done
+from tests.running import done, say_on_terminal
 from tests.small import World, tensors
 
 SCRIPT = """
@@ -33,23 +26,8 @@ bar.end()
 
 
 def on_terminal(columns: int, *words: str) -> str:
-    """What a script says on a terminal of so many columns."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    command = [sys.executable, "-c", SCRIPT, *words]
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
-        os.close(slave)
-        said = b""
-        while True:
-            try:
-                read = os.read(master, 65536)
-            except OSError:
-                break
-            said += read
-        os.close(master)
-    assert process.returncode == 0, said
-    return said.decode()
+    """What the script says on a terminal of so many columns."""
+    return say_on_terminal(columns, SCRIPT, *words)
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, "/4.00G"), (40, "% ")])

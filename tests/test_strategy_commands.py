@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from itertools import product
 from pathlib import Path
 from typing import Any, Optional
@@ -25,7 +20,7 @@ from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
 from tests.reference import Box, boxes
-from tests.running import LAUNCHER, done, fails
+from tests.running import LAUNCHER, done, fails, say_on_terminal
 from tests.small import World
 from tests.trees import layout, single, write_strategy
 
@@ -34,29 +29,8 @@ WEIGHT = "backbone.blocks.0.output.mapping.weight"
 
 
 def on_terminal(columns: int, *words: object, **environment: str) -> str:
-    """Standard output of a command that writes to a terminal of so many columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *map(str, words)],
-        stdout=theirs,
-        cwd=ROOT,
-        env={**kept, "TERM": "xterm", **environment},
-    )
-    os.close(theirs)
-    said = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        said += part
-    os.close(ours)
-    assert process.wait() == 0
-    return said.decode().replace("\r\n", "\n")
+    """What a command says on a terminal of so many columns."""
+    return say_on_terminal(columns, LAUNCHER, *map(str, words), **environment)
 
 
 # strategy show.

@@ -80,7 +80,7 @@ def group_info() -> None:
 @options.json_output
 @options.debug
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
-    """Print ranks with identical checkpoints, then the groups, per FILE."""
+    """Print ranks with identical checkpoints, then groups, per FILE."""
     from reshard.strategies import read_group_info
 
     infos = [read_group_info(path) for path in files]

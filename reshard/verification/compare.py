@@ -104,7 +104,7 @@ def compare_trees(
     source_tree.check_readings()
     check_complete(source_tree)
     target_tree = read_headers({rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles)
-    found = _Comparison(source_tree, source, target_tree, target, wanted, means).run(target_files)
+    found = _Comparison(source_tree, target_tree, target, wanted, means).run(target_files)
     if ranks is None:
         found = [*_beyond(target_files, target), *found]
     return found
@@ -129,11 +129,8 @@ class _Copies(NamedTuple):
 
 
 class _Comparison:
-    def __init__(
-        self, source: Tree, old: Strategy, target: Tree, new: Strategy, ranks: list[int], means: Means
-    ) -> None:
-        self._source, self._old = source, old
-        self._target, self._new = target, new
+    def __init__(self, source: Tree, target: Tree, new: Strategy, ranks: list[int], means: Means) -> None:
+        self._source, self._target, self._new = source, target, new
         self._ranks = ranks
         self._means = means
         self._differences: list[Difference] = []
