@@ -33,7 +33,7 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
 def test_a_list_of_commands_cuts_no_sentence_off(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     listed = done(*group, "--help").out.split("\nCommands:\n")[1]
-    assert all(line.endswith(".") for line in listed.splitlines())
+    assert "..." not in listed
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
