@@ -22,7 +22,7 @@ from reshard.plan.shares import share_of
 from reshard.report import Report
 from reshard.source_crcs import check_source_crcs, damaged_files, files_to_check
 from reshard.target_directory import TargetDirectory
-from reshard.wording import number_ranges, plural, rank_ranges
+from reshard.wording import plural, rank_ranges
 
 _LONGEST_NAME = 255
 # Network file systems remember for up to a minute that a file is not there.
@@ -460,7 +460,7 @@ def check_target_ranks(request: Request) -> None:
     beyond = [rank for rank in request.ranks or () if not 0 <= rank < count]
     if beyond:
         raise UsageError(
-            f"target rank {number_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
+            f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
             f"({request.target.path}) has {plural(count, 'rank')}, 0 to {count - 1}",
             rank=beyond[0],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,30 @@ def test_a_rank_list_starts_without_what_it_does_not_use(world: World) -> None:
 
 def test_the_strategies_of_the_small_world_are_what_its_table_says() -> None:
     assert set(SOURCE[0]["layouts"]) == set(FULL)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["transform-dir", "SRC", "DST", "--dst-strategy", "none", "--src-strategy"],
+        ["plan", "SRC", "DST", "--dst-strategy", "none", "--src-strategy"],
+        ["rank-list", "0", "--dst-strategy", "none", "--src-strategy"],
+        ["inspect", "SRC", "--strategy"],
+        ["verify", "SRC", "--replicas", "--strategy"],
+        ["fingerprint", "SRC", "--strategy"],
+        ["replicas", "--strategy"],
+        ["recover", "SRC", "DST", "--strategy"],
+        ["strategy", "show"],
+        ["strategy", "diff", "none"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_names_files_that_are_no_strategies(world: World, words: list[str]) -> None:
+    world.save(FULL)
+    directory = world.root / "directory"
+    directory.mkdir()
+    shutil.copy(world.old, directory)
+    (directory / "README.md").write_text("not a strategy")
+    places = {"SRC": world.src, "DST": world.dst}
+    result = done(*(places.get(word, word) for word in words), directory)
+    assert "note:" in result.err and "passed over README.md" in result.err

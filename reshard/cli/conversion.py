@@ -28,10 +28,20 @@ def read_strategies(typed: Mapping[str, Any]) -> tuple[Strategy, Strategy, Repor
     """
     report = Report(listener(typed["quiet"]))
     paths = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
-    source, target = map(read_strategy, paths)
-    for note in (*source.notes, *target.notes):
-        report.note(note)
+    source, target = (strategy_of(path, report) for path in paths)
     return source, target, report
+
+
+def strategy_of(path: str, report: Report) -> Strategy:
+    """The strategy that a path names; what was noted of it is told.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    strategy = read_strategy(path)
+    for note in strategy.notes:
+        report.note(note)
+    return strategy
 
 
 def request_of(

@@ -10,12 +10,13 @@ import click
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, reading_error
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.plan.selection import Filters, check_ranks
 from reshard.report import Report
-from reshard.strategies import Strategy, read_strategy
+from reshard.strategies import Strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
 from reshard.verify import step_files
@@ -69,9 +70,7 @@ def fingerprint(
                 "--strategy is missing",
                 hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
             )
-        source = read_strategy(strategy)
-        for note in source.notes:
-            report.note(note)
+        source = strategy_of(strategy, report)
         filters = Filters(typed["include"], typed["exclude"])
         with FileHandles() as handles:
             found = find_checkpoints(src, typed["file_suffix"])

@@ -6,12 +6,11 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import options_of, phases_line, request_of, summary_json
+from reshard.cli.conversion import options_of, phases_line, request_of, strategy_of, summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_bar
 from reshard.errors import UsageError
 from reshard.report import Report
-from reshard.strategies import read_strategy
 from reshard.transform import prepare
 from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
 
@@ -43,9 +42,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener(typed["quiet"]))
-    read = read_strategy(strategy)
-    for note in read.notes:
-        report.note(note)
+    read = strategy_of(strategy, report)
     request = request_of(src, dst, read, read, ranks, typed)
     how = options_of(typed, recover=True, lost_only=typed["lost_only"])
     with prepare(request, how, report) as prepared:

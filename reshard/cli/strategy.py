@@ -11,7 +11,7 @@ from reshard.cli.command import Group, argument, command, option
 from reshard.cli.output import echo_json, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import read_strategy
-from reshard.wording import number_ranges, one_line, plural
+from reshard.wording import one_line, plural, rank_ranges
 
 
 @command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
@@ -47,7 +47,7 @@ def rank_list(
     beyond = [number for number in available or () if number >= source.device_count]
     if beyond:
         raise UsageError(
-            f"--available: rank {number_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
+            f"--available: {rank_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
             f"{plural(source.device_count, 'rank')}"
         )
     show_notes((*source.notes, *target.notes))

@@ -12,6 +12,7 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import CheckpointError, TargetError, UsageError
@@ -19,7 +20,6 @@ from reshard.plan.selection import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report
-from reshard.strategies import read_strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means
 from reshard.verification.against_manifest import compare_with_manifest
@@ -82,7 +82,7 @@ def verify(
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
             found += verify_replicas(
-                out, read_strategy(strategy), typed["step"], typed["file_suffix"], filters, means, report
+                out, strategy_of(strategy, report), typed["step"], typed["file_suffix"], filters, means, report
             )
         elif strategy is not None:
             raise UsageError(
@@ -103,9 +103,9 @@ def verify(
             found += others
             found += verify_conversion(
                 src,
-                read_strategy(source),
+                strategy_of(source, report),
                 files,
-                read_strategy(target),
+                strategy_of(target, report),
                 step=step,
                 file_suffix=typed["file_suffix"],
                 ranks=ranks,
