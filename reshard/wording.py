@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
 
@@ -58,6 +58,11 @@ def stepped_rank_ranges(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-504 step 8``, for people."""
     numbers = set(ranks)
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {stepped_ranges(numbers)}"
+
+
+def counted_ranks(ranks: Collection[int]) -> str:
+    """``2 ranks (0-1)``."""
+    return f"{plural(len(ranks), 'rank')} ({number_ranges(ranks)})"
 
 
 def step_words(step: Optional[object]) -> str:

@@ -23,7 +23,7 @@ from reshard.cli.shard import Share
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.transform import Options, Summary, prepare
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
+from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -152,7 +152,7 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
     step = step_words(summary.step)
     if summary.ranks:
         first = (
-            f"wrote {plural(len(summary.ranks), 'rank')} ({number_ranges(summary.ranks)}) to {request.dst}: "
+            f"wrote {counted_ranks(summary.ranks)} to {request.dst}: "
             f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
         )
     else:
@@ -163,7 +163,7 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
         f"read {step} of source {rank_ranges(summary.source_ranks)}",
     ]
     if summary.done_before:
-        done_before = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
+        done_before = counted_ranks(summary.done_before)
         lines.append(f"{done_before} had been written before by the same conversion; left as they are")
     lines += summary_lines(summary, verbose)
     say("\n".join(lines), to_standard_error=True)

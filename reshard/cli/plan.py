@@ -14,7 +14,7 @@ from reshard.cli.shard import Share
 from reshard.execute import ExecutionOptions
 from reshard.transfers import Transfers, transfers_of
 from reshard.transform import Prepared, Summary, prepare
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
+from reshard.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
 
@@ -131,8 +131,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     else:
         lines.append("  write    nothing: all targets asked for are there")
     if summary.done_before:
-        done = f"{plural(len(summary.done_before), 'rank')} ({number_ranges(summary.done_before)})"
-        lines.append(f"  done     {done} by the same conversion before; left as they are")
+        lines.append(f"  done     {counted_ranks(summary.done_before)} by the same conversion before; left as they are")
     absent = _absent(prepared)
     if absent:
         lines.append(f"  replicas stand in for source {rank_ranges(absent)}, which left no sound file")
@@ -182,7 +181,7 @@ def _expected_memory(execution: ExecutionOptions) -> int:
 
 
 def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
-    from reshard.pictures import transfer_map
+    from reshard.pictures.transfers import transfer_map
 
     request = prepared.conversion.request
     title = f"{request.src} to {request.dst}"

@@ -12,7 +12,7 @@ from reshard.cli.progress import progress_bar
 from reshard.errors import UsageError
 from reshard.report import Report
 from reshard.transform import prepare
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges, step_words
+from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
 
 
 @command(
@@ -56,12 +56,15 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         echo_json(summary_json(summary))
     if typed["quiet"]:
         return
-    which = f" ({number_ranges(summary.ranks)})" if summary.ranks else ""
-    wrote = f"wrote {plural(len(summary.ranks), 'rank')}{which} of {step_words(summary.step)} to {dst}"
+    if summary.ranks:
+        wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
+        first = f"{wrote}: {byte_size(summary.bytes_written)}"
+    else:
+        first = f"nothing is left to write to {dst}"
     made = [rank for rank in summary.recovered if rank in summary.ranks]
     text = f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas"
     lines = [
-        f"{wrote}: {byte_size(summary.bytes_written)}",
+        first,
         *phases_line(summary),
         text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""),
     ]
