@@ -40,6 +40,17 @@ _ELSEWHERE = {
 }
 
 
+# What somebody may look for under another name.
+_COMMANDS = {
+    "convert": "transform-dir",
+    "transform": "transform-dir",
+    "merge": "merge-pipeline",
+    "show": "strategy show",
+    "diff": "strategy diff",
+    "dry-run": "plan",
+}
+
+
 def spelling(name: str) -> str:
     """An option's or command's name as it is here: hyphens for underscores, and MindSpore's own names."""
     name = name.replace("_", "-")
@@ -53,6 +64,11 @@ def nearest(typed: str, names: Iterable[str]) -> str:
 
     found = get_close_matches(typed, list(names))
     return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def on_command(typed: str, names: Iterable[str]) -> str:
+    """Which command is meant by one that does not exist, if that can be guessed."""
+    return f" Did you mean {_COMMANDS[typed]}?" if typed in _COMMANDS else nearest(typed, names)
 
 
 def on_option(typed: str, there: Sequence[str], others: Sequence[str]) -> str:

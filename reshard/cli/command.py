@@ -132,7 +132,7 @@ class Group(click.Group):
         name = args[0]
         known = any(self.get_command(ctx, spelled) for spelled in (name, _spelled(ctx, name)))
         if not known and not name.startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command: {name}.{advice.nearest(_spelled(ctx, name), self.command_names(ctx))}")
+            ctx.fail(f"No such command: {name}.{advice.on_command(_spelled(ctx, name), self.command_names(ctx))}")
         return super().resolve_command(ctx, args)
 
     def command_names(self, ctx: click.Context) -> list[str]:

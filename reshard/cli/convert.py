@@ -160,7 +160,7 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
     lines = [
         first,
         *phases_line(summary, verifying),
-        f"read {step} of source {rank_ranges(summary.source_ranks)}",
+        f"source: {step}, headers of {rank_ranges(summary.source_ranks)} read",
     ]
     if summary.done_before:
         done_before = counted_ranks(summary.done_before)

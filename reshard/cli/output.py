@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Callable
 
@@ -14,8 +15,8 @@ import click
 from reshard.errors import UnwritableError
 from reshard.wording import one_line, printable
 
-# Rows of a table that take well below a second to fold.
-_MOST_FOLDED = 1000
+# Rows of a table that rich draws in well below a second.
+_MOST_DRAWN = 1000
 
 
 def echo_json(value: object) -> None:
@@ -77,7 +78,7 @@ def terminal_width() -> int:
 
 
 def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
-    """Write an SVG file whole, in place of an older one, and say so unless quiet.
+    """Write an SVG file whole, in place of an older one, and say so unless quiet; makes its directory.
 
     Raises:
         UnwritableError: it cannot be written.
@@ -85,6 +86,7 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
     from reshard.temporary import write_whole
 
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         write_whole(path, picture)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
@@ -96,12 +98,19 @@ def _on_terminal() -> bool:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table to standard output; wide cells fold, nothing is cut off.
+    """Print a table to standard output; no name is folded or cut off, so that it can be copied and found.
 
-    Of many rows rich would take minutes: they are printed without folding.
+    On a terminal that is too narrow for it every row is two lines or more. Of many rows rich would take
+    minutes: they are printed without it.
     """
-    if len(rows) > _MOST_FOLDED:
-        click.echo("\n".join([title, *padded(columns, rows)]))
+    lines = padded(columns, rows)
+    # Rich puts a column more on each side of every column.
+    needed = max(map(len, lines)) + len(columns) + 2
+    if _on_terminal() and needed > terminal_width():
+        click.echo("\n".join([title, *_listed(columns, rows)]))
+        return
+    if len(rows) > _MOST_DRAWN:
+        click.echo("\n".join([title, *lines]))
         return
     from rich.box import SIMPLE
     from rich.console import Console
@@ -112,12 +121,22 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*(printable(cell).replace("[", "\\[") for cell in row))
-    console = Console(width=terminal_width(), highlight=False)
+    console = Console(width=max(needed, terminal_width()), highlight=False)
     # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
     with console.capture() as printed:
         console.print(shown)
-    text = printed.get()
-    click.echo(text if _on_terminal() else "\n".join(line.rstrip() for line in text.splitlines()))
+    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
+def _listed(columns: list[str], rows: list[list[str]]) -> Iterable[str]:
+    """A table's rows below each other: the first cell on a line of its own, then the others with their heads."""
+    width = terminal_width() - 4
+    for first, *others in rows:
+        yield one_line(first)
+        told = (f"{head} {one_line(cell)}" for head, cell in zip(columns[1:], others))
+        yield textwrap.fill(
+            ", ".join(told), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
 
 
 def padded(columns: list[str], rows: list[list[str]]) -> list[str]:
