@@ -101,3 +101,11 @@ def test_behind_two_hyphens_nothing_is_an_option(world: World) -> None:
     write_checkpoint(world.root / "full.ckpt", {**FULL, **COPIED})
     fails(3, "transform-dir", "--src-strategy", "none", "--dst-strategy", "none", "--", "--src_checkpoint", world.dst,
           says=["--src_checkpoint: does not exist"])  # fmt: skip
+
+
+MEANT = [("convert", "transform-dir"), ("diff", "strategy diff"), ("plna", "plan")]
+
+
+@pytest.mark.parametrize(("typed", "meant"), MEANT)
+def test_a_command_of_another_name_is_answered_with_the_one_that_is_meant(typed: str, meant: str) -> None:
+    fails(2, typed, says=[f"Did you mean {meant}"])

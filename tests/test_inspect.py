@@ -12,7 +12,7 @@ import pytest
 from reshard.checkpoints import find_checkpoints
 from reshard.names import kind_of
 from tests.checkpoint_writing import write_sparse
-from tests.running import Argument, done, fails, flat
+from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal
 from tests.small import World, tensors
 from tests.strategy_writing import numbers
 from tests.trees import (
@@ -484,3 +484,13 @@ def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> No
 )
 def test_kinds_are_told_by_names(name: str, kind: str) -> None:
     assert kind_of(name, 8) == kind
+
+
+@pytest.mark.parametrize("columns", [40, 60, 120])
+def test_no_name_is_folded_however_narrow_the_terminal(columns: int, tmp_path: Path) -> None:
+    names = [f"backbone.layers.{word}.attention.projection.weight" for word in ("one", "two")]
+    path = write_checkpoint(tmp_path / "net.ckpt", {name: value(name, (4, 4)) for name in names})
+    lines = say_on_terminal(columns, LAUNCHER, "inspect", str(path)).splitlines()
+    for name in names:
+        assert any(line.strip().startswith(name) for line in lines), lines
+    assert any("Float32" in line for line in lines)

@@ -167,3 +167,10 @@ def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path
     words: list[Argument] = ["plan", tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
     assert "24 target ranks more" in done(*words).out
     assert "more:" not in done(*words, "-v").out
+
+
+def test_the_directory_of_a_drawing_is_made(world: World) -> None:
+    world.save(SMALL)
+    drawn = world.root / "pictures" / "today" / "transfer.svg"
+    done(*world.words("--svg", drawn, command="plan"))
+    assert drawn.exists()
