@@ -86,7 +86,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
             cells.append(" " * (widest - len(said)) + paint(said, drawn.colour_of_rank(local)))
         lines.append(f"  {label:{left}}{'':7}{''.join(cells)}")
     if arrangement.layout.copies > 1:
-        lines += _folded(f"{arrangement.rank_label(last)}: the first holds the same slice as the second", width)
+        lines += _folded(arrangement.label_in_words(last), width)
     return lines
 
 

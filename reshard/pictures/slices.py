@@ -114,6 +114,12 @@ class Arrangement:
         first = self.holding.stage.first_rank + int(self.layout.holders(int(self.layout.slice_of_rank[local]))[0])
         return str(rank) if first == rank else f"{rank}={first}"
 
+    def label_in_words(self, local: int) -> str:
+        """What the label of a rank that is not the first to hold its slice says."""
+        label = self.rank_label(local)
+        rank, _, first = label.partition("=")
+        return f"{label}: rank {rank} holds the same slice as rank {first}"
+
     def axis_lines(self) -> list[str]:
         """What each axis of the device matrix does, slowest first."""
         cut_by = {axis: dimension for dimension, axes in enumerate(self.layout.tensor_map) for axis in axes}

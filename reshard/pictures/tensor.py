@@ -114,7 +114,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
                 body.append(svg.text(x + width / 2 - 1, line + 14, label, text_anchor="middle"))
         line += _ROW
     if arrangement.layout.copies > 1:
-        words = f"{arrangement.rank_label(last)}: the first holds the same slice as the second"
+        words = arrangement.label_in_words(last)
         body.append(svg.text(left, line + 14, words, "soft"))
         line += svg.LINE_HEIGHT
     return body, line + 24
