@@ -1,12 +1,14 @@
-"""Run every benchmark and write docs/benchmarks.md."""
+"""Run every benchmark, or those named, and write docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 
@@ -40,33 +42,42 @@ SCRIPTS = [
 ]
 
 
-def main() -> None:
-    """Measure, print and write."""
-    load = os.getloadavg()[0]
-    started = perf_counter()
-    sections = [script.measure() for script in SCRIPTS]
-    minutes = (perf_counter() - started) / 60
+def main(names: Sequence[str]) -> None:
+    """Measure, print and write; with names of scripts only their sections are measured anew."""
+    chosen = [script for script in SCRIPTS if not names or script.__name__.rpartition(".")[2] in names]
+    sections = dict(_sections(PAGE.read_text(encoding="utf-8"))) if names and PAGE.exists() else {}
+    for script in chosen:
+        load = os.getloadavg()[0]
+        title, *lines = script.measure().lines
+        stamp = f"Measured on {datetime.date.today()}; load average before: {load:.1f}."
+        sections[title] = "\n".join(["", stamp, *lines]).strip("\n") + "\n"
     where = file_system_of("/dev/shm") if Path("/dev/shm").is_dir() else "the directory for temporary files"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     machine = f"Linux {platform.release()}, {cores} cores, {memory:.0f} GiB of memory"
     head = f"""# Benchmarks
 
-Written by `make bench` on {datetime.date.today()} in {minutes:.0f} minutes: {machine},
-Python {platform.python_version()}, NumPy {np.__version__}. Unless a section says otherwise, files lie in memory:
-{where}.
+Written by `make bench`, which takes about 20 minutes; `python -m benchmarks NAME` measures the section of one
+script anew. {machine}, Python {platform.python_version()},
+NumPy {np.__version__}. Unless a section says otherwise, files lie in memory: {where}.
 
 Ratios are our time over the other's: below 1 is faster. They are geometric means over pairs of runs whose
 order alternates; the spread is that of single pairs. Single runs vary by a factor of four where the machine
 has to find fresh pages for what is written, so the ratio of the medians stands beside. `cp` keeps one core
-busy and `reshard` all of them, so whatever else the machine does slows it more: the load average before the
-first run was {load:.1f}, and the ratio of processor times tells what a quiet machine would. What conversions wrote
-was compared with what it must be.
+busy and `reshard` all of them, so whatever else the machine does slows it more: load averages are given, and the
+ratio of processor times tells what a quiet machine would. What conversions wrote was compared with what it must be.
 """
     PAGE.parent.mkdir(exist_ok=True)
-    text = "\n".join("\n".join(section.lines).strip("\n") + "\n" for section in sections)
+    text = "\n".join(f"{title}\n\n{section}" for title, section in sections.items())
     PAGE.write_text(f"{head}\n{text}", encoding="utf-8")
 
 
+def _sections(page: str) -> Iterator[tuple[str, str]]:
+    """The sections of the page as it is: title line, and the rest."""
+    for part in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
+        title, _, rest = part.partition("\n")
+        yield title, rest.strip("\n") + "\n"
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

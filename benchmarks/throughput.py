@@ -12,7 +12,7 @@ from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
 PAIRS = 6
-PAIRS_OF_ONE_RANK = 4
+PAIRS_OF_ONE_RANK = 8
 _PAGE = 4096
 _WRITE = """
 import os, sys
