@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies import Strategy, protobuf_file, read_strategy
+from tests.running import fails
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
 from tests.wire import field
 
@@ -290,3 +292,13 @@ def test_json_directories_are_read_like_the_others(tmp_path: Path) -> None:
         stage.layouts for stage in read(tmp_path / "ckpt").stages
     ]
     assert json_content(FIRST)["parallel_layout_item"]["shared"]["tensor_map"] == [0, -1]
+
+
+def test_files_of_two_stages_that_do_not_say_so_are_told_how(tmp_path: Path) -> None:
+    for number in (0, 1):
+        layouts = {f"p{number}.w": {
+            "dev_matrix": [2], "tensor_map": [0, -1], "tensor_shape": [4, 4], "field": 0,
+            "opt_weight_shard_step": 0, "opt_weight_shard_size": 0,
+        }}  # fmt: skip
+        (tmp_path / f"stage{number}.json").write_text(json.dumps({"parallel_layout_item": layouts}))
+    fails(3, "strategy", "show", tmp_path, says=["disagree", "p0.w", "parallel_strategy_item, which these lack"])

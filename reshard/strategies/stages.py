@@ -236,8 +236,17 @@ def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) ->
                 f"only the first lists {some_names(names)}",
                 file=lacking.file.path,
                 parameter=names[0],
-                hint="keep the files of one run in the directory",
+                hint=_which_belong_together(one),
             )
+
+
+def _which_belong_together(record: StageRecord) -> str:
+    """What to do where files of a stage disagree."""
+    hint = "keep the files of one run in the directory"
+    if record.number is None:
+        # Mostly written by hand: MindSpore's own have items.
+        hint += "; files of different pipeline stages tell theirs in parallel_strategy_item, which these lack"
+    return hint
 
 
 def _disagreement(
@@ -255,7 +264,7 @@ def _disagreement(
         f"stage {number}: {one.file.path} and {other.file.path} disagree on the layout of {some_names(names)}",
         file=other.file.path,
         parameter=names[0],
-        hint="keep the files of one run in the directory",
+        hint=_which_belong_together(other),
     )
 
 
