@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -142,7 +143,10 @@ def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
 
 def test_a_dry_run_prints_the_plan(world: World) -> None:
     world.save(SMALL)
-    assert done(*world.words("--dry-run")).out == done(*world.words(command="plan")).out
+    plan_words = world.words(command="plan")
+    # The memory that a process has by now is never quite the same.
+    said = [re.sub(r"about [\d.]+ MiB", "", done(*words).out) for words in (world.words("--dry-run"), plan_words)]
+    assert said[0] == said[1]
     assert planned(world).keys() == json.loads(done(*world.words("--dry-run", "--json")).out).keys()
 
 
