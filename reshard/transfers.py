@@ -6,18 +6,17 @@ that are taken alike only one is walked through, so that it stays quick for thou
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reshard.checkpoints import Data
 from reshard.execute import ExecutionOptions
 from reshard.execute.boxes import intersection
-from reshard.execute.filling import byte_strides, runs
+from reshard.execute.filling import byte_strides, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.plan.conversion import Conversion
-from reshard.plan.pieces import Piece, TargetFile, TargetTensor
+from reshard.plan.pieces import Piece, TargetFile, TargetTensor, shape_of, volume_of
 from reshard.plan.recovery import Recovery
 
 # Where files are looked at through memory maps, this much is read at a time at least.
@@ -72,7 +71,7 @@ def _add_group(
     for target in group:
         for tensor in target.tensors:
             for piece in tensor.pieces:
-                count = math.prod(_shape(piece.box)) * tensor.item_size
+                count = volume_of(piece.box) * tensor.item_size
                 found.taken[piece.source.rank, target.rank] += count * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         for stretch in part.stretches:
@@ -95,26 +94,22 @@ def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
     for source, _ in shared.uses:
         outer = intersection(shared.outer, source.box[:axis])
         if outer is not None:
-            elements = math.prod(_shape(outer)) * math.prod(_shape(source.box[axis:]))
+            elements = volume_of(outer) * volume_of(source.box[axis:])
             found.read[source.rank] += elements * shared.tensors[0].item_size * alike
 
 
 def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> int:
     """Bytes of the source that are read for a piece, or lie in the pages that are looked at."""
-    counts = _shape(piece.box)
-    strides = byte_strides(_shape(piece.source.box), tensor.item_size)
-    needed = math.prod(counts) * tensor.item_size
+    counts = shape_of(piece.box)
+    strides = byte_strides(shape_of(piece.source.box), tensor.item_size)
+    needed = volume_of(piece.box) * tensor.item_size
     number = runs(counts, strides, tensor.item_size)
     if number < 2:
         return needed
-    span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + tensor.item_size
+    span = span_of(counts, strides, tensor.item_size)
     gap = (span - needed) // (number - 1)
     if gap <= (_PAGE if execution.mapped else execution.storage.worth_skipping):
         return span
     if not execution.mapped:
         return needed
     return min(span, number * (-(-needed // number // _PAGE) + 1) * _PAGE)
-
-
-def _shape(box: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -271,6 +272,11 @@ class Prepared:
             conversion.ranks = tuple(self._directory.survey())
         self._planned = time.monotonic()
 
+    @functools.cached_property
+    def sizes(self) -> dict[int, int]:
+        """Size of the file of every target rank that was still to be written when this was prepared, in bytes."""
+        return self.conversion.file_bytes(self.conversion.ranks)
+
     def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
         """Write what is left to write, unless it is a dry run.
 
@@ -288,7 +294,7 @@ class Prepared:
         if workers is not None and conversion.ranks:
             workers.check(conversion)
         if options.dry_run:
-            written = sum(conversion.file_bytes(conversion.ranks).values())
+            written = sum(self.sizes.values())
         else:
             check_space(
                 (os.path.dirname(conversion.path(rank)), count)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from reshard.execute.boxes import intersection
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, Reader
-from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor
+from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor, shape_of, volume_of
 
 Words = npt.NDArray[Any]
 
@@ -50,7 +50,7 @@ class BlockFiller:
         """
         # Blocks and pieces meet in coordinates of the full tensor.
         box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
-        shape = [high - low for low, high in block]
+        shape = shape_of(block)
         # Elements go as numbers, not as rows of bytes: short rows then cost an instruction, not a call.
         word = next(size for size in _WORDS if tensor.item_size % size == 0)
         view = np.frombuffer(out, dtype=f"u{word}").reshape(*shape, tensor.item_size // word)
@@ -63,7 +63,7 @@ class BlockFiller:
         """How many shared rows of the widest source fit the scratch room."""
         axis = len(shared.outer)
         item_size = shared.tensors[0].item_size
-        widest = max(math.prod(stop - start for start, stop in source.box[axis:]) for source, _ in shared.uses)
+        widest = max(volume_of(source.box[axis:]) for source, _ in shared.uses)
         return len(self._room) // (widest * item_size)
 
     def fill_shared(self, shared: SharedRows, rows: Box, outs: Sequence[memoryview]) -> None:
@@ -81,7 +81,7 @@ class BlockFiller:
         outer = tuple((start + low, start + high) for (start, _), (low, high) in zip(shared.outer, rows))
         boxes = [(*outer, *tensor.box[axis:]) for tensor in shared.tensors]
         views = [
-            np.frombuffer(out, dtype=f"u{word}").reshape(*_shape(box), item_size // word)
+            np.frombuffer(out, dtype=f"u{word}").reshape(*shape_of(box), item_size // word)
             for out, box in zip(outs, boxes)
         ]
         for source, taken in shared.uses:
@@ -96,10 +96,10 @@ class BlockFiller:
 
     def _rows(self, source: StoredSlice, region: Box, item_size: int, word: int) -> Words:
         """A region of whole rows of a stored slice, as it lies in a map or read into the scratch room."""
-        counts = _shape(region)
-        strides = byte_strides(_shape(source.box), item_size)
+        counts = shape_of(region)
+        strides = byte_strides(shape_of(source.box), item_size)
         start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
-        span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
+        span = span_of(counts, strides, item_size)
         mapped = self._reader.view(source, start, span)
         if mapped is not None:
             return np.ndarray(
@@ -114,15 +114,14 @@ class BlockFiller:
     def _fill_region(self, piece: Piece, region: Box, out: Words, item_size: int) -> None:
         source = piece.source
         local = tuple((low - start, high - start) for (low, high), (start, _) in zip(region, source.box))
-        shape = [stop - start for start, stop in source.box]
-        strides = byte_strides(shape, item_size)
+        strides = byte_strides(shape_of(source.box), item_size)
         self._copy(source, local, strides, out, item_size)
 
     def _copy(self, source: StoredSlice, region: Box, strides: Sequence[int], out: Words, item_size: int) -> None:
         """Copy a region of a stored slice, however it has to be cut to fit the scratch room."""
         start = sum(low * stride for (low, _), stride in zip(region, strides))
-        counts = [high - low for low, high in region]
-        span = sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
+        counts = shape_of(region)
+        span = span_of(counts, strides, item_size)
         needed = math.prod(counts) * item_size
         if span == needed and out.flags.c_contiguous:
             self._reader.read_into(source, start, out.reshape(-1).view(np.uint8).data)
@@ -144,8 +143,7 @@ class BlockFiller:
     def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int) -> list[Box]:
         """Cut a region that cannot be read at once along its outermost axis longer than 1."""
         axis = next(axis for axis, count in enumerate(counts) if count > 1)
-        row_span = sum((count - 1) * stride for count, stride in zip(counts[axis + 1 :], strides[axis + 1 :]))
-        row_span += item_size
+        row_span = span_of(counts[axis + 1 :], strides[axis + 1 :], item_size)
         gap = strides[axis] - row_span
         rows = 1 if gap > self._reader.worth_skipping else max(1, (len(self._scratch) - row_span) // strides[axis] + 1)
         if rows >= counts[axis]:
@@ -153,10 +151,6 @@ class BlockFiller:
         head = tuple((0, 1) for _ in counts[:axis])
         tail = tuple((0, count) for count in counts[axis + 1 :])
         return [(*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)]
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
 
 
 def _inside(box: Box, around: Box) -> tuple[slice, ...]:
@@ -172,6 +166,11 @@ def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:
         strides.append(stride)
         stride *= size
     return strides[::-1]
+
+
+def span_of(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:
+    """Bytes from the first byte of a region to its last, with what lies between."""
+    return sum((count - 1) * stride for count, stride in zip(counts, strides)) + item_size
 
 
 def runs(counts: Sequence[int], strides: Sequence[int], item_size: int) -> int:

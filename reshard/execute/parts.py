@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
-from reshard.plan.pieces import Box, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.pieces import Box, StoredSlice, TargetFile, TargetTensor, shape_of, volume_of
 
 Segment = Union[Literal, Data]
 
@@ -48,7 +48,7 @@ class SharedRows(NamedTuple):
     @property
     def outer_shape(self) -> tuple[int, ...]:
         """Elements per outer dimension."""
-        return tuple(stop - start for start, stop in self.outer)
+        return shape_of(self.outer)
 
 
 class Stretch(NamedTuple):
@@ -180,12 +180,12 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
             uses.setdefault(piece.source, []).append((member, piece.box))
     read = written = 0
     for source, taken in uses.items():
-        read += math.prod(stop - start for start, stop in source.box[axis:])
-        written += sum(math.prod(stop - start for start, stop in box[axis:]) for _, box in taken)
+        read += volume_of(source.box[axis:])
+        written += sum(volume_of(box[axis:]) for _, box in taken)
     if all(len({member for member, _ in taken}) < 2 for taken in uses.values()) or written < read * _LEAST_SHARE:
         return None
     outer = first.box[:axis]
-    rows = math.prod(stop - start for start, stop in outer)
+    rows = volume_of(outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
     return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.items()))
 

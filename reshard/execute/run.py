@@ -10,7 +10,6 @@ reads, and nothing else that grows with the checkpoint.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, make_reader
 from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, PartBuffer, TargetWriter
-from reshard.plan.pieces import TargetFile, TargetTensor
+from reshard.plan.pieces import TargetFile, TargetTensor, volume_of
 from reshard.wording import rank_ranges
 
 # Larger blocks than this make nothing faster.
@@ -251,7 +250,7 @@ class _Run:
             for box in boxes_of_range(tensor.shape, first, last, most):
                 if self._stop.is_set():
                     return
-                count = math.prod(high - low for low, high in box) * tensor.item_size
+                count = volume_of(box) * tensor.item_size
                 filler.fill(tensor, box, buffer.reserve(count))
                 self._tell(count)
 
@@ -269,7 +268,7 @@ class _Run:
         for rows in boxes_of_range(shared.outer_shape, shared.first, shared.last, most):
             if self._stop.is_set():
                 return
-            count = math.prod(high - low for low, high in rows)
+            count = volume_of(rows)
             rooms = [buffer.reserve(count * row) for buffer, row in zip(buffers, shared.row_bytes)]
             filler.fill_shared(shared, rows, rooms)
             self._tell(sum(len(room) for room in rooms))

@@ -36,7 +36,7 @@ from reshard.plan.copies import CopiedValue, CopiedValues
 from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor, shape_of, volume_of
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Filters, Selection, StepSelector, check_ranks
 from reshard.plan.source import SourceStep
@@ -272,7 +272,7 @@ class Conversion:
                 for rank in ranks:
                     number = kind.cut.slice_of(rank - stage.first_rank)
                     if number not in volumes:
-                        volumes[number] = _volume(kind.box_of(rank - stage.first_rank))
+                        volumes[number] = volume_of(kind.box_of(rank - stage.first_rank))
                     total[rank] += volumes[number] * kind.item_size * len(kind.parameters)
         return total
 
@@ -286,7 +286,7 @@ class Conversion:
                 key = (
                     stage.number,
                     tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in copied),
-                    tuple(_shape(kind.box_of(rank - stage.first_rank)) for kind in self.kinds_of(stage)),
+                    tuple(shape_of(kind.box_of(rank - stage.first_rank)) for kind in self.kinds_of(stage)),
                 )
                 if key not in known:
                     known[key] = self.target_file(rank).layout.size
@@ -485,16 +485,8 @@ def _ranks_of(stage: Stage, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if rank in stage.ranks]
 
 
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
 def _bytes_used(item_size: int, boxes: set[Box]) -> int:
-    return item_size * sum(_volume(box) for box in boxes)
+    return item_size * sum(volume_of(box) for box in boxes)
 
 
 def _alignment(output: OutputTensor) -> int:

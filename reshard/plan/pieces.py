@@ -15,6 +15,16 @@ from reshard.checkpoints import OutputLayout
 Box = tuple[tuple[int, int], ...]
 
 
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Elements per dimension of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume_of(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(shape_of(box))
+
+
 class StoredSlice(NamedTuple):
     """A slice as it lies in a source file.
 
@@ -49,12 +59,12 @@ class TargetTensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements per dimension."""
-        return tuple(stop - start for start, stop in self.box)
+        return shape_of(self.box)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's content."""
-        return math.prod(self.shape) * self.item_size
+        return volume_of(self.box) * self.item_size
 
 
 @dataclass(frozen=True)
