@@ -65,6 +65,11 @@ def counted_ranks(ranks: Collection[int]) -> str:
     return f"{plural(len(ranks), 'rank')} ({number_ranges(ranks)})"
 
 
+def left_alone(ranks: Collection[int]) -> str:
+    """``left as it is``, or ``left as they are``."""
+    return "left as it is" if len(ranks) == 1 else "left as they are"
+
+
 def step_words(step: Optional[object]) -> str:
     """``step 3_10``, or ``the checkpoint`` where names tell no step."""
     return "the checkpoint" if step is None else f"step {step}"

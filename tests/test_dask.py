@@ -309,7 +309,7 @@ def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pyte
     for name in [name for name in sys.modules if name.startswith("reshard.cluster")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "distributed", None)
-    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), says=["pip install 'reshard[dask]'"])
+    fails(2, *world.words("--scheduler", "tcp://127.0.0.1:1"), says=["pip install '.[dask]'"])
 
 
 def test_by_rank_has_no_scheduler(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 from docs.tools.commands import walk
 from tests.running import done, fails
 from tests.small import COPIED, World, tensors
-from tests.trees import same_ranks, write_checkpoint
+from tests.trees import same_ranks, scalar, write_checkpoint
 
 FULL = tensors()
 
@@ -109,3 +109,52 @@ MEANT = [("convert", "transform-dir"), ("diff", "strategy diff"), ("plna", "plan
 @pytest.mark.parametrize(("typed", "meant"), MEANT)
 def test_a_command_of_another_name_is_answered_with_the_one_that_is_meant(typed: str, meant: str) -> None:
     fails(2, typed, says=[f"Did you mean {meant}"])
+
+
+@pytest.mark.parametrize("path", [(), *COMMANDS, ("strategy",)], ids=" ".join)
+def test_help_is_a_command_that_shows_what_the_option_shows(path: tuple[str, ...]) -> None:
+    assert done("help", *path).out == done(*path, "--help").out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["verfiy"], "Did you mean verify?"),
+        (["strategy", "shwo"], "Did you mean show?"),
+        (["verify", "out"], "reshard verify has no commands of its own: out"),
+    ],
+)  # fmt: skip
+def test_help_of_what_does_not_exist_is_wrong_usage(words: list[str], says: str) -> None:
+    fails(2, "help", *words, says=[says])
+
+
+def test_the_version_has_a_short_option() -> None:
+    assert done("-V").out == done("--version").out
+
+
+def test_short_options_are_the_long_ones(world: World) -> None:
+    world.save(FULL)
+    planned = world.convert("-n", "-j", 1, "--json").json
+    assert planned["dry_run"] and planned["threads"] == 1 and not world.dst.exists()
+    assert world.convert("-q").err == ""
+
+
+@pytest.mark.parametrize("flag", ["-v", "--verbose"])
+def test_verbose_may_stand_before_the_command(world: World, flag: str) -> None:
+    world.save(FULL, copied={f"value_{number}": scalar(number) for number in range(9)})
+    assert "and 6 more" in world.convert("-n").out
+    assert "and 6 more" not in done(flag, *world.words("-n")).out
+    # What has no such flag does as always.
+    listed = ("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new)
+    assert done(flag, *listed) == done(*listed)
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_may_stand_before_the_command(world: World, flag: str) -> None:
+    world.save(FULL)
+    assert done(flag, *world.words()).err == ""
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_debug_may_stand_before_the_command(world: World) -> None:
+    assert "Traceback" in fails(3, "--debug", "inspect", world.root / "nothing").err

@@ -25,7 +25,7 @@ from tests.running import Argument, done, fails
 from tests.small import World
 from tests.small import tensors as small_tensors
 from tests.test_costs import FULL, KINDS, Costs, convert, costs, no_windows
-from tests.trees import cut_ranks, scalar, write_strategy, write_tree
+from tests.trees import cut_ranks, layout, scalar, single, value, write_strategy, write_tree
 
 __all__ = ["costs", "no_windows"]
 
@@ -178,3 +178,13 @@ def test_the_directory_of_a_drawing_is_made(world: World) -> None:
     drawn = world.root / "pictures" / "today" / "transfer.svg"
     done(*world.words("--svg", drawn, command="plan"))
     assert drawn.exists()
+
+
+def test_many_times_what_is_needed_is_told_in_times(tmp_path: Path) -> None:
+    """Of rows of which every target rank needs a few bytes, whole pages are looked at."""
+    world = World(tmp_path, single({"w": layout([2], [0, -1])}), single({"w": layout([128], [-1, 0])}))
+    world.save({"w": value("w", (64, 4096))}, copied={})
+    said = done(*world.words("--ranks", "0,64", "--io", "mmap", command="plan"))
+    over_read = done(*world.words("--ranks", "0,64", "--io", "mmap", "--json", command="plan")).json["over_read"]
+    assert over_read > 1
+    assert f"; {1 + over_read:.1f} times what is needed" in said.out

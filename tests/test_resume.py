@@ -426,3 +426,12 @@ def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(tmp_pa
         os.fstat(fd)
     writer.write(0, memoryview(b"late"))
     assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "1 rank (0)"), ("0-1", "2 ranks (0-1)")])
+def test_what_was_written_before_is_told_in_the_right_number(world: World, rank: str, said: str) -> None:
+    world.save(FULL)
+    world.convert("--ranks", rank)
+    left = "left as it is" if rank == "0" else "left as they are"
+    assert f"{said} had been written before by the same conversion; {left}" in world.convert().err
+    assert f"{said} by the same conversion before; {left}" in world.convert("--ranks", rank, "-n").out

@@ -14,6 +14,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 # The order of the work, whatever the order of the decorators.
 _GROUPS = ("Options", "Strategies", "Source", "Parameters", "Target", "Checks", "Effort", "Output")
 _TYPED = "reshard.typed"
+_PASSED_ON = "reshard.passed_on"
 _MOST_COLUMNS = 32
 
 
@@ -62,6 +63,8 @@ class Command(click.Command):
         if ctx.resilient_parsing and args and self._takes_value(_spelled(ctx, args[-1])):
             # The value is what a shell completes; without it, nothing that stands before would be parsed.
             args = args[:-1]
+        flags = {name for param in self.params for name in param.opts}
+        args = [*flags.intersection(ctx.meta.get(_PASSED_ON, ())), *args]
         typed = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -105,6 +108,13 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for line in self.epilog.strip("\n").split("\n"):
                     formatter.write(f"{' ' * formatter.current_indent if line else ''}{line}\n")
+
+
+def passed_on(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    """Callback of a flag before the command: as if it stood behind, where the command has such a flag."""
+    if value:
+        ctx.meta.setdefault(_PASSED_ON, []).append(param.opts[-1])
+    return value
 
 
 def command(name: str, examples: str) -> Callable[[Callable[..., Any]], Command]:

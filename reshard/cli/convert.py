@@ -23,7 +23,7 @@ from reshard.cli.shard import Share
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.transform import Options, Summary, prepare
-from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
+from reshard.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -164,6 +164,6 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
     ]
     if summary.done_before:
         done_before = counted_ranks(summary.done_before)
-        lines.append(f"{done_before} had been written before by the same conversion; left as they are")
+        lines.append(f"{done_before} had been written before by the same conversion; {left_alone(summary.done_before)}")
     lines += summary_lines(summary, verbose)
     say("\n".join(lines), to_standard_error=True)

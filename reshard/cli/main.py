@@ -12,7 +12,8 @@ from click.shell_completion import CompletionItem
 
 from reshard._version import __version__
 from reshard.cli.advice import spelling
-from reshard.cli.errors import ReshardGroup
+from reshard.cli.command import passed_on
+from reshard.cli.errors import ReshardGroup, set_debug
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
@@ -29,6 +30,7 @@ _COMMANDS = {
     "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),
     "recover": ("recover", "recover", "Give every lost rank its checkpoint back from replicas."),
     "strategy": ("strategy_group", "strategy", "Show what strategy files say."),
+    "help": ("help", "show_help", "Show the help of a command."),
 }
 _ALIASES = {"transform-all": "transform-dir", "transform-by-rank": "by-rank"}
 
@@ -70,7 +72,14 @@ class LazyGroup(ReshardGroup):
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": spelling},
 )
-@click.version_option(__version__, prog_name="reshard")
+@click.option(
+    "-v", "--verbose", is_flag=True, expose_value=False, callback=passed_on, help="Say more; as behind COMMAND."
+)
+@click.option(
+    "-q", "--quiet", is_flag=True, expose_value=False, callback=passed_on, help="Say less; as behind COMMAND."
+)
+@click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=set_debug, help="Show tracebacks.")
+@click.version_option(__version__, "-V", "--version", prog_name="reshard")
 def cli() -> None:
     """Convert distributed MindSpore checkpoints from one parallel layout to another.
 

@@ -209,6 +209,7 @@ def effort(command: F) -> F:
             option(
                 "Effort",
                 "--jobs",
+                "-j",
                 type=click.IntRange(min=1, max=1024),
                 metavar="N",
                 show_default="all it may use",
@@ -258,7 +259,7 @@ def writing(command: F) -> F:
                 help="Record a checksum of every target file in the manifest.",
             ),
             option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
-            option("Checks", "--dry-run", is_flag=True, help="Plan and check everything, write nothing."),
+            option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing."),
         ],
     )
 
@@ -269,7 +270,7 @@ def output(command: F) -> F:
         command,
         [
             json_output,
-            option("Output", "--quiet", is_flag=True, help="Only warnings and errors."),
+            option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors."),
             debug,
         ],
     )

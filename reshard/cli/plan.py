@@ -14,7 +14,7 @@ from reshard.cli.shard import Share
 from reshard.execute import ExecutionOptions
 from reshard.transfers import Transfers, transfers_of
 from reshard.transform import Prepared, Summary, prepare
-from reshard.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, step_words
+from reshard.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
 
@@ -131,7 +131,8 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     else:
         lines.append("  write    nothing: all targets asked for are there")
     if summary.done_before:
-        lines.append(f"  done     {counted_ranks(summary.done_before)} by the same conversion before; left as they are")
+        done, left = counted_ranks(summary.done_before), left_alone(summary.done_before)
+        lines.append(f"  done     {done} by the same conversion before; {left}")
     absent = _absent(prepared)
     if absent:
         lines.append(f"  replicas stand in for source {rank_ranges(absent)}, which left no sound file")
@@ -170,7 +171,10 @@ def _absent(prepared: Prepared) -> list[int]:
 
 def _over_read(moved: Transfers) -> str:
     """How much more is read than is needed, where that is worth a word."""
-    return f"; {moved.over_read:.0%} more than is needed" if moved.over_read >= 0.005 else ""
+    times = 1 + moved.over_read
+    if times < 1.005:
+        return ""
+    return f"; {moved.over_read:.0%} more than is needed" if times < 2 else f"; {times:.1f} times what is needed"
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

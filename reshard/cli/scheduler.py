@@ -36,7 +36,8 @@ def cluster_of(
         from reshard.cluster import Cluster, scheduler_address
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"--scheduler needs Dask, which is not installed ({error})", hint="pip install 'reshard[dask]'"
+            f"--scheduler needs Dask, which is not installed ({error})",
+            hint="in the clone of reshard: pip install '.[dask]'",
         ) from error
     # Dask logs with tracebacks what is said here in words.
     for name in ("distributed", "distributed.client"):

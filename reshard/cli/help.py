@@ -1,0 +1,42 @@
+"""help: what `--help` prints, as a command."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem
+
+from reshard.cli.command import command
+
+
+def _names(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Commands below those that were typed."""
+    found, _context = _find(ctx.find_root(), tuple(ctx.params.get("names") or ()))
+    if not isinstance(found, click.Group):
+        return []
+    return [CompletionItem(name) for name in found.list_commands(ctx) if name.startswith(typed)]
+
+
+@command("help", "reshard help verify\nreshard help strategy show")
+@click.argument("names", nargs=-1, metavar="[COMMAND...]", shell_complete=_names)
+@click.pass_context
+def show_help(ctx: click.Context, names: tuple[str, ...]) -> None:
+    """Show the help of COMMAND, as `reshard COMMAND --help` does, or the list of commands."""
+    _, context = _find(ctx.find_root(), names)
+    click.echo(context.get_help())
+
+
+def _find(root: click.Context, names: tuple[str, ...]) -> tuple[click.Command, click.Context]:
+    """The command of these names, and a context that its help is written in.
+
+    Raises:
+        click.UsageError: there is none.
+    """
+    context = root
+    for name in names:
+        if not isinstance(context.command, click.Group):
+            raise click.UsageError(f"{context.command_path} has no commands of its own: {name}", context)
+        spelled, found, _ = context.command.resolve_command(context, [name])
+        if found is None:
+            raise click.UsageError(f"No such command: {name}.", context)
+        context = click.Context(found, parent=context, info_name=spelled)
+    return context.command, context
