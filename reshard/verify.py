@@ -8,10 +8,12 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.errors import CheckpointError
+from reshard.name_filters import Filters
 from reshard.plan.replicas import ReplicaChoice
-from reshard.plan.selection import Filters, StepSelector, check_ranks
+from reshard.plan.selection import StepSelector
 from reshard.records import Manifest
 from reshard.report import Report
+from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
 from reshard.verification import (
     Difference,

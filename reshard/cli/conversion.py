@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 from reshard.cli import options
 from reshard.cli.output import listener
+from reshard.name_filters import Filters
 from reshard.plan.conversion import Request
-from reshard.plan.selection import Filters
 from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
 from reshard.transform import Options, Summary, usable_cpus

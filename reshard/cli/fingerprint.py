@@ -14,8 +14,9 @@ from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import IncompleteSourceError, UsageError
-from reshard.plan.selection import Filters, check_ranks
+from reshard.name_filters import Filters
 from reshard.report import Report
+from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree

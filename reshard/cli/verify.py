@@ -16,7 +16,7 @@ from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_bar
 from reshard.errors import CheckpointError, TargetError, UsageError
-from reshard.plan.selection import Filters
+from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report

@@ -24,14 +24,16 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, InputError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.inspection.file import told_by_name
+from reshard.name_filters import Filters
 from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
 from reshard.plan.replicas import ReplicaChoice
-from reshard.plan.selection import Filters, Incomplete, Selection, StepSelector, check_ranks
+from reshard.plan.selection import Incomplete, Selection, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import begun_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.report import Report
+from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.wording import plural, rank_ranges, some_names

@@ -31,6 +31,7 @@ from reshard.checkpoints import (
     target_name,
 )
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.name_filters import Filters
 from reshard.plan.checks import check, problems_of_unlisted
 from reshard.plan.copies import CopiedValue, CopiedValues
 from reshard.plan.cuts import Cut, Cuts
@@ -38,9 +39,10 @@ from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.parameters import Parameter
 from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor, shape_of, volume_of
 from reshard.plan.replicas import ReplicaChoice
-from reshard.plan.selection import Filters, Selection, StepSelector, check_ranks
+from reshard.plan.selection import Selection, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.report import Report
+from reshard.source_ranks import check_ranks
 from reshard.strategies import Stage, Strategy
 from reshard.wording import rank_ranges
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
 from reshard.errors import CheckpointError, InputError
+from reshard.name_filters import Filters
 from reshard.names import belongs_to_rank
-from reshard.plan.selection import Filters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Strategy

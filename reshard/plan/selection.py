@@ -7,14 +7,12 @@ the files that they need are read and judged, so that only those need be there.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase, translate
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, StepFiles, read_index
-from reshard.errors import CheckpointError, IncompleteSourceError, UsageError
+from reshard.checkpoints import FileHandles, StepFiles
+from reshard.errors import IncompleteSourceError
+from reshard.name_filters import Filters
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
 from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
@@ -25,69 +23,12 @@ from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, rank_ranges, some_names
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Which parameters are written; they never decide which step is taken."""
-
-    include: Sequence[str] = field(default=())
-    exclude: Sequence[str] = field(default=())
-
-    def __post_init__(self) -> None:
-        """Refuse patterns that cannot be read, before anything else is done."""
-        for pattern in (*self.include, *self.exclude):
-            try:
-                re.compile(translate(pattern))
-            except re.error as error:
-                # Older Pythons cannot read every set that a shell can.
-                raise UsageError(f"{pattern!r} (--include, --exclude) is no pattern: {error}") from error
-
-    def admit(self, name: str) -> bool:
-        """Whether a parameter of this name is written: exclusion wins."""
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
-            return False
-        return not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
-
-
 class Selection(NamedTuple):
     """The step to convert, and its parameters by name."""
 
     step: SourceStep
     parameters: dict[str, Parameter]
     listed: set[str]
-
-
-def check_ranks(tree: SourceTree, source: Strategy, target: Strategy, handles: FileHandles) -> None:
-    """Refuse a tree whose ranks the source strategy does not know.
-
-    Raises:
-        CheckpointError: ranks beyond the strategy's devices, or one file where there must be several.
-    """
-    if tree.single_file and source.device_count > 1:
-        # What is no checkpoint at all is said first.
-        read_index(handles, tree.root)
-        raise CheckpointError(
-            f"{tree.root} is one file, but {source.path} lays parameters out over {source.device_count} devices",
-            file=tree.root,
-            hint="pass the directory of all ranks' checkpoints, or --src-strategy none for an unsharded checkpoint",
-        )
-    beyond = [rank for rank in tree.ranks if rank >= source.device_count]
-    if beyond:
-        held = "one device (strategy none)" if source.is_none else f"{source.device_count} devices ({source.path})"
-        raise CheckpointError(
-            f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {held}",
-            file=tree.root,
-            rank=beyond[0],
-            hint=_why_beyond(beyond[-1], source, target),
-        )
-
-
-def _why_beyond(rank: int, source: Strategy, target: Strategy) -> str:
-    if source.is_none:
-        return "pass the strategy that this checkpoint was saved with"
-    hint = "is the last pipeline stage's strategy file missing?"
-    if rank < target.device_count:
-        hint += " Or are --src-strategy and --dst-strategy swapped?"
-    return hint
 
 
 class Incomplete(NamedTuple):
