@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from docs.tools import commands, pages
+from docs.tools import commands, pages, recordings
 from reshard.cli.main import cli
 from reshard.transform import usable_cpus
 from tests.corpus import ROOT
@@ -50,6 +50,13 @@ def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path,
         assert found.same, f"{line}\n{found.output}"
     if page == README:
         check_what_the_readme_makes(typing[page].place / "out")
+
+
+def test_the_recordings_of_a_terminal_show_what_is_shown_today(tmp_path: Path) -> None:
+    made = recordings.record(tmp_path, shape=(64, 64))
+    assert made
+    for recorded in made:
+        assert recordings.same(recorded), f"`make docs` records it anew:\n{recorded.output}"
 
 
 def check_what_the_readme_makes(out: Path) -> None:

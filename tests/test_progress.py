@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
-from reshard.cli.progress import progress_bar
-from tests.running import done, say_on_terminal
+from reshard.cli.progress import progress_of
+from tests.running import Argument, done, say_on_terminal
 from tests.small import World, tensors
 
 SCRIPT = """
 import sys, time
 from reshard.cli.output import listener
-from reshard.cli.progress import progress_bar
-bar = progress_bar(quiet=len(sys.argv) > 1)
+from reshard.cli.progress import progress_of
+asked = {"--progress": True, "--no-progress": False}
+bar = progress_of("--quiet" in sys.argv, next((asked[word] for word in sys.argv if word in asked), None))
 bar.begin(4 << 30, "checking CRCs")
 for number in range(4):
     time.sleep(0.2)
@@ -30,29 +32,80 @@ def on_terminal(columns: int, *words: str) -> str:
     return say_on_terminal(columns, SCRIPT, *words)
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(80, "/4.00G"), (40, "% ")])
+@pytest.mark.parametrize(("columns", "shown"), [(80, " of 4.0 GiB, "), (40, "% ")])
 def test_a_terminal_shows_what_is_done_how_fast_and_how_long_it_will_take(columns: int, shown: str) -> None:
     said = on_terminal(columns)
     frames = [frame for frame in re.split(r"[\r\n]", said) if frame.startswith("checking CRCs")]
     assert frames
     for frame in frames:
-        assert shown in frame and "iB/s" in frame and re.search(r"\d\d:\d\d", frame)
+        assert shown in frame and "iB/s" in frame.replace(" B/s", "iB/s") and re.search(r"\d\d:\d\d", frame)
         assert len(frame) <= columns
     # A message stands on a line of its own, and the bar is gone in the end.
     assert re.search(r"(\r|\n)(\x1b\[33m)?warning: look here", said)
     assert said.split("\n")[-1].rpartition("\r")[2].strip() == ""
 
 
-def test_a_quiet_command_shows_no_progress_on_a_terminal() -> None:
-    assert "checking" not in on_terminal(80, "--quiet")
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [([], True), (["--quiet"], False), (["--no-progress"], False), (["--quiet", "--progress"], True)],
+)
+def test_a_terminal_shows_progress_unless_it_is_not_wanted(words: list[str], shown: bool) -> None:
+    assert ("checking" in on_terminal(80, *words)) == shown
 
 
-def test_no_terminal_gets_progress(capfd: pytest.CaptureFixture[str]) -> None:
-    bar = progress_bar(quiet=False)
-    bar.begin(10, "writing")
-    bar.wrote(10)
+@pytest.mark.parametrize("words", [[], ["--no-progress"]])
+def test_no_terminal_gets_progress_unasked(world: World, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.0)
+    world.save(tensors())
+    assert "writing:" not in world.convert(*words).err
+
+
+LINE = r"(\d+%, )?\d+(\.\d)? [KMGT]?i?B of \d+(\.\d)? [KMGT]?i?B, \d+(\.\d)? [KMGT]?i?B/s(, \d\d:\d\d left)?"
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then_if_it_is_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every command that shows any; JSON stays alone on standard output."""
+    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.0)
+    world.save(tensors())
+    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
+    whole = world.root / "whole"
+    commands: list[tuple[str, list[Argument]]] = [
+        ("writing", ["transform-dir", world.src, world.dst, *strategies]),
+        ("writing", ["by-rank", 0, world.src, world.dst, "--overwrite", *strategies]),
+        ("verifying", ["verify", world.dst, "--src", world.src, *strategies]),
+        ("reading", ["fingerprint", world.src, "--strategy", world.old]),
+        ("writing", ["recover", world.src, whole, "--strategy", world.old]),
+    ]
+    for doing, words in commands:
+        result = done(*words, "--quiet", "--progress", "--json")
+        assert result.json is not None
+        lines = result.err.splitlines()
+        assert lines and all(re.fullmatch(f"(checking sums|checking CRCs|{doing}): {LINE}", line) for line in lines), (
+            result.err
+        )
+        assert any(line.startswith(doing) for line in lines)
+
+
+def test_a_line_of_progress_comes_though_nothing_moves(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.05)
+    bar = progress_of(quiet=False, asked=True)
+    bar.begin(4 << 30, "writing")
+    bar.wrote(1 << 30)
+    said = ""
+    while said.count("\n") < 3:
+        time.sleep(0.05)
+        said += capfd.readouterr().err
     bar.end()
-    assert capfd.readouterr() == ("", "")
+    first, second, *_ = said.splitlines()
+    assert re.fullmatch(r"writing: 25%, 1\.0 GiB of 4\.0 GiB, .* GiB/s, 00:00 left", first)
+    assert second == "writing: 25%, 1.0 GiB of 4.0 GiB, 0 B/s"
+    capfd.readouterr()
+    time.sleep(0.1)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_summary_tells_where_the_time_went(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

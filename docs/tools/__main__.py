@@ -6,10 +6,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, pages
+from docs.tools import commands, pages, recordings
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
 chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
 for page in chosen:
     with tempfile.TemporaryDirectory() as place:
         pages.rewrite(page, pages.type_page(page, Path(place)))
+    if page == recordings.PAGE:
+        with tempfile.TemporaryDirectory() as place:
+            made = recordings.record(Path(place))
+            pages.rewrite(page, [printed for printed in made if not recordings.same(printed)])

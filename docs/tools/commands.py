@@ -20,8 +20,8 @@ _BEGINNING = """\
 What `--help` prints, for every command. The rules behind the options: [README](../README.md#commands). The output of
 `--json`: [json.md](json.md). Exit statuses: [troubleshooting.md](troubleshooting.md#exit-statuses).
 
-Commands and options may be typed with `_` for `-`; `-v`, `-q` and `--debug` may stand before the command. `transform-all` is `transform-dir`,
-`transform-by-rank` is `by-rank`.
+Commands and options may be typed with `_` for `-`; `-v`, `-q` and `--debug` may stand before the command.
+`transform-all` is `transform-dir`, `transform-by-rank` is `by-rank`.
 """
 
 

@@ -17,9 +17,10 @@ from reshard.cli.conversion import (
     summary_lines,
 )
 from reshard.cli.output import echo_json, say
-from reshard.cli.progress import progress_bar
+from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
+from reshard.execute import Progress
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.transform import Options, Summary, prepare
@@ -104,15 +105,16 @@ def _convert(
     source, target, report = read_strategies(typed)
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
+    progress = progress_of(typed["quiet"], typed["progress"])
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
-        summary = prepared.carry_out(progress_bar(typed["quiet"]), workers)
+        summary = prepared.carry_out(progress, workers)
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 
             tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
     before = time.monotonic()
-    found = _verify(request, how, summary, typed["quiet"]) if typed["verify"] else None
+    found = _verify(request, how, summary, progress) if typed["verify"] else None
     verifying = time.monotonic() - before
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
@@ -125,7 +127,7 @@ def _convert(
         tell_differences(found, typed["quiet"])
 
 
-def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> list[Difference]:
+def _verify(request: Request, how: Options, summary: Summary, progress: Progress) -> list[Difference]:
     """Compare what was written, and what was there before, with the source by fingerprints."""
     # Loaded only here, because by-rank runs in loops.
     from reshard.verification import Means
@@ -142,7 +144,7 @@ def _verify(request: Request, how: Options, summary: Summary, quiet: bool) -> li
             file_suffix=request.file_suffix,
             ranks=tuple(summary.target_files),
             filters=request.filters,
-            means=Means(handles, how.jobs, how.max_memory, progress_bar(quiet)),
+            means=Means(handles, how.jobs, how.max_memory, progress),
             report=Report(),
         )
 

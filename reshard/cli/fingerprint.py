@@ -12,7 +12,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
-from reshard.cli.progress import progress_bar
+from reshard.cli.progress import progress_of
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.name_filters import Filters
 from reshard.report import Report
@@ -82,7 +82,8 @@ def fingerprint(
                 report.warn(f"{damage}; rank {rank} counts as absent")
             if ranks is None:
                 check_complete(tree)
-            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress_bar(typed["quiet"]))
+            progress = progress_of(typed["quiet"], typed["progress"])
+            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             result = fingerprints(tree, means)
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")

@@ -271,6 +271,13 @@ def output(command: F) -> F:
         [
             json_output,
             option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors."),
+            option(
+                "Output",
+                "--progress/--no-progress",
+                default=None,
+                show_default="on a terminal",
+                help="Show progress; without a terminal, as a line every 30 s.",
+            ),
             debug,
         ],
     )

@@ -1,54 +1,104 @@
-"""Progress by bytes, on a terminal only."""
+"""Progress by bytes: a bar on a terminal, a line now and then elsewhere if it is asked for."""
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import TYPE_CHECKING, NoReturn, Optional
+import threading
+import time
+from typing import TYPE_CHECKING, Optional
 
+from reshard.cli.output import say
 from reshard.execute import Progress
+from reshard.wording import byte_size
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from reshard.cli.bar import Bar
 
-_NARROW = 60
-_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left"
-_NARROW_BAR = "{desc} {percentage:3.0f}% {rate_fmt} {remaining}"
+# Seconds between two lines, where there is no terminal.
+_BETWEEN_LINES = 30.0
+# What takes less needs no bar.
+_BEFORE_BAR = 0.5
 
 
-def progress_bar(quiet: bool) -> Progress:
-    """Progress by bytes on a terminal, silence elsewhere."""
+def progress_of(quiet: bool, asked: Optional[bool]) -> Progress:
+    """Who shows progress.
+
+    Args:
+        quiet: whether nothing but warnings and errors is to be said; what is asked for is shown all the same.
+        asked: what --progress or --no-progress says; None for a bar on a terminal and nothing elsewhere.
+    """
     on_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return _Bar() if on_terminal and not quiet else Progress()
+    shown = on_terminal and not quiet if asked is None else asked
+    if not shown:
+        return Progress()
+    return _Bar() if on_terminal else _Lines()
 
 
 class _Bar(Progress):
     def __init__(self) -> None:
-        self._bar: Optional[tqdm[NoReturn]] = None
+        self._bar: Optional[Bar] = None
+        self._total = self._done = 0
+        self._doing = ""
+        self._begun = 0.0
 
     def begin(self, total: int, doing: str) -> None:
-        from tqdm import tqdm
-
-        narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
-        self._bar = tqdm(
-            desc=doing,
-            total=total,
-            unit="iB",
-            unit_scale=True,
-            unit_divisor=1024,
-            bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
-            dynamic_ncols=True,
-            # What is done at once needs no bar.
-            delay=0.5,
-            file=sys.stderr,
-            smoothing=0.1,
-            leave=False,
-        )
+        self._bar = None
+        self._total, self._done, self._doing, self._begun = total, 0, doing, time.time()
 
     def wrote(self, count: int) -> None:
+        self._done += count
         if self._bar is not None:
             self._bar.update(count)
+        elif time.time() - self._begun >= _BEFORE_BAR:
+            from reshard.cli.bar import Bar
+
+            self._bar = Bar(self._total, self._doing, self._done, self._begun)
 
     def end(self) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
+
+
+class _Lines(Progress):
+    """A line now and then, whether or not anything moves: a log has to show that nothing does."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._ended = threading.Event()
+        self._thread: Optional[threading.Thread] = None
+
+    def begin(self, total: int, doing: str) -> None:
+        self._done = 0
+        self._ended = threading.Event()
+        # Not waited for where a command ends without a word to `end`.
+        self._thread = threading.Thread(target=self._tell, args=(total, doing, self._ended), daemon=True)
+        self._thread.start()
+
+    def wrote(self, count: int) -> None:
+        self._done += count
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _tell(self, total: int, doing: str, ended: threading.Event) -> None:
+        before, at = 0, time.monotonic()
+        while not ended.wait(_BETWEEN_LINES):
+            done, now = self._done, time.monotonic()
+            rate = (done - before) / (now - at)
+            say(_line(doing, done, total, rate), to_standard_error=True)
+            before, at = done, now
+
+
+def _line(doing: str, done: int, total: int, rate: float) -> str:
+    share = f"{doing}: {done / total:.0%}, " if total else f"{doing}: "
+    left = f", {_clock((total - done) / rate)} left" if rate and done < total else ""
+    return f"{share}{byte_size(done)} of {byte_size(total)}, {byte_size(int(rate))}/s{left}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

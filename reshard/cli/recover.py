@@ -8,7 +8,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, phases_line, request_of, strategy_of, summary_json
 from reshard.cli.output import echo_json, listener, say
-from reshard.cli.progress import progress_bar
+from reshard.cli.progress import progress_of
 from reshard.errors import UsageError
 from reshard.report import Report
 from reshard.transform import prepare
@@ -45,8 +45,9 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     read = strategy_of(strategy, report)
     request = request_of(src, dst, read, read, ranks, typed)
     how = options_of(typed, recover=True, lost_only=typed["lost_only"])
-    with prepare(request, how, report) as prepared:
-        summary = prepared.carry_out(progress_bar(typed["quiet"]))
+    progress = progress_of(typed["quiet"], typed["progress"])
+    with prepare(request, how, report, progress) as prepared:
+        summary = prepared.carry_out(progress)
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 

@@ -14,7 +14,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
-from reshard.cli.progress import progress_bar
+from reshard.cli.progress import progress_of
 from reshard.errors import CheckpointError, TargetError, UsageError
 from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
@@ -77,7 +77,8 @@ def verify(
     found: list[Difference] = []
     unchecked: list[int] = []
     with FileHandles() as handles:
-        means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress_bar(typed["quiet"]))
+        progress = progress_of(typed["quiet"], typed["progress"])
+        means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
         if replicas:
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")

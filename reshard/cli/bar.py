@@ -1,0 +1,56 @@
+"""The progress bar of a terminal; loaded only where there is one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tqdm import tqdm
+
+from reshard.wording import byte_size
+
+if TYPE_CHECKING:
+    _Tqdm = tqdm[NoReturn]
+else:
+    _Tqdm = tqdm
+
+_NARROW = 60
+_WIDE_BAR = "{desc} {percentage:3.0f}%|{bar}| {done} of {whole}, {speed}, {remaining} left"
+_NARROW_BAR = "{desc} {percentage:3.0f}% {speed} {remaining}"
+
+
+class Bar(_Tqdm):
+    """A bar that goes away at the end, in the units of every other message.
+
+    Args:
+        total: bytes to be done.
+        doing: the word for it.
+        done: how many are done.
+        begun: when that was begun, in seconds of `time.time`.
+    """
+
+    def __init__(self, total: int, doing: str, done: int, begun: float) -> None:
+        narrow = os.get_terminal_size(sys.stderr.fileno()).columns < _NARROW
+        super().__init__(
+            desc=doing,
+            total=total,
+            bar_format=_NARROW_BAR if narrow else _WIDE_BAR,
+            dynamic_ncols=True,
+            # The first frame comes below, and tells how fast it went until now.
+            delay=1e-9,
+            file=sys.stderr,
+            smoothing=0.1,
+            leave=False,
+        )
+        self.start_t = self.last_print_t = begun
+        self.update(done)
+
+    @property
+    def format_dict(self) -> MutableMapping[str, Any]:
+        """What a bar is made of."""
+        found = super().format_dict
+        rate = found["rate"] or (found["n"] / found["elapsed"] if found["elapsed"] else 0)
+        speed = f"{byte_size(int(rate))}/s"
+        return {**found, "done": byte_size(found["n"]), "whole": byte_size(found["total"]), "speed": speed}
