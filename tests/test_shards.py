@@ -50,7 +50,7 @@ def test_shares_in_any_order_repeated_end_in_one_manifest(count: int, tmp_path: 
 @pytest.mark.parametrize("typed", ["1", "a/b", "2/2", "-1/2", "0/0", "1/4/5", "auto"])
 def test_a_shard_that_is_none_is_wrong_usage(world: World, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(__import__("os").environ):
-        if name.startswith(("SLURM", "OMPI", "PMI", "MV2", "JOB_")):
+        if name.startswith(("SLURM", "OMPI", "PMI", "MV2", "JOB_", "RANK", "WORLD_SIZE", "MS_")):
             monkeypatch.delenv(name)
     world.save(FULL)
     fails(2, *world.words("--shard", typed))
@@ -68,6 +68,19 @@ ARRAY = {"SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "10", "SLURM_ARRAY
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Share(1, 2)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Share(0, 2)),
         ({"JOB_COMPLETION_INDEX": "5", "JOB_COMPLETIONS": "6"}, Share(5, 6)),
+        ({"RANK": "5", "WORLD_SIZE": "6"}, Share(5, 6)),
+        ({"RANK_ID": "5", "RANK_SIZE": "6"}, Share(5, 6)),
+        ({"MS_NODE_ID": "5", "MS_WORKER_NUM": "6"}, Share(5, 6)),
+        ({"MS_NODE_ID": "5", "MS_WORKER_NUM": "6", "MS_ROLE": "MS_WORKER", "RANK_ID": "0"}, Share(5, 6)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "RANK_ID": "1", "RANK_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2"},
+            Share(1, 2),
+        ),
+        # Half of a pair says nothing, and neither do ids that are no numbers.
+        ({"RANK": "7", "PMI_RANK": "0", "PMI_SIZE": "2"}, Share(0, 2)),
+        ({"WORLD_SIZE": "7", "RANK_ID": "1", "RANK_SIZE": "2"}, Share(1, 2)),
+        ({"MS_NODE_ID": "node_a", "MS_WORKER_NUM": "2", "RANK": "1", "WORLD_SIZE": "2"}, Share(1, 2)),
+        ({"MS_NODE_ID": "0", "MS_WORKER_NUM": "9", "MS_ROLE": "MS_SCHED", "RANK": "1", "WORLD_SIZE": "2"}, Share(1, 2)),
     ],
 )
 def test_launchers_tell_the_share(environment: dict[str, str], share: Share) -> None:
@@ -83,8 +96,41 @@ def test_launchers_tell_the_share(environment: dict[str, str], share: Share) -> 
         {**ARRAY, "SLURM_ARRAY_TASK_ID": "5"},
         {**ARRAY, "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MAX": "9"},
         {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
+        {"RANK": "0"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"MS_WORKER_NUM": "2", "MS_ROLE": "MS_SCHED"},
+        {"MS_NODE_ID": "node_a", "MS_WORKER_NUM": "2"},
     ],
 )
 def test_launchers_that_tell_nothing_sensible_are_an_error(environment: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"auto|no shard|evenly"):
         launched_as(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "RANK_ID": "1", "RANK_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        {"MS_NODE_ID": "0", "MS_WORKER_NUM": "2", **ARRAY, "SLURM_ARRAY_TASK_ID": "8"},
+    ],
+)
+def test_variables_that_contradict_each_other_are_named(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"auto finds .* but .*; pass --shard I/N") as raised:
+        launched_as(environment)
+    for name in ("RANK", "WORLD_SIZE", "RANK_ID", "SLURM_PROCID", "MS_NODE_ID", "SLURM_ARRAY_TASK_ID"):
+        assert (name in environment) <= (name in str(raised.value))
+
+
+def test_the_half_of_a_pair_is_named_where_nothing_else_tells() -> None:
+    with pytest.raises(ValueError, match=r"auto finds no variables .*of RANK alone it cannot be told"):
+        launched_as({"RANK": "0"})
+
+
+def test_processes_of_torchrun_share_the_work(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        assert len(world.convert("--shard", "auto", "--json").json["ranks"]) == 1
+    assert done("status", world.dst, "--json").json["complete"]

@@ -294,7 +294,7 @@ def targets(command: F) -> F:
                 "--shard",
                 type=ShardType(),
                 metavar="I/N|auto",
-                help="Only share I of N, from 0; auto asks Slurm, MPI or Kubernetes.",
+                help="Only share I of N, from 0; auto asks Slurm, MPI, Kubernetes, torchrun or MindSpore.",
             ),
             option(
                 "Effort",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
 import click
@@ -17,6 +17,16 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
 )
+# Variables that training programs and containers know: of torchrun, of platforms for Ascend, and of MindSpore's
+# dynamic cluster, where the ids of nodes may be any text.
+_RANKS = (
+    ("RANK", "WORLD_SIZE"),
+    ("RANK_ID", "RANK_SIZE"),
+    ("MS_NODE_ID", "MS_WORKER_NUM"),
+)
+# Its scheduler runs the same command, and has no share.
+_WORKER = "MS_WORKER"
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _MOST = 1 << 20
 
 
@@ -28,7 +38,7 @@ class Share(NamedTuple):
 
 
 class ShardType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """``I/N``, or ``auto`` for what Slurm, Kubernetes or an MPI launcher says."""
+    """``I/N``, or ``auto`` for what a launcher says."""
 
     name = "shard"
 
@@ -51,30 +61,66 @@ def launched_as(environment: Mapping[str, str]) -> Share:
     """The share that a launcher gave to this process.
 
     A task of a Slurm array comes first, then MPI launchers, `srun`, and Kubernetes Indexed Jobs, which
-    tell the index only: the count is expected in ``JOB_COMPLETIONS``.
+    tell the index only: the count is expected in ``JOB_COMPLETIONS``. One starts the other, so the first
+    of them holds. What other programs set, too, counts only where nothing contradicts it.
 
     Raises:
-        ValueError: nothing tells, or what tells makes no sense.
+        ValueError: nothing tells, what tells makes no sense, or says different things.
     """
+    claims = [*_launched(environment), *_told(environment)]
+    if not claims:
+        halves = [name for pair in _RANKS for name in pair if environment.get(name)]
+        lone = f" (of {' and '.join(halves)} alone it cannot be told)" if halves else ""
+        raise ValueError(
+            "auto finds no variables of a Slurm array or step, an MPI launcher, a Kubernetes Indexed Job, torchrun or "
+            f"a worker of MindSpore's dynamic cluster{lone}; pass --shard I/N"
+        )
+    if len({claim.share for claim in claims}) > 1:
+        said = " but ".join(f"{claim.share.number}/{claim.share.runs} by {claim.names}" for claim in claims)
+        raise ValueError(f"auto finds {said}; pass --shard I/N")
+    return claims[0].share
+
+
+class _Claim(NamedTuple):
+    """A share, and the variables that say so."""
+
+    share: Share
+    names: str
+
+
+def _launched(environment: Mapping[str, str]) -> Iterator[_Claim]:
+    """What the first launcher says that has set a variable which nothing else sets."""
     if "SLURM_ARRAY_TASK_ID" in environment:
         names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_COUNT")
         task, first, last, count = (_number(environment, name) for name in names)
         step = (last - first) // (count - 1) if count > 1 else 1
         if step < 1 or first + step * (count - 1) != last or (task - first) % step:
             raise ValueError(f"tasks {first} to {last} of the Slurm array are not evenly numbered; pass --shard I/N")
-        return _checked((task - first) // step, count)
+        yield _Claim(_checked((task - first) // step, count), "SLURM_ARRAY_TASK_ID")
+        return
     for index, count_name in _LAUNCHERS:
         if index in environment:
-            return _checked(_number(environment, index), _number(environment, count_name))
-    raise ValueError(
-        "auto finds no variables of a Slurm array or step, an MPI launcher or a Kubernetes Indexed Job; "
-        "pass --shard I/N"
-    )
+            share = _checked(_number(environment, index), _number(environment, count_name))
+            yield _Claim(share, f"{index} and {count_name}")
+            return
+
+
+def _told(environment: Mapping[str, str]) -> Iterator[_Claim]:
+    """What pairs of variables say that many programs set: each only where it is whole."""
+    for index, count_name in _RANKS:
+        numbers = [environment.get(name, "") for name in (index, count_name)]
+        other_role = index == "MS_NODE_ID" and environment.get("MS_ROLE", _WORKER) != _WORKER
+        if all(_NUMBER.fullmatch(text) for text in numbers) and not other_role:
+            names = f"{index} and {count_name}"
+            try:
+                yield _Claim(_checked(int(numbers[0]), int(numbers[1])), names)
+            except ValueError as error:
+                raise ValueError(f"{names}: {error}") from error
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not re.fullmatch(r"\d{1,9}", text):
+    if not _NUMBER.fullmatch(text):
         what = f"is {text!r}" if text else "is not set"
         raise ValueError(f"auto needs {name}, which {what}")
     return int(text)
