@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks import (
     against_mindspore,
+    checksums,
     growth,
     io,
     many_ranks,
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCRIPTS = [
     throughput,
+    checksums,
     against_mindspore,
     memory,
     io,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints import crc_of_file
@@ -46,7 +46,7 @@ class TargetDirectory:
         report: told what was found.
         overwrite: existing targets may be replaced.
         adding: other ranks of the same conversion may stay beside what is replaced.
-        checksum: the manifest shall have a checksum of every file.
+        checksum: the manifest shall have a checksum of every file, as it has where any other run asked for them.
         part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
     """
 
@@ -219,33 +219,48 @@ class TargetDirectory:
         # A look that costs little first, for one of many by-rank runs.
         if len(self._ledger.done()) < len(self._everything):
             return None
-        computed = self._missing_checksums()
-        with self._ledger.guarded():
-            found = self._all_done()
-            if found is None:
-                return None
-            files = []
-            for rank, record in found.items():
-                if record in computed:
-                    record = record._replace(crc=computed[record])
-                    self._ledger.record(record, flush=False)
-                crc = None if record.crc is None else f"{record.crc:08x}"
-                files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
-            return Manifest(self._ledger.identity, tuple(files)).write(self._root)
+        computed: dict[DoneRecord, int] = {}
+        while True:
+            computed.update(self._missing_checksums(computed))
+            with self._ledger.guarded():
+                found = self._all_done()
+                if found is None:
+                    return None
+                if self._lacking(found).issubset(computed):
+                    return self._write_manifest(found, computed)
+
+    def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
+        files = []
+        for rank, record in found.items():
+            if record in computed:
+                record = record._replace(crc=computed[record])
+                self._ledger.record(record, flush=False)
+            crc = None if record.crc is None else f"{record.crc:08x}"
+            files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
+        return Manifest(self._ledger.identity, tuple(files)).write(self._root)
 
     @property
     def lacks_checksums(self) -> bool:
         """Whether checksums are asked for, and targets were written without."""
         found = self._all_done() if self._checksum else None
-        return found is not None and any(record.crc is None for record in found.values())
+        return found is not None and bool(self._lacking(found))
 
-    def _missing_checksums(self) -> dict[DoneRecord, int]:
-        """Checksums that are asked for, of targets that were written without."""
-        found = self._all_done() if self._checksum else None
+    def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
+        """Targets without a checksum, where this run or any that wrote a target asked for them.
+
+        So it does not matter in which order runs with and without them ended.
+        """
+        lacking = {record for record in found.values() if record.crc is None}
+        return lacking if self._checksum or len(lacking) < len(found) else set()
+
+    def _missing_checksums(self, computed: Collection[DoneRecord]) -> dict[DoneRecord, int]:
+        """Checksums that are asked for and not computed yet, of targets that were written without."""
+        found = self._all_done() or {}
+        lacking = self._lacking(found)
         return {
             record: crc_of_file(self._conversion.path(rank))
-            for rank, record in (found or {}).items()
-            if record.crc is None
+            for rank, record in found.items()
+            if record in lacking and record not in computed
         }
 
     def _all_done(self) -> Optional[dict[int, DoneRecord]]:

@@ -409,6 +409,21 @@ def test_checksums_asked_for_later_are_computed_of_what_is_done(world: World) ->
         assert entry["crc32"] == f"{zlib.crc32((world.dst / entry['file']).read_bytes()):08x}"
 
 
+def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_last(world: World) -> None:
+    world.save(FULL)
+    manifests = set()
+    for options in ([("--checksum", "crc32"), ()], [(), ("--checksum", "crc32")], [("--checksum", "crc32")] * 2):
+        for rank, chosen in enumerate(options):
+            world.by_rank(rank, *chosen)
+        manifests.add(manifest(world))
+        shutil.rmtree(world.dst)
+    assert len(manifests) == 1
+    done(*world.words("--ranks", "1", "--checksum", "crc32"))
+    world.convert()
+    assert manifest(world) in manifests
+    done("verify", world.dst)
+
+
 def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(tmp_path: Path) -> None:
     """A file that is given up by one thread while another one is writing to it."""
     layout = lay_out_copy(4)

@@ -63,24 +63,49 @@ def test_a_flipped_bit_is_found_and_named_with_its_rank(world: World, rank: int,
     assert [rank] in [difference["ranks"] for difference in found if difference["parameter"] == name]
 
 
-def test_without_checksums_the_manifest_says_so_and_the_source_finds_it(world: World) -> None:
+def test_without_checksums_a_look_at_headers_alone_is_no_success_unless_asked_for(world: World) -> None:
     world.save(FULL)
     world.convert()
     flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
-    said = done("verify", world.dst).err
-    assert "no checksums" in said and "contents of ranks 0-1 were not compared" in said and "verified" not in said
-    assert json.loads(done("verify", world.dst, "--json").out) == {"differences": [], "unchecked_ranks": [0, 1]}
+    unchecked = {"differences": [], "unchecked_ranks": [0, 1]}
+    says = ["contents of ranks 0-1 were not compared", "no checksums", "--src", "--headers-only"]
+    assert "verified" not in fails(2, "verify", world.dst, says=says).err
+    assert fails(2, "verify", world.dst, "--json", says=says).json == unchecked
+    fails(2, "verify", world.dst, "--quiet", says=says)
+    said = done("verify", world.dst, "--headers-only").err
+    assert "contents of ranks 0-1 were not compared" in said and "verified" not in said
+    assert done("verify", world.dst, "--headers-only", "--json").json == unchecked
+    assert verify(world).status == 4
+
+
+def test_what_was_compared_is_said(world: World) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32")
+    assert "in sizes, headers and checksums" in done("verify", world.dst).err
+    assert f"no differences from {world.src}" in verify(world).err
+    assert "copies do not differ" in done("verify", world.src, "--replicas", "--strategy", world.old).err
+    flip(world.dst / "rank_1" / "checkpoint_1.ckpt", "w")
+    said = done("verify", world.dst, "--headers-only")
+    assert "contents of ranks 0-1 were not compared" in said.err
+    assert "files of rank 1 have another time" in said.err
+    assert "its checksum is" in fails(4, "verify", world.dst).out
+
+
+def test_ranks_that_the_manifest_does_not_have_are_wrong_usage(world: World) -> None:
+    world.save(FULL)
+    world.convert("--checksum", "crc32")
+    fails(2, "verify", world.dst, "--ranks", "1-3", says=["ranks 2-3", "out of range", "ranks 0-1"])
 
 
 def test_a_file_that_status_calls_changed_is_warned_of_where_contents_are_not_compared(world: World) -> None:
     world.save(FULL)
     world.convert()
-    assert "changed" not in done("verify", world.dst).err
+    assert "changed" not in fails(2, "verify", world.dst).err
     path = world.dst / "rank_1" / "checkpoint_1.ckpt"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert "files of rank 1 have another time" in done("verify", world.dst).err
+    fails(2, "verify", world.dst, says=["files of rank 1 have another time"])
     assert verify(world).status == 4
 
 
@@ -196,13 +221,22 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
     for rank in without:
         manifest["files"][rank]["crc32"] = None
     path.write_text(json.dumps(manifest))
-    said = done("verify", world.dst).err
-    assert "were not compared" in said
-    assert ("of rank 0" in said) == (without == [0])
-    assert "contents" not in done("verify", world.dst, "--ranks", "1").err or 1 in without
+    where = "contents of rank 0 were" if without == [0] else "contents of ranks 0-1 were"
+    fails(2, "verify", world.dst, says=[where])
+    assert reshard("verify", world.dst, "--ranks", "1").status == (2 if 1 in without else 0)
 
 
-@pytest.mark.parametrize("words", [("--src", "x"), ("--replicas",), ("--strategy", "x"), ("--src-strategy", "x")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--headers-only", "--src", "x"),
+        ("--headers-only", "--replicas"),
+        ("--src", "x"),
+        ("--replicas",),
+        ("--strategy", "x"),
+        ("--src-strategy", "x"),
+    ],
+)
 def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Sequence[str]) -> None:
     world.save(FULL)
     world.convert()

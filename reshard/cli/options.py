@@ -256,7 +256,7 @@ def writing(command: F) -> F:
                 type=Choice(["none", "crc32"]),
                 default="none",
                 show_default=True,
-                help="Record a checksum of every target file in the manifest.",
+                help="Record checksums, which verify OUT compares.",
             ),
             option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
             option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing."),

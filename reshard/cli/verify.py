@@ -50,6 +50,7 @@ reshard verify ckpt/ --replicas --strategy src.ckpt
 @options.strategies
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
+@option("Checks", "--headers-only", is_flag=True, help="Sizes and headers are enough; no contents are read.")
 @options.ranks("Target", "Only these ranks of OUT.")
 @options.source
 @options.selection
@@ -61,21 +62,26 @@ def verify(
     src_strategy: Optional[str],
     dst_strategy: Optional[str],
     replicas: bool,
+    headers_only: bool,
     strategy: Optional[str],
     ranks: Optional[tuple[int, ...]],
     **typed: Any,
 ) -> None:
     """Verify the checkpoint in OUT; exit status 4 and a line per difference if something is wrong.
 
-    Alone: every file is as the manifest says, in size, headers and, where they were recorded,
-    checksums. With --src and both strategies: every tensor on every rank is what the source makes of
-    it, worked out anew from the strategies and compared through fingerprints. With --replicas:
-    ranks that should hold the same slices do.
+    Alone: every file is as the manifest says, in size, headers and contents. Without recorded
+    checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
+    --headers-only says that they need not be. With --src and both strategies: every tensor on every
+    rank is what the source makes of it, worked out anew from the strategies and compared through
+    fingerprints. With --replicas: ranks that should hold the same slices do.
     """
+    if headers_only and (replicas or src is not None):
+        raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener(typed["quiet"]))
     filters = Filters(typed["include"], typed["exclude"])
     found: list[Difference] = []
     unchecked: list[int] = []
+    verdict = "verified: copies do not differ"
     with FileHandles() as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
@@ -95,7 +101,7 @@ def verify(
             manifest = _manifest(out)
             step = typed["step"]
             if manifest is not None:
-                found += _against_manifest(out, manifest, ranks, means)
+                found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
                 if step == "latest" and manifest.plan.step is not None:
                     step = manifest.plan.step
                 if not (filters.include or filters.exclude):
@@ -114,19 +120,38 @@ def verify(
                 means=means,
                 report=report,
             )
+            verdict = f"verified: no differences from {src}"
         elif src_strategy is not None or dst_strategy is not None:
             raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
         elif not replicas:
-            manifest = read_manifest(out)
+            manifest = _of_ranks(read_manifest(out), ranks)
+            if headers_only:
+                without = tuple(file._replace(crc32=None) for file in manifest.files)
+                manifest = dataclasses.replace(manifest, files=without)
             found += _against_manifest(out, manifest, ranks, means)
-            unchecked = _unchecked(out, manifest, ranks, report)
+            unchecked = [file.rank for file in manifest.files if file.crc32 is None]
+            verdict = "verified: no differences from the manifest in sizes, headers and checksums"
+            if unchecked:
+                verdict = f"no differences in sizes and headers; contents of {rank_ranges(unchecked)} were not compared"
+                _warn_of_changed(out, unchecked, report)
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
-    tell_differences(found, typed["quiet"], to_standard_output=not typed["as_json"], unchecked=unchecked)
+    if unchecked and not found and not headers_only:
+        # Whoever removes the source after this must not take a look at headers for one at contents.
+        raise UsageError(
+            f"{out}: contents of {rank_ranges(unchecked)} were not compared: the manifest has no checksums of them; "
+            "sizes and headers are as it says",
+            hint="compare them with the source: --src SRC with --src-strategy and --dst-strategy; pass --headers-only "
+            "if names and sizes are enough; a conversion with --checksum crc32 records checksums",
+        )
+    tell_differences(found, typed["quiet"], not typed["as_json"], verdict)
 
 
 def tell_differences(
-    found: Sequence[Difference], quiet: bool, to_standard_output: bool = False, unchecked: Sequence[int] = ()
+    found: Sequence[Difference],
+    quiet: bool,
+    to_standard_output: bool = False,
+    verdict: str = "verified: no differences",
 ) -> None:
     """Print every difference and a line that sums up; with any, end with exit status 4.
 
@@ -134,45 +159,44 @@ def tell_differences(
         found: the differences.
         quiet: say nothing where there are none.
         to_standard_output: where the differences go; the rest goes to standard error.
-        unchecked: ranks whose contents were not compared.
+        verdict: what is said where there are none.
     """
     for difference in found:
         click.echo(printable(str(difference)), err=not to_standard_output)
     if found:
         click.echo(f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used", err=True)
         click.get_current_context().exit(DIFFERENT)
-    if quiet:
-        return
-    if unchecked:
-        click.echo(
-            f"no differences in sizes and headers; contents of {rank_ranges(unchecked)} were not compared", err=True
-        )
-    else:
-        click.echo("verified: no differences", err=True)
+    if not quiet:
+        click.echo(printable(verdict), err=True)
 
 
 def _against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
     """What is not as the manifest says, of some ranks or all."""
-    found = compare_with_manifest(out, _of_ranks(manifest, ranks), means)
+    found = compare_with_manifest(out, manifest, means)
     return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
 
 
 def _of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
+    """A manifest of some of its ranks, or all.
+
+    Raises:
+        UsageError: it has not all of them; to look at nothing must not pass for a comparison.
+    """
     if ranks is None:
         return manifest
-    return dataclasses.replace(manifest, files=tuple(file for file in manifest.files if file.rank in ranks))
+    files = tuple(file for file in manifest.files if file.rank in ranks)
+    beyond = sorted(set(ranks).difference(file.rank for file in files))
+    if beyond:
+        raise UsageError(
+            f"{rank_ranges(beyond)} (--ranks) is out of range: the manifest has "
+            f"{rank_ranges([file.rank for file in manifest.files])}",
+            rank=beyond[0],
+        )
+    return dataclasses.replace(manifest, files=files)
 
 
-def _unchecked(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], report: Report) -> list[int]:
-    """Ranks whose contents were not compared; says why, and which of them may have been changed."""
-    files = _of_ranks(manifest, ranks).files
-    unchecked = [file.rank for file in files if file.crc32 is None]
-    if not unchecked:
-        return []
-    of_whom = "" if len(unchecked) == len(files) else f" of {rank_ranges(unchecked)}"
-    report.note(
-        f"the manifest has no checksums{of_whom}; to compare contents give --src, or convert with --checksum crc32"
-    )
+def _warn_of_changed(out: str, unchecked: Sequence[int], report: Report) -> None:
+    """Say which files may have been changed, of ranks whose contents are not compared."""
     with contextlib.suppress(TargetError):
         changed = sorted(set(status_of(out).changed) & set(unchecked))
         if changed:
@@ -180,7 +204,6 @@ def _unchecked(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], r
                 f"files of {rank_ranges(changed)} have another time than when they were written: they may have been "
                 "changed since"
             )
-    return unchecked
 
 
 def _manifest(out: str) -> Optional[Manifest]:

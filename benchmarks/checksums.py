@@ -1,0 +1,71 @@
+"""What `--checksum crc32` costs: conversions with it against the same without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.measure import (
+    COMPARED,
+    Compared,
+    Run,
+    Section,
+    directory_in,
+    memory_backed,
+    pairs,
+    remove,
+    reshard,
+    run,
+)
+from benchmarks.on_disk import BUILD
+from benchmarks.synthetic import Model
+from benchmarks.throughput import COLUMNS_CUT, COLUMNS_JOINED, COLUMNS_TO_FULL, SHARDS, Claim, prepare
+from reshard.checkpoints.storage import file_system_of
+
+PAIRS = 8
+MODEL = Model(layers=8, matrices=8, rows=2304, columns=2304)
+
+
+class Kind(NamedTuple):
+    """A conversion, and whether only its last rank is converted."""
+
+    claim: Claim
+    by_rank: bool = False
+
+
+KINDS = [Kind(SHARDS), Kind(COLUMNS_CUT), Kind(COLUMNS_TO_FULL), Kind(COLUMNS_JOINED), Kind(COLUMNS_JOINED, True)]
+
+
+def cost(place: Path, kind: Kind) -> Compared:
+    """Measure a conversion with checksums against one without."""
+    made = place / "made"
+    command = ["by-rank", kind.claim.new.ranks - 1] if kind.by_rank else ["transform-dir"]
+    words = reshard(*command, place / "src", made, *prepare(place, MODEL, kind.claim), "--checksum")
+
+    def convert(checksum: str) -> Run:
+        remove(made)
+        return run([*words, checksum])
+
+    return pairs(lambda: convert("crc32"), lambda: convert("none"), PAIRS)
+
+
+def measure() -> Section:
+    """Measure in memory and on a disk."""
+    section = Section("Checksums")
+    BUILD.mkdir(exist_ok=True)
+    section.say(
+        f"{MODEL.nbytes / 1e9:.1f} GB, `--checksum crc32` (reshard) against `--checksum none` (other), {PAIRS} "
+        "alternating pairs after one that warms up."
+    )
+    section.table("files on", "kind", *COMPARED)
+    for kind in KINDS:
+        with memory_backed() as place:
+            name = f"by-rank: {kind.claim.name}" if kind.by_rank else kind.claim.name
+            section.row("memory", name, *cost(place, kind).cells())
+    with directory_in(str(BUILD)) as place:
+        section.row(file_system_of(str(BUILD)) or "disk", SHARDS.name, *cost(place, Kind(SHARDS)).cells())
+    return section
+
+
+if __name__ == "__main__":
+    measure()
