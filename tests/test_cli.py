@@ -342,3 +342,41 @@ def test_every_command_names_files_that_are_no_strategies(world: World, words: l
     places = {"SRC": world.src, "DST": world.dst}
     result = done(*(places.get(word, word) for word in words), directory)
     assert "note:" in result.err and "passed over README.md" in result.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("sr", "src"),
+        ("SRC/", "src"),
+        ("srcc/rank_0/net-1_10.ckpt", "src/rank_0/net-1_10.ckpt"),
+        ("srcc/rank_00/net-1_1.ckpt", "src/rank_0/net-1_10.ckpt"),
+        ("srcc/rank_{rank}/*.ckpt", "src/rank_{rank}/*.ckpt"),
+    ],
+)
+def test_a_source_that_does_not_exist_is_answered_with_the_nearest_that_does(
+    world: World, typed: str, meant: str
+) -> None:
+    world.save(FULL)
+    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
+    fails(3, "transform-dir", world.root / typed, world.dst, *strategies, says=[f"did you mean {world.root / meant}"])
+
+
+@pytest.mark.parametrize("option", ["--src-strategy", "--dst-strategy"])
+def test_a_strategy_that_does_not_exist_is_answered_with_the_nearest_that_does(world: World, option: str) -> None:
+    world.save(FULL)
+    for typed in (f"{world.old}s", str(world.old)[:-1], world.old.with_suffix("")):
+        fails(3, *world.words(option, typed), says=["no such file", f"did you mean {world.old}"])
+
+
+def test_what_nothing_is_like_is_not_answered_with_a_guess(world: World) -> None:
+    world.save(FULL)
+    for typed in (world.root / "something_else", "/" + "x" * 2000):
+        assert "did you mean" not in fails(3, "inspect", typed).err
+
+
+@pytest.mark.parametrize("command", ["status", "verify"])
+def test_a_target_that_does_not_exist_is_answered_with_the_nearest_that_does(world: World, command: str) -> None:
+    world.save(FULL)
+    world.convert()
+    fails(3, command, world.root / "dts", says=[f"did you mean {world.dst}?"])

@@ -24,6 +24,7 @@ from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
 from reshard.checkpoints.refused import refuse_other_forms
 from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.errors import CheckpointError
+from reshard.near_names import path_meant
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _UNFINISHED = "_tmp"
@@ -207,12 +208,13 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
                 raise CheckpointError(
                     f"{src}: no checkpoint file matches",
                     file=src,
-                    hint="{rank} stands for a rank's number; * ? and [..] match anything else",
+                    hint=path_meant(src) or "{rank} stands for a rank's number; * ? and [..] match anything else",
                 )
             single = False
         elif not os.path.lexists(src):
             wild = any(mark in src for mark in "*?[{")
-            hint = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'" if wild else None
+            wildcards = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
+            hint = wildcards if wild else path_meant(src)
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
         elif os.path.isdir(src):
             found, single = _rank_directories(src), False

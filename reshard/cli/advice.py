@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from reshard.near_names import near_names
+
 # How MindSpore and MindFormers spell what is here, too.
 SPELLINGS = {
     "src-checkpoint": "src",
@@ -59,10 +61,7 @@ def spelling(name: str) -> str:
 
 def nearest(typed: str, names: Iterable[str]) -> str:
     """`` Did you mean ...?`` with those of the names that are spelled nearly so, or nothing."""
-    # Loaded only here: needed only where something is wrong.
-    from difflib import get_close_matches
-
-    found = get_close_matches(typed, list(names))
+    found = near_names(typed, names)
     return f" Did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import CheckpointError, RetryableError
+from reshard.near_names import path_meant
 from reshard.records.identity import Identity
 
 MANIFEST_NAME = "reshard-manifest.json"
@@ -96,7 +97,9 @@ def read_manifest(directory: str) -> Manifest:
     except FileNotFoundError:
         if not os.path.isdir(directory):
             raise CheckpointError(
-                f"{directory}: is no directory", file=directory, hint="name the DST of a conversion"
+                f"{directory}: is no directory",
+                file=directory,
+                hint=path_meant(directory) or "name the DST of a conversion",
             ) from None
         raise CheckpointError(
             f"{path}: does not exist",

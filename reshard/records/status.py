@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.errors import TargetError
+from reshard.near_names import path_meant
 from reshard.records.identity import Identity
 from reshard.records.ledger import Ledger, begun_in
 from reshard.records.manifest import MANIFEST_NAME, read_manifest
@@ -61,8 +62,11 @@ def status_of(directory: str) -> Status:
     if not begun:
         if manifest is not None:
             return _by_manifest(directory)
+        meant = None if os.path.lexists(directory) else path_meant(directory)
         raise TargetError(
-            f"{directory}: no conversion was begun here", file=directory, hint="name the DST of a conversion"
+            f"{directory}: no conversion was begun here",
+            file=directory,
+            hint=meant or "name the DST of a conversion",
         )
     (identity,) = begun
     ledger = Ledger(directory, identity)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
+from reshard.near_names import path_meant
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 
@@ -143,7 +144,7 @@ def opened(path: str) -> Iterator[Union[BinaryIO, OtherFile]]:
 def read_error(path: str, error: Union[OSError, ValueError]) -> ReshardError:
     """What a failure to open or read a file or directory means for the user."""
     if isinstance(error, FileNotFoundError):
-        return StrategyError(f"{path}: there is no such file or directory", file=path)
+        return StrategyError(f"{path}: there is no such file or directory", file=path, hint=path_meant(path))
     if isinstance(error, OSError) and error.errno not in _WRONG_PATH:
         return RetryableError(f"{path} cannot be read: {error.strerror}", file=path)
     reason = error.strerror if isinstance(error, OSError) else str(error)
