@@ -15,7 +15,7 @@ from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.defaults import MAX_MEMORY
 from reshard.errors import RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
-from reshard.execute.destination import check_disjoint, check_space
+from reshard.execute.destination import Space, check_disjoint, check_space, space_for
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
@@ -277,6 +277,11 @@ class Prepared:
         """Size of the file of every target rank that was still to be written when this was prepared, in bytes."""
         return self.conversion.file_bytes(self.conversion.ranks)
 
+    @functools.cached_property
+    def space(self) -> list[Space]:
+        """What files of these sizes need on every file system below the target directory, and what is free."""
+        return space_for((os.path.dirname(self.conversion.path(rank)), size) for rank, size in self.sizes.items())
+
     def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
         """Write what is left to write, unless it is a dry run.
 
@@ -295,11 +300,11 @@ class Prepared:
             workers.check(conversion)
         if options.dry_run:
             written = sum(self.sizes.values())
+            for space in self.space:
+                if space.problem is not None:
+                    self._report.warn(f"{space.problem}: the conversion would be refused")
         else:
-            check_space(
-                (os.path.dirname(conversion.path(rank)), count)
-                for rank, count in conversion.file_bytes(conversion.ranks).items()
-            )
+            check_space(self.space)
             if options.crc != "never" and not options.recover and conversion.ranks:
                 files = files_to_check(conversion, self._report)
                 if workers is None:

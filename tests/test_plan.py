@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -16,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.execute.destination import space_for
 from reshard.plan.conversion import Request
 from reshard.strategies import read_strategy
 from reshard.transfers import transfers_of
 from reshard.transform import Options, prepare
 from tests.layouts import strategies, tensors
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.small import World
 from tests.small import tensors as small_tensors
 from tests.test_costs import FULL, KINDS, Costs, convert, costs, no_windows
@@ -144,10 +146,60 @@ def test_replicas_stand_in_for_lost_ranks(plain: World) -> None:
 def test_a_dry_run_prints_the_plan(world: World) -> None:
     world.save(SMALL)
     plan_words = world.words(command="plan")
-    # The memory that a process has by now is never quite the same.
-    said = [re.sub(r"about [\d.]+ MiB", "", done(*words).out) for words in (world.words("--dry-run"), plan_words)]
+    # The memory that a process has by now is never quite the same, nor is the space that is free.
+    varying = r"about [\d.]+ MiB|[\d.]+ \w+ free"
+    said = [re.sub(varying, "", done(*words).out) for words in (world.words("--dry-run"), plan_words)]
     assert said[0] == said[1]
     assert planned(world).keys() == json.loads(done(*world.words("--dry-run", "--json")).out).keys()
+
+
+def with_free_space(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> None:
+    """Every file system says that it has so many bytes free."""
+    said = os.statvfs_result([1, 1, blocks, free, free, 0, 0, 0, 0, 255])
+    monkeypatch.setattr(os, "statvfs", lambda path: said)
+
+
+@pytest.mark.parametrize("command", ["plan", "--dry-run"])
+def test_a_plan_tells_the_space_that_is_needed_and_warns_where_it_is_not_free(
+    world: World, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    world.save(SMALL)
+    words = world.words(command="plan") if command == "plan" else world.words("--dry-run")
+    needed = planned(world)["bytes_written"]
+    with_free_space(monkeypatch, needed)
+    enough = done(*words)
+    assert f"{needed} B needed, {needed} B free" in enough.out and "free" not in enough.err
+    with_free_space(monkeypatch, needed - 1)
+    short = done(*words, "--quiet")
+    assert f"{needed} B needed, {needed - 1} B free" in short.out
+    warns(short, "warning: ", f"{needed:,} bytes are needed, but its file system has {needed - 1:,} free")
+    said = done(*words, "--json").json
+    assert said["space"] == [{"directory": str(world.root), "bytes_needed": needed, "bytes_free": needed - 1}]
+    assert any("would be refused" in warning for warning in said["warnings"])
+    world.refuses(1, f"{needed:,} bytes are needed")
+
+
+def test_a_file_system_that_does_not_tell_its_space_is_no_warning(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(SMALL)
+    with_free_space(monkeypatch, 0, blocks=0)
+    assert "how much is free cannot be told" in done(*world.words(command="plan")).out
+    said = planned(world)
+    assert said["space"][0]["bytes_free"] is None and said["warnings"] == []
+    world.convert()
+    assert planned(world)["space"] == []
+
+
+def test_space_is_counted_for_each_file_system(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("only one file system here")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "rank_1").symlink_to(memory)
+    directories = [str(tmp_path / "dst" / f"rank_{rank}") for rank in range(3)]
+    found = [(space.place, space.needed) for space in space_for(zip(directories, (1, 10, 100)))]
+    assert found == [(str(tmp_path / "dst"), 101), (directories[1], 10)]
 
 
 def test_a_plan_fails_as_the_conversion_would(world: World) -> None:

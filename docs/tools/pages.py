@@ -28,7 +28,9 @@ _TYPED = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "
 _HOME = "/home/you/reshard"
 # What differs from run to run.
 _VARYING = re.compile(
-    r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+|memory +about .*|^(planning|checking|writing) .* s\n', re.MULTILINE
+    r'in [0-9.]+ s \([^)]*/s\)|"seconds": [0-9.e-]+|memory +about .*|needed, .* free|'
+    r"^(planning|checking|writing) .* s\n",
+    re.MULTILINE,
 )
 
 

@@ -12,6 +12,7 @@ from reshard.cli.output import echo_json, say, table, write_picture
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.execute import ExecutionOptions
+from reshard.execute.destination import Space
 from reshard.transfers import Transfers, transfers_of
 from reshard.transform import Prepared, Summary, prepare
 from reshard.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
@@ -111,6 +112,10 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
             "expected": _expected_memory(prepared.execution),
         },
         "threads": prepared.execution.threads,
+        "space": [
+            {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free}
+            for space in prepared.space
+        ],
     }
 
 
@@ -127,6 +132,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
             f"source {rank_ranges(moved.read)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {plural(prepared.execution.threads, 'thread')}",
+            *(_room(space, several=len(prepared.space) > 1) for space in prepared.space),
         ]
     else:
         lines.append("  write    nothing: all targets asked for are there")
@@ -175,6 +181,12 @@ def _over_read(moved: Transfers) -> str:
     if times < 1.005:
         return ""
     return f"; {moved.over_read:.0%} more than is needed" if times < 2 else f"; {times:.1f} times what is needed"
+
+
+def _room(space: Space, several: bool) -> str:
+    """What is needed on a file system and what is free, as a line; its place where there are several."""
+    free = "how much is free cannot be told" if space.free is None else f"{byte_size(space.free)} free"
+    return f"  space    {byte_size(space.needed)} needed, {free}" + (f", below {space.place}" if several else "")
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
@@ -131,15 +131,35 @@ def check_disjoint(src: Union[str, Mapping[int, str]], sources: Iterable[str], d
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
 
 
-def check_space(needed: Iterable[tuple[str, int]]) -> None:
-    """Refuse to begin what cannot be finished.
+class Space(NamedTuple):
+    """Room on a file system.
+
+    Attributes:
+        place: a directory on it, below which files will be written.
+        needed: bytes that will be written to it.
+        free: bytes that may be; None where it does not say.
+    """
+
+    place: str
+    needed: int
+    free: Optional[int]
+
+    @property
+    def problem(self) -> Optional[str]:
+        """In words, that there is not enough; None where there is."""
+        if self.free is None or self.needed <= self.free:
+            return None
+        return f"{self.place}: {self.needed:,} bytes are needed, but its file system has {self.free:,} free"
+
+
+def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
+    """The room that every file system has that will be written to, and what of it is needed.
 
     Args:
         needed: directories, existing or not, and bytes that will be written to each.
 
     Raises:
-        UnwritableError: some file system has less free space than is needed on it.
-        RetryableError: it does not say.
+        RetryableError: a file system cannot be asked.
     """
     places: dict[int, str] = {}
     totals: Counter[int] = Counter()
@@ -153,18 +173,25 @@ def check_space(needed: Iterable[tuple[str, int]]) -> None:
                 devices[existing] = os.stat(existing).st_dev
             places.setdefault(devices[existing], existing)
         totals[devices[existing]] += count
+    found = []
     for device, place in places.items():
-        count = totals[device]
         with _asking(place):
             status = os.statvfs(place)
-        free = status.f_bavail * status.f_frsize
         # A file system that reports no blocks at all does not know.
-        if status.f_blocks and count > free:
-            raise UnwritableError(
-                f"{place}: {count:,} bytes are needed, but its file system has {free:,} free",
-                file=place,
-                hint="free some space or choose another DST",
-            )
+        free = status.f_bavail * status.f_frsize if status.f_blocks else None
+        found.append(Space(place, totals[device], free))
+    return found
+
+
+def check_space(spaces: Iterable[Space]) -> None:
+    """Refuse to begin what cannot be finished.
+
+    Raises:
+        UnwritableError: some file system has less free space than is needed on it.
+    """
+    for space in spaces:
+        if space.problem is not None:
+            raise UnwritableError(space.problem, file=space.place, hint="free some space or choose another DST")
 
 
 @contextlib.contextmanager
