@@ -24,7 +24,7 @@ class Filters:
                 re.compile(translate(pattern))
             except re.error as error:
                 # Older Pythons cannot read every set that a shell can.
-                raise UsageError(f"{pattern!r} (--include, --exclude) is no pattern: {error}") from error
+                raise UsageError(f"{pattern!r} is no pattern of names: {error}") from error
 
     def admit(self, name: str) -> bool:
         """Whether a parameter of this name is written: exclusion wins."""

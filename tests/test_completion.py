@@ -77,6 +77,9 @@ def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: Wor
         f"reshard transform-dir {source} out --step 3": f"reshard transform-dir {source} out --step 3_10",
         "reshard by-rank 0 --src_ckpt x --src-strategy no": "reshard by-rank 0 --src_ckpt x --src-strategy none",
         f"reshard rank-list 0 --dst-strategy {str(strategy)[:-1]}": f"reshard rank-list 0 --dst-strategy {strategy}",
+        f"reshard strategy show {strategy} m": f"reshard strategy show {strategy} m.w",
+        "reshard help fing": "reshard help fingerprint",
+        "reshard -v help strategy sh": "reshard -v help strategy show",
     }
     assert [line.rstrip("/") for line in completed(shell, list(becomes), place)] == list(becomes.values())
 

@@ -89,6 +89,34 @@ def test_an_unknown_parameter_is_wrong_usage_and_names_like_it_are_told(world: W
     fails(2, "strategy", "show", world.old, "x" * 100_000, says=["without PARAM"])
 
 
+def test_a_part_of_names_is_answered_with_the_names_that_hold_it(world: World) -> None:
+    said = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
+    assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in said
+    assert len(said.splitlines()) < 20
+    fails(2, "strategy", "show", world.old, "m.", says=["Did you mean m.w?"])
+
+
+def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:
+    shown = done("strategy", "show", world.old, "*w").out
+    assert "2 parameters fit *w" in shown
+    assert [line.split()[0] for line in shown.splitlines() if "[2, 2]" in line] == ["w", "m.w"]
+    rows = done("strategy", "show", world.old, "*w", "--json").json
+    assert [row["parameter"] for row in rows] == ["w", "m.w"]
+    fails(
+        2, "strategy", "show", world.old, "*w", "--svg", world.root / "w.svg", says=["draws one parameter", "2 fit *w"]
+    )
+    fails(2, "strategy", "show", world.old, "*x*", says=["lists no parameter *x*"])
+
+
+def test_a_pattern_that_one_name_fits_shows_its_picture(world: World) -> None:
+    assert done("strategy", "show", world.old, "m.?").out == done("strategy", "show", world.old, "m.w").out
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name_first(tmp_path: Path) -> None:
+    path = write_strategy(tmp_path / "s", single({"w[0]": layout([2], [0]), "w0": layout([2], [-1])}))
+    assert done("strategy", "show", path, "w[0]", "--json").json["parameter"] == "w[0]"
+
+
 def test_an_svg_is_written_whole_in_place_of_an_older_one(world: World) -> None:
     path = world.root / "w.svg"
     path.write_text("an older picture")

@@ -41,6 +41,20 @@ def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completion
     return [CompletionItem(step) for step in found if step.startswith(typed)]
 
 
+def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The parameters of the strategy that was typed: those that begin so, or else hold it."""
+    from reshard.errors import ReshardError
+    from reshard.strategies import read_strategy
+
+    names: tuple[str, ...] = ()
+    path = ctx.params.get("path")
+    # What cannot be read is told of when the command is run.
+    with contextlib.suppress(OSError, ReshardError):
+        names = read_strategy(path).parameters if path else ()
+    begin = [name for name in names if name.startswith(typed)]
+    return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
+
+
 def _begins_a_name(typed: str) -> bool:
     with os.scandir() as entries:
         return any(entry.name.startswith(typed) for entry in entries)

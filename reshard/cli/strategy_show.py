@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Container, Sequence
 from typing import Optional
 
 import click
@@ -13,6 +14,7 @@ from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, paint, say, show_notes, table, terminal_width, write_picture
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
+from reshard.name_filters import Filters
 from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.pictures.slices import Arrangement
@@ -23,8 +25,8 @@ from reshard.wording import one_line, plural, some_numbers
 _MOST_PATTERNS = 40
 # So many are listed one by one.
 _FEW_PARAMETERS = 20
-# To compare a longer one with thousands of others would take minutes.
-_LONGEST_NAME = 1000
+_MOST_MEANT = 12
+_WILD = frozenset("*?[")
 
 
 @command(
@@ -37,7 +39,7 @@ reshard strategy show src_strategy.ckpt \\
 """,
 )
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
-@click.argument("parameter", required=False, metavar="[PARAM]")
+@click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
 @option("Output", "-v", "--verbose", is_flag=True, help="Without PARAM: list every parameter.")
 @options.json_output
@@ -47,24 +49,53 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, more than a few parameters are
     shown by layout, their names as patterns with counts. With it: what each axis of the device matrix
-    does, and which ranks hold which slice. Full shapes are in JSON strategies only; without one, a
-    slice lies at 1/8..2/8 of a dimension.
+    does, and which ranks hold which slice. PARAM may be a GLOB; if several names fit, their layouts
+    are shown. Full shapes are in JSON strategies only; without one, a slice lies at 1/8..2/8 of a
+    dimension.
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
     found = read_strategy(path)
     show_notes(found.notes)
+    chosen = found.parameters if parameter is None else _chosen(found, parameter)
+    if parameter is not None and len(chosen) == 1:
+        _show_parameter(found, chosen[0], svg, as_json)
+        return
+    if svg is not None:
+        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {parameter}", parameter=parameter)
+    # Nearly always all of them.
+    stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
+    if as_json:
+        echo_json([row for stage in stages for row in _layout_rows(stage)])
+        return
+    say(strategy_words(found))
     if parameter is not None:
-        _show_parameter(found, parameter, svg, as_json)
-    elif as_json:
-        echo_json([row for stage in found.stages for row in _layout_rows(stage)])
-    else:
-        say(strategy_words(found))
-        for stage in found.stages:
-            if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
-                _list_parameters(stage)
-            else:
-                _group_parameters(stage)
+        say(f"{len(chosen)} parameters fit {parameter}")
+    for stage in stages:
+        if parameter is not None and not stage.layouts:
+            continue
+        if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
+            _list_parameters(stage)
+        else:
+            _group_parameters(stage)
+
+
+def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
+    """The parameter of a name, or those that fit a pattern, in the order of the strategy.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if any(typed in stage.layouts for stage in strategy.stages):
+        return [typed]
+    found = list(filter(Filters((typed,)).admit, strategy.parameters)) if _WILD.intersection(typed) else []
+    if not found:
+        raise _unknown(strategy, typed)
+    return found
+
+
+def _narrowed(stage: Stage, names: Container[str]) -> Stage:
+    return dataclasses.replace(stage, layouts={name: held for name, held in stage.layouts.items() if name in names})
 
 
 def _list_parameters(stage: Stage) -> None:
@@ -120,8 +151,6 @@ def _layout_row(layout: Layout) -> dict[str, object]:
 
 def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
     arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
-    if not arrangements:
-        raise _unknown(strategy, name)
     if svg is not None:
         from reshard.pictures.tensor import parameter_picture
 
@@ -149,9 +178,17 @@ def _arranged(strategy: Strategy, stage: Stage, name: str) -> Arrangement:
 
 
 def _unknown(strategy: Strategy, name: str) -> UsageError:
-    near = advice.nearest(name, strategy.parameters) if len(name) < _LONGEST_NAME else ""
+    holding = [known for known in strategy.parameters if name.lower() in known.lower()]
+    if len(holding) > 1:
+        lines = pattern_lines(holding, frozenset(strategy.parameters), _MOST_MEANT)
+        return UsageError(
+            f"{strategy.path} lists no parameter {name}; names that hold this:",
+            parameter=name,
+            hint="\n".join([*lines, "name one of them, or several with a pattern such as '*.weight'"]),
+        )
+    meant = f" Did you mean {holding[0]}?" if holding else advice.nearest(name, strategy.parameters)
     return UsageError(
-        f"{strategy.path} lists no parameter {name}.{near}",
+        f"{strategy.path} lists no parameter {name}.{meant}",
         parameter=name,
         hint="reshard strategy show lists them, without PARAM",
     )
