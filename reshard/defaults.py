@@ -1,7 +1,10 @@
-"""Numbers that the command line needs without loading what uses them."""
+"""Numbers and names that the command line needs without loading what uses them."""
 
 # The smallest with which no kind of conversion was slower; see `benchmarks/memory.py`.
 MAX_MEMORY = 64 << 20
 
 # Devices of all stages together; more than any cluster has, and little enough to compute with.
 MOST_DEVICES = 1 << 20
+
+# Converted files are named so, and the number of the rank.
+DEFAULT_PREFIX = "checkpoint_"

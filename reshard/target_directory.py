@@ -75,7 +75,7 @@ class TargetDirectory:
             include=tuple(sorted(request.filters.include)),
             exclude=tuple(sorted(request.filters.exclude)),
             format=conversion.format,
-            prefix=request.prefix,
+            names=conversion.names,
             task="recover" if isinstance(conversion, Recovery) else "convert",
         )
         self._destination = Destination(self._root)
@@ -123,8 +123,10 @@ class TargetDirectory:
             others, exists = self._ledger.others(), self._ledger.exists
             going_on = exists and not others
             # One of many by-rank runs looks after its own directory; the first one looks everywhere.
-            own = [f"rank_{rank}" for rank in self._asked] if going_on and self._adding else None
-            present = self._destination.checkpoints(own)
+            everywhere = not (going_on and self._adding)
+            present = self._destination.checkpoints(
+                self._directories(self._everything if everywhere else self._asked), everywhere
+            )
             if (others, exists) == (self._ledger.others(), self._ledger.exists):
                 return present, others, going_on
 
@@ -150,7 +152,7 @@ class TargetDirectory:
 
     def tidy(self) -> None:
         """Remove temporary files that killed runs left in the directories of the ranks asked for."""
-        self._destination.remove_dead_temporaries([f"rank_{rank}" for rank in self._asked])
+        self._destination.remove_dead_temporaries(self._directories(self._asked))
 
     @property
     def manifest(self) -> Optional[str]:
@@ -277,7 +279,12 @@ class TargetDirectory:
         return found
 
     def _name(self, rank: int) -> str:
-        return os.path.relpath(self._conversion.path(rank), self._root)
+        """The file of a rank, relative to the directory."""
+        return self._ledger.identity.file_of(rank)
+
+    def _directories(self, ranks: Iterable[int]) -> set[str]:
+        """Where the files of some ranks lie, relative to the directory."""
+        return {os.path.dirname(self._name(rank)) for rank in ranks}
 
     @property
     def _anew(self) -> bool:

@@ -480,6 +480,8 @@ def check_target_ranks(request: Request) -> None:
 def _check_prefix(request: Request) -> None:
     """Refuse a prefix with which target files could not be written, or not be found again."""
     prefix = request.prefix
+    if prefix is None:
+        return
     longest = len(os.fsencode(f"{prefix}{request.target.device_count}.safetensors"))
     if "/" in prefix or "\0" in prefix or prefix.startswith(".") or longest > _LONGEST_NAME:
         shown = prefix if len(prefix) < 40 else f"{prefix[:40]}..."

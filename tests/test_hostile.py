@@ -303,7 +303,7 @@ def test_sets_in_patterns_mean_what_they_mean_in_a_shell(tmp_path: Path, pattern
     names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
     for name in names:
         (tmp_path / name).touch()
-    found = [os.path.basename(path) for _, _, path in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
+    found = [os.path.basename(match.path) for match in match_paths(f"{tmp_path}/{pattern}", "_tmp")]
     try:
         expected = sorted(fnmatch.filter(names, pattern))
     except re.error:

@@ -239,6 +239,15 @@ def read_tree(root: Union[str, Path], prefix: str = "checkpoint_") -> dict[int, 
     return result
 
 
+def read_named(root: Union[str, Path], pattern: str) -> dict[int, dict[str, Value]]:
+    """A tree whose files are named so, with ``{rank}`` for the rank; any other checkpoint in it is a failure."""
+    root = Path(root)
+    paths = [path for path in root.rglob("*") if path.suffix in (".ckpt", ".safetensors")]
+    ranks = {str(root / pattern.format(rank=rank)): rank for rank in range(64)}
+    assert set(map(str, paths)) <= ranks.keys(), f"{sorted(map(str, paths))} are not all {pattern}"
+    return {ranks[str(path)]: read_checkpoint(path) for path in paths}
+
+
 def tree_bytes(root: Union[str, Path]) -> dict[str, bytes]:
     """Every rank file below a converted tree, by its path."""
     root = Path(root)

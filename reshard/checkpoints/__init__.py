@@ -10,6 +10,7 @@ from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc, crc_of_file
 from reshard.checkpoints.dtypes import can_hold
 from reshard.checkpoints.files import FileHandles, cut_short, reading_error
+from reshard.checkpoints.naming import FileNames
 from reshard.checkpoints.open import format_of, read_index
 from reshard.checkpoints.output import (
     Data,
@@ -22,13 +23,14 @@ from reshard.checkpoints.output import (
 )
 from reshard.checkpoints.steps import Step
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints, target_name
+from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
 
 __all__ = [
     "CheckpointIndex",
     "CrcCheck",
     "Data",
     "FileHandles",
+    "FileNames",
     "KnownStructures",
     "Literal",
     "OutputLayout",
@@ -48,5 +50,4 @@ __all__ = [
     "lay_out_safetensors",
     "read_index",
     "reading_error",
-    "target_name",
 ]

@@ -9,24 +9,41 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.steps import RANK_NUMBER, Pattern
 
 RANK = "{rank}"
 
 _WILD = re.compile(r"[*?\[]")
 
 
-def match_paths(pattern: str, unfinished: str) -> Iterator[tuple[int, str, str]]:
-    """Rank, naming and path of everything that exists and matches.
+class Match(NamedTuple):
+    """A file or directory that a pattern matches.
 
-    The naming is the path with ``{rank}`` in place of the rank's number: what matches in two ways
-    for one rank has two namings. Directories whose names end in ``unfinished`` are passed over.
+    Attributes:
+        rank: the number that ``{rank}`` stands for.
+        naming: how it, or the directory that it is in, is named, relative to `fixed_directory`, in pieces, with
+            None for the rank's number: what matches in two ways for one rank has two namings.
+        path: where it is.
+        name: of a file: its name, with `RANK_NUMBER` for the numbers that ``{rank}`` stands for.
+    """
+
+    rank: int
+    naming: Pattern
+    path: str
+    name: str
+
+
+def match_paths(pattern: str, unfinished: str) -> Iterator[Match]:
+    """Everything that exists and matches. Directories whose names end in ``unfinished`` are passed over.
 
     Raises:
         OSError: a directory cannot be listed.
     """
     start = fixed_directory(pattern)
     if os.path.isdir(start or os.curdir):
-        yield from _descend(start, pattern[len(start) :].split(os.sep), -1, start, unfinished)
+        yield from _descend(start, pattern[len(start) :].split(os.sep), -1, (), unfinished)
 
 
 def fixed_directory(pattern: str) -> str:
@@ -36,9 +53,7 @@ def fixed_directory(pattern: str) -> str:
     return "".join(part + os.sep for part in parts[:fixed])
 
 
-def _descend(
-    directory: str, parts: list[str], rank: int, naming: str, unfinished: str
-) -> Iterator[tuple[int, str, str]]:
+def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfinished: str) -> Iterator[Match]:
     """Matches of the remaining parts below ``directory``; rank -1 is not known yet."""
     part, rest = parts[0], parts[1:]
     if not part:
@@ -46,7 +61,7 @@ def _descend(
         if rest:
             yield from _descend(directory, rest, rank, naming, unfinished)
         else:
-            yield rank, naming, directory
+            yield Match(rank, naming, directory, "")
         return
     expression = _expression(part)
     for name in sorted(os.listdir(directory or os.curdir)):
@@ -61,12 +76,13 @@ def _descend(
         if is_directory and name.endswith(unfinished):
             continue
         found = numbers.pop() if numbers else -1
+        blanked = _blanked(match)
         # The file's own name belongs to its step and series, not to the naming of its directory.
-        inner = naming + _blanked(match) if is_directory else naming
+        inner = (*naming, *_pieces(blanked), os.sep) if is_directory else naming
         if not rest:
-            yield found, inner, path
+            yield Match(found, inner, path, blanked)
         elif is_directory:
-            yield from _descend(path + os.sep, rest, found, inner + os.sep, unfinished)
+            yield from _descend(path + os.sep, rest, found, inner, unfinished)
 
 
 def _expression(part: str) -> re.Pattern[str]:
@@ -115,9 +131,17 @@ def _set(inside: str) -> str:
     return f"[{'^' if negated else ''}{''.join(members)}]"
 
 
+def _pieces(blanked: str) -> Iterator[Optional[str]]:
+    """A name in pieces, with None for each `RANK_NUMBER`."""
+    for place, piece in enumerate(blanked.split(RANK_NUMBER)):
+        if place:
+            yield None
+        yield piece
+
+
 def _blanked(match: re.Match[str]) -> str:
-    """The matched name with {rank} for each number that stands for the rank."""
+    """The matched name with `RANK_NUMBER` for each number that stands for the rank."""
     text = match.string
     for group in range(match.re.groups, 0, -1):
-        text = text[: match.start(group)] + RANK + text[match.end(group) :]
+        text = text[: match.start(group)] + RANK_NUMBER + text[match.end(group) :]
     return text

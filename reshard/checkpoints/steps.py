@@ -22,7 +22,12 @@ from reshard.errors import UsageError
 _STEP = re.compile(r"([0-9]{1,255})_([0-9]{1,255})")
 # Saves at a fault carry a mark behind the step.
 _STEM = re.compile(r"(?P<prefix>.*)-(?P<epoch>[0-9]+)_(?P<step>[0-9]+)(?:_breakpoint)?", re.DOTALL)
-_NUMBERS = re.compile(r"([0-9]+)")
+RANK_NUMBER = "\0"
+"""Stands in a name for a number that is known to be the rank's; no file's name can hold it."""
+
+_NUMBERS = re.compile(r"([0-9]+|\0)")
+# Before the number of the rank that saved it.
+_RANK = re.compile(r"rank[_-]?$")
 _FAULT_DIRECTORY = re.compile(r"(?:tft|ttp)_saved_checkpoints-step_[0-9]+")
 
 # A rank's number may stand in a prefix by chance (`net2_rank_2`): each of this many places is tried
@@ -87,29 +92,42 @@ def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], 
     """Find out which prefixes are the same but for the number of the rank they belong to.
 
     A pattern is a prefix in which some occurrences of the rank's number are blanks. A prefix belongs
-    to that of its patterns which fits most ranks; of equals, to the one with fewest blanks.
+    to that of its patterns which fits most ranks; of equals, to the one with fewest blanks. A prefix
+    that fits no other rank's says by itself where the rank's number stands: behind ``rank``, or last.
 
     Args:
-        prefixes: rank and prefix of each file.
+        prefixes: rank and prefix of each file, `RANK_NUMBER` in it where the rank's number is known to stand.
 
     Returns:
         For each the pattern of its family: the prefix in pieces, with None for a rank's number.
     """
     patterns = {item: _patterns(*item) for item in prefixes}
     fits = Counter(pattern for found in patterns.values() for pattern in found)
-    return {
-        item: min(found, key=lambda pattern: (-fits[pattern], pattern.count(None), str(pattern)))
-        for item, found in patterns.items()
-    }
+
+    def order(pattern: Pattern, usual: Pattern) -> tuple[int, bool, int, str]:
+        return -fits[pattern], fits[pattern] == 1 and pattern != usual, pattern.count(None), str(pattern)
+
+    return {item: min(found, key=lambda pattern: order(pattern, _usual(*item))) for item, found in patterns.items()}
+
+
+def _usual(rank: int, prefix: str) -> Pattern:
+    """The pattern of a prefix of which nothing else is known."""
+    split = _NUMBERS.split(prefix)
+    pieces: list[Optional[str]] = list(split)
+    for place in range(1, len(split), 2):
+        usual = _RANK.search(split[place - 1]) is not None or split[place + 1 :] == [""]
+        if split[place] == RANK_NUMBER or (usual and int(split[place]) == rank):
+            pieces[place] = None
+    return tuple(pieces)
 
 
 def _patterns(rank: int, prefix: str) -> frozenset[Pattern]:
     # Numbers stand at the odd places.
-    pieces = _NUMBERS.split(prefix)
-    places = [place for place in range(1, len(pieces), 2) if int(pieces[place]) == rank]
+    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in _NUMBERS.split(prefix)]
+    places = [place for place, piece in enumerate(pieces) if place % 2 and piece is not None and int(piece) == rank]
     patterns: set[Pattern] = set()
     for blanks in itertools.product((True, False), repeat=min(len(places), _MOST_PLACES)):
-        pattern: list[Optional[str]] = list(pieces)
+        pattern = list(pieces)
         for place, blank in itertools.zip_longest(places, blanks, fillvalue=True):
             if blank:
                 pattern[place] = None

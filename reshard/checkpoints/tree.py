@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.naming import FileNames, names_of
 from reshard.checkpoints.open import FORMATS, format_of
 from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
 from reshard.checkpoints.refused import refuse_other_forms
@@ -39,20 +40,33 @@ class RankFile(NamedTuple):
         rank: global rank.
         path: the file.
         step: the step in its name, or None.
-        naming: how its directory is named, with ``{rank}`` for the rank's number.
-        family: its name's prefix, without the rank's number; files of one series of saves agree.
+        naming: how its directory is named, relative to the source, in pieces, with None for the rank's number.
+        family: its name up to the step, likewise; files of one series of saves agree.
+        tail: the rest of its name, without the ending.
     """
 
     rank: int
     path: str
     step: Optional[Step]
-    naming: str
+    naming: Pattern
     family: Pattern
+    tail: str
 
     @property
-    def series(self) -> tuple[str, Pattern, bool]:
+    def series(self) -> tuple[Pattern, Pattern, bool]:
         """What files have to agree in for their steps to be comparable."""
         return self.naming, self.family, self.step is None
+
+    @property
+    def pattern(self) -> Pattern:
+        """Its path relative to the source, without its ending, in pieces."""
+        pieces: list[Optional[str]] = [""]
+        for piece in (*self.naming, *self.family, self.tail):
+            if piece is None or pieces[-1] is None:
+                pieces.append(piece)
+            else:
+                pieces[-1] += piece
+        return tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -63,11 +77,22 @@ class StepFiles:
         step: the step, or None for files without one in their names.
         files: path per rank that has a file of this step.
         notes: what a user should know about them, in whole sentences.
+        root: the directory that they are named relative to.
+        named: the same files by what their names tell; none where they were not found by name.
     """
 
     step: Optional[Step]
     files: dict[int, str]
     notes: tuple[str, ...] = ()
+    root: str = ""
+    named: tuple[RankFile, ...] = ()
+
+    @property
+    def names(self) -> Optional[FileNames]:
+        """How they are named; None where nothing tells."""
+        if not self.named:
+            return None
+        return names_of((file.rank, _stem_below(self.root, file.path), file.pattern) for file in self.named)
 
 
 @dataclass(frozen=True)
@@ -143,7 +168,11 @@ class SourceTree:
             if other is not file:
                 raise self._ambiguous(other, file)
         files = {rank: file.path for rank, file in sorted(chosen.items())}
-        return StepFiles(step, files, tuple(_differences(step, chosen.values())))
+        notes = tuple(_differences(step, chosen.values()))
+        if self.single_file:
+            return StepFiles(step, files, notes)
+        root = fixed_directory(self.root) if _is_pattern(self.root) else self.root
+        return StepFiles(step, files, notes, root, tuple(chosen.values()))
 
     def check_comparable(self) -> None:
         """Refuse several series of saves, whose steps have no order.
@@ -151,7 +180,7 @@ class SourceTree:
         Raises:
             CheckpointError: names the newest file of each.
         """
-        newest: dict[tuple[str, Pattern, bool], RankFile] = {}
+        newest: dict[tuple[Pattern, Pattern, bool], RankFile] = {}
         for file in sorted(self.files, key=lambda file: _age(file.step)):
             newest.setdefault(file.series, file)
         if len(newest) > 1 and len(self.steps) > 1:
@@ -173,7 +202,8 @@ class SourceTree:
         step = "without a step" if one.step is None else f"for step {one.step}"
         hint = _CHOOSE
         if one.naming and RANK not in self.root:
-            example = os.path.join(self.root, one.naming, "*" + os.path.splitext(one.path)[1])
+            naming = "".join(RANK if piece is None else piece for piece in one.naming)
+            example = os.path.join(self.root, naming, "*" + os.path.splitext(one.path)[1])
             hint += f", or name the files, as in '{example}'"
         return CheckpointError(
             f"rank {one.rank} has {what} {step}:\n  {one.path}\n  {other.path}",
@@ -197,12 +227,12 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     if "\0" in src:
         raise CheckpointError(f"{src!r} is no path: it holds a NUL", file=src)
     try:
-        if RANK in src and not os.path.lexists(src):
+        if _is_pattern(src):
             _refuse_unfinished(fixed_directory(src))
             found = [
-                (rank, naming, path)
-                for rank, naming, matched in match_paths(src, _UNFINISHED)
-                for path in _checkpoints(matched)
+                _Found(match.rank, match.naming, path, match.name if path == match.path else os.path.basename(path))
+                for match in match_paths(src, _UNFINISHED)
+                for path in _checkpoints(match.path)
             ]
             if not found:
                 raise CheckpointError(
@@ -221,25 +251,34 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
         else:
             refuse_other_forms(src)
             format_of(src)
-            found, single = [(0, "", src)], True
+            found, single = [_Found(0, (), src, os.path.basename(src))], True
     except OSError as error:
         raise reading_error(error.filename or src, error) from error
-    chosen = [entry for entry in found if file_suffix is None or _stem(entry[2]).endswith(file_suffix)]
+    chosen = [entry for entry in found if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
     if not chosen:
         raise CheckpointError(
             f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; there is, "
-            f"for example, {found[0][2]}",
+            f"for example, {found[0].path}",
             file=src,
             hint="check --file-suffix",
         )
-    ranks = {rank for rank, _, _ in found}
+    ranks = {entry.rank for entry in found}
     if not single and RANK not in src:
         ranks |= _rank_numbers(src)
     return SourceTree(src, single, tuple(sorted(ranks)), tuple(_rank_files(chosen)))
 
 
-def _rank_directories(src: str) -> list[tuple[int, str, str]]:
-    """Rank, naming and path of every checkpoint file in the rank directories of ``src``."""
+class _Found(NamedTuple):
+    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `path_pattern.Match`."""
+
+    rank: int
+    naming: Pattern
+    path: str
+    name: str
+
+
+def _rank_directories(src: str) -> list[_Found]:
+    """Every checkpoint file in the rank directories of ``src``."""
     refuse_other_forms(src)
     _refuse_unfinished(src)
     found = []
@@ -247,8 +286,9 @@ def _rank_directories(src: str) -> list[tuple[int, str, str]]:
     for name in directories:
         match = _RANK_DIRECTORY.fullmatch(name)
         if match is not None:
+            naming = (match[1], None, os.sep)
             files = _checkpoints(os.path.join(src, name))
-            found += [(int(match[2]), match[1] + RANK, file) for file in files]
+            found += [_Found(int(match[2]), naming, file, os.path.basename(file)) for file in files]
     if not found:
         raise _nothing_found(src, directories)
     return found
@@ -266,12 +306,17 @@ def passed_over(src: str) -> tuple[list[str], list[str]]:
     Raises:
         ReshardError: listing failed.
     """
-    pattern = RANK in src and not os.path.lexists(src)
+    pattern = _is_pattern(src)
     directory = fixed_directory(src) if pattern else src
     names = _subdirectories(directory or os.curdir)
     unfinished = [os.path.join(directory, name) for name in names if name.endswith(_UNFINISHED)]
     saves = [] if pattern else [os.path.join(directory, name) for name in names if holds_fault_saves(name)]
     return unfinished, saves
+
+
+def _is_pattern(src: str) -> bool:
+    """Whether a source is a path with ``{rank}`` in it, and not a directory or file of that name."""
+    return RANK in src and not os.path.lexists(src)
 
 
 def _rank_numbers(src: str) -> set[int]:
@@ -334,11 +379,6 @@ def _is_directory(path: str) -> bool:
         raise reading_error(path, error) from error
 
 
-def target_name(rank: int, prefix: str, format: str) -> str:
-    """The file of a rank in a converted tree, relative to the tree."""
-    return os.path.join(f"rank_{rank}", f"{prefix}{rank}.{format}")
-
-
 def _subdirectories(directory: str) -> list[str]:
     with _reading(directory), os.scandir(directory) as entries:
         return sorted(entry.name for entry in entries if _leads_to(entry.is_dir))
@@ -372,11 +412,29 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
         raise
 
 
-def _rank_files(found: Iterable[tuple[int, str, str]]) -> Iterator[RankFile]:
-    parsed = [(rank, naming, path, *parse_stem(_stem(path))) for rank, naming, path in found]
-    families = name_families({(rank, prefix) for rank, _, _, prefix, _ in parsed})
-    for rank, naming, path, prefix, step in sorted(parsed, key=lambda entry: (entry[0], entry[2])):
-        yield RankFile(rank, path, step, naming, families[rank, prefix])
+def _rank_files(found: Iterable[_Found]) -> Iterator[RankFile]:
+    parsed = [(entry, *_parsed(entry)) for entry in sorted(found, key=lambda entry: (entry.rank, entry.path))]
+    families = name_families({(entry.rank, start) for entry, start, _, _ in parsed})
+    for entry, start, step, tail in parsed:
+        yield RankFile(entry.rank, entry.path, step, entry.naming, families[entry.rank, start], tail)
+
+
+def _parsed(entry: _Found) -> tuple[str, Optional[Step], str]:
+    """A file's name up to its step, the numbers marked that are known to be the rank's; the step; the rest."""
+    stem = _stem(entry.path)
+    prefix, step = parse_stem(stem)
+    marked, as_marked = parse_stem(os.path.splitext(entry.name)[0])
+    if as_marked != step:
+        # What is known to be the rank's number is a part of the step: the step counts.
+        marked = prefix
+    if step is None:
+        return marked, step, ""
+    return f"{marked}-", step, stem[len(prefix) + 1 :]
+
+
+def _stem_below(root: str, path: str) -> str:
+    """A path relative to a directory, without its ending."""
+    return os.path.splitext(os.path.relpath(path, root or os.curdir))[0]
 
 
 def _stem(path: str) -> str:

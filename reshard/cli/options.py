@@ -12,7 +12,7 @@ from reshard.cli import completion
 from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug
 from reshard.cli.shard import ShardType
-from reshard.defaults import MAX_MEMORY, MOST_DEVICES
+from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -306,16 +306,16 @@ def targets(command: F) -> F:
     )
 
 
-def prefix(command: F) -> F:
-    """--prefix."""
+def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:
+    """--prefix; ``shown`` says what the default is, if not itself."""
     return option(
         "Target",
         "--prefix",
         metavar="TEXT",
-        default="checkpoint_",
-        show_default=True,
+        default=default,
+        show_default=shown or True,
         help="Target file names begin so.",
-    )(command)
+    )
 
 
 def conversion(command: F) -> F:
@@ -323,7 +323,7 @@ def conversion(command: F) -> F:
     return _all(
         command,
         [
-            prefix,
+            prefix(DEFAULT_PREFIX),
             option(
                 "Target",
                 "--format",

@@ -20,6 +20,10 @@ from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
     """
 Ranks 3 and 7 of 8 are lost:
 reshard recover ckpt/ whole/ --strategy strategy/
+
+The lost ones alone, put back into the tree:
+reshard recover ckpt/ lost/ --lost-only --strategy strategy/
+cp -rf lost/rank_* ckpt/
 """,
 )
 @argument("src", shell_complete=completion.paths)
@@ -27,7 +31,7 @@ reshard recover ckpt/ whole/ --strategy strategy/
 @options.strategy("Strategy the checkpoint was saved with.")
 @options.ranks("Target", "Only these ranks.")
 @option("Target", "--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
-@options.prefix
+@options.prefix(None, "names as in SRC")
 @options.source
 @options.writing
 @options.output
@@ -38,6 +42,9 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     never saved is made from ranks that hold the same slices, parameter by parameter where no rank has
     them all. Ranks whose files are intact are copied unchanged, so DST is the whole tree. What no
     rank holds any more is listed by parameter and rank, and nothing is written.
+
+    Files are named as in SRC, those of lost ranks as their siblings (rank_3/llama_rank_3-1_200.ckpt), so
+    that what --lost-only writes can be copied over SRC; with --prefix: rank_{r}/{prefix}{r}.
     """
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Union
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
@@ -31,11 +31,12 @@ class Destination:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def checkpoints(self, directories: Optional[Collection[str]] = None) -> list[str]:
-        """Checkpoint files in it, by name relative to it, sorted.
+    def checkpoints(self, directories: Collection[str], others: bool = True) -> list[str]:
+        """Checkpoint files in some of its directories, by name relative to it, sorted.
 
         Args:
-            directories: look only into these rank directories.
+            directories: where to look, relative to it; an empty name stands for itself.
+            others: look into all rank directories too.
 
         Raises:
             TargetError: it is something else than a directory.
@@ -43,26 +44,30 @@ class Destination:
         """
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
+        entries = set(directories)
+        if others:
+            # One listing tells which of many rank directories are there.
+            entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
+            entries.update(filter(_RANK_DIRECTORY.fullmatch, self._listed("")))
+        return sorted(
+            os.path.join(entry, name)
+            for entry in entries
+            for name in self._listed(entry)
+            if name.endswith(_CHECKPOINT_ENDINGS)
+        )
+
+    def _listed(self, name: str) -> list[str]:
+        """What is in one of its directories; nothing where there is no such directory."""
+        directory = os.path.join(self.path, name)
+        if name and not os.path.isdir(directory):
+            return []
         try:
-            entries = sorted(os.listdir(self.path) if directories is None else directories)
+            return os.listdir(directory)
         except FileNotFoundError:
+            # Another run that gave up has removed what it had made.
             return []
         except OSError as error:
-            raise RetryableError(f"{self.path}: cannot be read: {error.strerror}", file=self.path) from error
-        found = []
-        for entry in entries:
-            directory = os.path.join(self.path, entry)
-            if not _RANK_DIRECTORY.fullmatch(entry) or not os.path.isdir(directory):
-                continue
-            try:
-                names = sorted(os.listdir(directory))
-            except FileNotFoundError:
-                # Another run that gave up has removed what it had made.
-                continue
-            except OSError as error:
-                raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
-            found += [os.path.join(entry, name) for name in names if name.endswith(_CHECKPOINT_ENDINGS)]
-        return found
+            raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
 
     def check(self, present: Collection[str], allowed: Collection[str], writing: Collection[str]) -> None:
         """Refuse a directory that holds what must not stand beside the new files, or where they must not go.
@@ -94,7 +99,7 @@ class Destination:
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
 
     def remove_dead_temporaries(self, directories: Iterable[str]) -> None:
-        """Remove what killed runs left, here and in these rank directories."""
+        """Remove what killed runs left, here and in these directories."""
         for directory in (self.path, *(os.path.join(self.path, name) for name in directories)):
             temporary.remove_dead(directory)
 

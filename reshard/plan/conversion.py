@@ -20,6 +20,7 @@ from typing import NamedTuple, Optional, TypeVar, Union
 
 from reshard.checkpoints import (
     FileHandles,
+    FileNames,
     OutputLayout,
     OutputTensor,
     StepFiles,
@@ -28,8 +29,8 @@ from reshard.checkpoints import (
     format_of,
     lay_out_ckpt,
     lay_out_safetensors,
-    target_name,
 )
+from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.name_filters import Filters
 from reshard.plan.checks import check, problems_of_unlisted
@@ -57,7 +58,7 @@ class Request:
         source: strategy the checkpoint was saved with.
         target: strategy it is converted to.
         ranks: target ranks asked for, ascending; None for all.
-        prefix: target file names begin so.
+        prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
         format: ``same``, ``ckpt`` or ``safetensors``.
         step: ``latest`` or ``<epoch>_<step>``.
         file_suffix: only source files whose stem ends so.
@@ -72,7 +73,7 @@ class Request:
     source: Strategy
     target: Strategy
     ranks: Optional[tuple[int, ...]] = None
-    prefix: str = "checkpoint_"
+    prefix: Optional[str] = DEFAULT_PREFIX
     format: str = "same"
     step: str = "latest"
     file_suffix: Optional[str] = None
@@ -184,12 +185,15 @@ class Conversion:
         step: the source files of the step that is converted.
         ranks: target ranks to write, ascending.
         format: format of the target files.
+        names: their names.
         parameters: the source's parameters, as the files hold them, by name.
         copies: values that are copied as they are.
         stages: the target stages that these ranks are in, by number.
         sorted: the parameters by what becomes of them.
         most_together: target files that are written together at the most.
     """
+
+    _of_several_formats = "choose the target's with --format ckpt or --format safetensors"
 
     def __init__(
         self,
@@ -211,6 +215,7 @@ class Conversion:
         self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
         self.most_together = MOST_MEMBERS
         self.format = self._format()
+        self.names = self._names()
         self.copies = CopiedValues(
             request.source, request.target, self.step, selection.listed, request.filters, handles, report
         )
@@ -227,7 +232,7 @@ class Conversion:
         """The final name of a target rank's file."""
         if self.request.exact_file:
             return self.request.dst
-        return os.path.join(self.request.dst, target_name(rank, self.request.prefix, self.format))
+        return os.path.join(self.request.dst, f"{self.names.of(rank)}.{self.format}")
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """The plan of every target rank, made a group at a time; a group's files are written together."""
@@ -397,9 +402,12 @@ class Conversion:
         if len(formats) > 1:
             raise CheckpointError(
                 f"source files have different formats: {' and '.join(sorted(formats.values()))}",
-                hint="choose the target's with --format ckpt or --format safetensors",
+                hint=self._of_several_formats,
             )
         return next(iter(formats))
+
+    def _names(self) -> FileNames:
+        return FileNames.numbered(DEFAULT_PREFIX if self.request.prefix is None else self.request.prefix)
 
     def resharded_of(self, stage: Stage) -> list[str]:
         """Names that a target stage gets, sorted."""

@@ -4,6 +4,8 @@ A rank whose file holds everything that its stage has at this step keeps that fi
 whatever else it holds. Any other rank gets the file that a conversion to the same strategy would
 write, parameter by parameter from whichever ranks have its slices; and what ranks of its stage hold
 although only another stage's strategy lists it (tied embeddings), from a rank that must hold the same.
+
+Files are named as in the source, so that they can be put back into it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Optional
 
-from reshard.checkpoints import FileHandles, lay_out_copy
+from reshard.checkpoints import FileHandles, FileNames, lay_out_copy
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.names import belongs_to_rank
 from reshard.plan.conversion import Conversion, Request
@@ -27,6 +29,10 @@ from reshard.wording import rank_ranges, some_names
 
 class Recovery(Conversion):
     """A planned recovery; source and target strategy are the same."""
+
+    _of_several_formats = (
+        "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
+    )
 
     def __init__(
         self, request: Request, choice: ReplicaChoice, selection: Selection, handles: FileHandles, report: Report
@@ -54,6 +60,11 @@ class Recovery(Conversion):
             self._intact[key] = wanted <= index.tensors.keys()
         return self._intact[key]
 
+    def _names(self) -> FileNames:
+        """Names as in the source, lost ranks' as their siblings have, unless others were asked for."""
+        found = self.step.found.names
+        return super()._names() if found is None or self.request.prefix is not None else found
+
     @property
     def lost(self) -> list[int]:
         """Ranks without an intact file, ascending."""
@@ -63,6 +74,12 @@ class Recovery(Conversion):
         """Find every problem before anything is written, and say what only the lost ranks knew."""
         super().check()
         lost = [rank for rank in self.ranks if not self.intact(rank)]
+        unnamed = [rank for rank in lost if rank not in self.step.found.files]
+        if self.names.own and unnamed:
+            self._report.note(
+                f"files are not named alike; {rank_ranges(unnamed)} gets a name as most have: "
+                f"{self.names.of(unnamed[0])}.{self.format}"
+            )
         own = [name for name in self.copies.names if belongs_to_rank(name)]
         if own and lost:
             self._report.warn(

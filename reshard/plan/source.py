@@ -26,12 +26,14 @@ class SourceStep:
     """One step of a source tree.
 
     Attributes:
+        found: the files by name alone.
         files: path per rank that has a file of this step.
         indexes: what is in the files read so far, by rank.
         damaged: why a rank's file counts as absent, by rank.
     """
 
     def __init__(self, found: StepFiles, handles: FileHandles, report: Report) -> None:
+        self.found = found
         self.step = found.step
         self.files: dict[int, str] = dict(found.files)
         self.indexes: dict[int, CheckpointIndex] = {}

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Literal, OutputLayout, reading_error, target_name
+from reshard.checkpoints import CheckpointIndex, FileNames, Literal, OutputLayout, reading_error
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 
@@ -33,7 +33,7 @@ class Identity:
         include: what is written, by name.
         exclude: what is not.
         format: of the target files.
-        prefix: of their names.
+        names: of the target files.
         task: ``convert`` or ``recover``.
     """
 
@@ -44,7 +44,7 @@ class Identity:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     format: str
-    prefix: str
+    names: FileNames
     task: str = "convert"
 
     @property
@@ -54,7 +54,7 @@ class Identity:
 
     def file_of(self, rank: int) -> str:
         """The file of a target rank, relative to the target directory."""
-        return target_name(rank, self.prefix, self.format)
+        return f"{self.names.of(rank)}.{self.format}"
 
     def to_json(self) -> str:
         """As text, the same for equal identities."""
@@ -71,7 +71,9 @@ class Identity:
         if not isinstance(found, dict):
             raise ValueError("no identity")
         try:
-            return cls(**{**found, "include": tuple(found["include"]), "exclude": tuple(found["exclude"])})
+            names = FileNames.from_json(found["names"])
+            patterns = {field: tuple(found[field]) for field in ("include", "exclude")}
+            return cls(**{**found, **patterns, "names": names})
         except (KeyError, TypeError) as error:
             raise ValueError("no identity") from error
 
@@ -84,7 +86,7 @@ class Identity:
             "include": "--include",
             "exclude": "--exclude",
             "format": "the format",
-            "prefix": "--prefix",
+            "names": "the names of the files",
             "task": "what is done",
         }
         found = []
@@ -167,6 +169,8 @@ def short_digest(*parts: bytes) -> str:
 
 
 def _said(value: object) -> str:
+    if isinstance(value, FileNames):
+        return value.template
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

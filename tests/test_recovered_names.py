@@ -1,0 +1,222 @@
+"""What `recover` writes can be put back into the tree that ranks were lost from: names as their siblings have."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from reshard.checkpoints.naming import FileNames, names_of
+from reshard.checkpoints.tree import find_checkpoints
+from tests.running import Argument, Result, done, fails, warns
+from tests.small import COPIED, PLAIN_TARGET, World
+from tests.small import tensors as small_tensors
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    read_named,
+    read_tree,
+    same_checkpoints,
+    same_ranks,
+    single,
+    write_checkpoint,
+)
+
+FULL = small_tensors(names=["w", "v"])
+# How files of one save are named, and how the source is named where it is not their directory.
+NAMED = {
+    "MindFormers": ("rank_{rank}/llama_rank_{rank}-1_200.ckpt", ""),
+    "MindFormers, second run": ("rank_{rank}/llama2_rank_{rank}_1-300_8.safetensors", ""),
+    "MindSpore": ("rank_{rank}/net-3_10.ckpt", ""),
+    "MindSpore, without underscore": ("rank{rank}/net_1-3_10.safetensors", ""),
+    "data parallel": ("{rank}/train-1_3.ckpt", ""),
+    "converted": ("rank_{rank}/checkpoint_{rank}.ckpt", ""),
+    "plain": ("rank_{rank}/model.ckpt", ""),
+    "saved at a fault": ("rank_{rank}/net-1_10_breakpoint.ckpt", ""),
+    "digits": ("rank_{rank:03}/net_{rank:02}_of_4-1_10.ckpt", ""),
+    "braces": ("rank_{rank}/{{net}}-1_10.ckpt", ""),
+    "flat": ("llama-part{rank}-3_400.safetensors", "llama-part{rank}-*.safetensors"),
+    "flat, of so many": ("net_{rank}_of_4.ckpt", "net_{rank}_of_4.ckpt"),
+    "deeper": ("node1/rank_{rank}/net/net_{rank}-1_1.ckpt", "node*/rank_{rank}/*/*.ckpt"),
+    "directories": ("r{rank}/net-1_2.ckpt", "r{rank}"),
+}
+# Names of which one file alone does not tell where the rank's number stands; see the test of other steps.
+UNTOLD = ("digits", "deeper")
+LOST = [[3], [0, 1], [1, 2], [2, 3]]
+
+
+def recover(world: World, source: Argument, *options: Argument) -> Result:
+    return done("recover", source, world.dst, "--strategy", world.old, *options)
+
+
+def put_back(world: World) -> None:
+    subprocess.run(["cp", "-r", f"{world.dst}/.", f"{world.src}/"], check=True)
+
+
+def is_whole(world: World, source: Argument, pattern: str) -> None:
+    """The tree is what was saved, `inspect` calls it complete, and it converts."""
+    same_ranks(read_named(world.src, pattern), cut_ranks(world.source, FULL, COPIED))
+    (step,) = done("inspect", source, "--strategy", world.old, "--json").json["steps"]
+    assert step["complete"] and sorted(step["ranks"]) == list(cut_ranks(world.source, FULL))
+    out = world.root / "converted"
+    done("transform-dir", source, out, "--src-strategy", world.old, "--dst-strategy", world.new, "--verify")
+    same_ranks(read_tree(out), cut_ranks(PLAIN_TARGET, FULL, COPIED))
+
+
+def lose(world: World, pattern: str, ranks: Iterable[int]) -> None:
+    for rank in ranks:
+        (world.src / pattern.format(rank=rank)).unlink()
+
+
+@pytest.mark.parametrize("lost", LOST, ids=str)
+@pytest.mark.parametrize("named", NAMED)
+def test_lost_ranks_can_be_copied_back_into_the_tree(named: str, lost: list[int], plain: World) -> None:
+    pattern, below = NAMED[named]
+    source = plain.src / below
+    plain.save(FULL, pattern)
+    lose(plain, pattern, lost)
+    recover(plain, source, "--lost-only")
+    assert sorted(read_named(plain.dst, pattern)) == lost
+    put_back(plain)
+    is_whole(plain, source, pattern)
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_the_recovered_tree_is_named_as_the_source(named: str, plain: World) -> None:
+    pattern, below = NAMED[named]
+    plain.save(FULL, pattern)
+    kept = (plain.src / pattern.format(rank=0)).read_bytes()
+    lose(plain, pattern, [1])
+    recover(plain, plain.src / below, "--checksum", "crc32")
+    assert (plain.dst / pattern.format(rank=0)).read_bytes() == kept
+    assert done("status", plain.dst, "--json").json["complete"]
+    done("verify", plain.dst)
+    shutil.rmtree(plain.src)
+    plain.dst.rename(plain.src)
+    is_whole(plain, plain.src / below, pattern)
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+@pytest.mark.parametrize("named", [named for named in NAMED if named not in UNTOLD])
+def test_a_single_survivor_tells_the_names(named: str, survivor: int, tmp_path: Path) -> None:
+    both = World(tmp_path, single({name: layout([2], [-1] * FULL[name].array.ndim) for name in FULL}), PLAIN_TARGET)
+    pattern, below = NAMED[named]
+    both.save(FULL, pattern)
+    lose(both, pattern, [1 - survivor])
+    recover(both, both.src / below, "--lost-only")
+    put_back(both)
+    is_whole(both, both.src / below, pattern)
+
+
+def test_a_damaged_file_is_replaced_under_its_own_name(plain: World) -> None:
+    pattern = "rank_{rank}/llama_rank_{rank}-1_200.ckpt"
+    plain.save(FULL, pattern)
+    path = plain.src / "rank_2" / "llama_rank_2-1_200.ckpt"
+    path.write_bytes(path.read_bytes()[:-9])
+    recover(plain, plain.src, "--lost-only")
+    put_back(plain)
+    is_whole(plain, plain.src, pattern)
+
+
+def test_names_that_differ_stay_and_the_lost_are_named_as_most_are(plain: World) -> None:
+    plain.save(FULL, "rank_{rank}/net-1_10.ckpt", crc=True)
+    (plain.src / "rank_0" / "net-1_10.ckpt").rename(plain.src / "rank_0" / "other-1_10.ckpt")
+    (plain.src / "rank_3" / "net-1_10.ckpt").unlink()
+    warns(recover(plain, plain.src), "different names", "rank_3/net-1_10.ckpt")
+    assert {str(path.relative_to(plain.dst)) for path in plain.dst.glob("rank_*/*")} == {
+        "rank_0/other-1_10.ckpt", *(f"rank_{rank}/net-1_10.ckpt" for rank in (1, 2, 3)),
+    }  # fmt: skip
+    assert done("status", plain.dst, "--json").json["complete"]
+    # Found to be damaged only when its contents are read: the name that it has is the one to replace.
+    path = plain.src / "rank_0" / "other-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-20] + bytes(20))
+    shutil.rmtree(plain.dst)
+    recover(plain, plain.src, "--lost-only")
+    put_back(plain)
+    assert sorted(path.name for path in plain.src.glob("rank_*/*")) == ["net-1_10.ckpt"] * 3 + ["other-1_10.ckpt"]
+    done("transform-dir", plain.src, plain.root / "out", "--src-strategy", plain.old, "--dst-strategy", plain.new)
+
+
+def test_other_steps_tell_what_a_single_name_leaves_open(tmp_path: Path) -> None:
+    both = World(tmp_path, single({name: layout([2], [-1] * FULL[name].array.ndim) for name in FULL}), PLAIN_TARGET)
+    both.save(FULL, "rank_{rank}/a{rank}b-1_9.ckpt")
+    both.save(FULL, "rank_{rank}/a{rank}b-1_10.ckpt", ranks=[1])
+    recover(both, both.src, "--lost-only")
+    assert [path.name for path in both.dst.glob("rank_0/*")] == ["a0b-1_10.ckpt"]
+
+
+def test_a_prefix_that_is_given_decides(plain: World) -> None:
+    plain.save(FULL, "rank_{rank}/llama_rank_{rank}-1_200.ckpt", ranks=[0, 1, 2])
+    recover(plain, plain.src, "--prefix", "checkpoint_")
+    same_ranks(read_tree(plain.dst), cut_ranks(plain.source, FULL, COPIED))
+
+
+def test_a_recovery_by_parts_agrees_on_names(plain: World) -> None:
+    pattern = "rank_{rank}/llama_rank_{rank}-1_200.ckpt"
+    plain.save(FULL, pattern, ranks=[0, 1])
+    for rank in range(4):
+        recover(plain, plain.src, "--ranks", rank)
+    same_ranks(read_named(plain.dst, pattern), cut_ranks(plain.source, FULL, COPIED))
+    assert done("status", plain.dst, "--json").json["complete"]
+
+
+def test_files_of_two_formats_are_told_how_to_recover(plain: World) -> None:
+    plain.save(FULL, "rank_{rank}/net-1_10.ckpt", ranks=[0, 1, 2])
+    plain.save(FULL, "rank_{rank}/net-1_10.safetensors", ranks=[3])
+    words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    told = fails(3, *words, says=["different formats", "'ckpt/rank_{rank}/*.ckpt'"])
+    assert "--format" not in told.err
+    words[1] = plain.src / "rank_{rank}" / "*.ckpt"
+    done(*words)
+    same_ranks(read_named(plain.dst, "rank_{rank}/net-1_10.ckpt"), cut_ranks(plain.source, FULL, COPIED))
+
+
+def test_names_in_records_never_lead_out_of_the_directory() -> None:
+    said = {"template": "rank_{rank}/net", "own": [{"rank": 1, "name": "rank_1/other"}]}
+    names = FileNames.from_json(said)
+    assert (names.of(0), names.of(1), names.of(12)) == ("rank_0/net", "rank_1/other", "rank_12/net")
+    for wrong in ("../x", "/x", "a/../x", "a//x", "./x", "", "a\0"):
+        for broken in ({**said, "template": wrong}, {**said, "own": [{"rank": 1, "name": wrong}]}):
+            with pytest.raises(ValueError, match="no name"):
+                FileNames.from_json(broken)
+
+
+@pytest.mark.parametrize("prefix", ["checkpoint_", "", "{x}", "a{rank}", "{{", "rank_1"])
+def test_a_prefix_is_told_from_the_names_that_it_makes(prefix: str) -> None:
+    names = FileNames.numbered(prefix)
+    assert names.of(7) == f"rank_7/{prefix}7"
+    assert names.prefix == prefix
+    assert FileNames("rank_{rank}/net-1_10").prefix is None
+
+
+def test_names_are_those_of_most_files_and_of_the_lowest_rank_among_equals(tmp_path: Path) -> None:
+    def named(*names: str) -> FileNames:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name in names:
+            write_checkpoint(root / name, {"v": FULL["v"]})
+        found = next(find_checkpoints(str(root)).candidates()).names
+        assert found is not None
+        return found
+
+    names = named("rank_0/a.ckpt", "rank_1/b.ckpt", "rank_2/b.ckpt")
+    assert names.template == "rank_{rank}/b" and [file.name for file in names.own] == ["rank_0/a"]
+    assert named("rank_3/b.ckpt", "rank_1/a.ckpt").template == "rank_{rank}/a"
+    assert names_of([(1, "x1", ("x", None)), (10, "x010", ("x", None))]).template == "x{rank:03}"
+
+
+def test_what_is_copied_back_is_what_was_lost(plain: World) -> None:
+    """Byte by byte, where files were written by a conversion."""
+    plain.save(FULL)
+    done("transform-dir", plain.src, plain.root / "tree", "--src-strategy", plain.old, "--dst-strategy", plain.old)
+    lost = plain.root / "tree" / "rank_2" / "checkpoint_2.ckpt"
+    before: dict[str, Value] = read_checkpoint(lost)
+    data = lost.read_bytes()
+    lost.unlink()
+    done("recover", plain.root / "tree", plain.dst, "--strategy", plain.old, "--lost-only")
+    assert (plain.dst / "rank_2" / "checkpoint_2.ckpt").read_bytes() == data
+    same_checkpoints(read_checkpoint(plain.dst / "rank_2" / "checkpoint_2.ckpt"), before)
