@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
