@@ -7,13 +7,22 @@ the command line. Anything else that escapes is a bug and may show a traceback.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Optional
+
+from reshard.messages import Message, block, full_text, joined, listing
+from reshard.names import as_pattern
+from reshard.wording import quoted
+
+# What to do about several problems at once; more would hide it.
+_MOST_HINTS = 3
 
 
 class ReshardError(Exception):
     """Base of all errors that are meant for the user.
 
     Attributes:
+        message: what is wrong; lists of parameters are folded in it.
         status: exit status of the command line (see the table in the README).
         file: path of the file concerned, if one is.
         rank: global rank concerned, if one is.
@@ -43,6 +52,12 @@ class ReshardError(Exception):
     def __str__(self) -> str:
         """The message, then the hint on a line of its own."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+    @property
+    def full(self) -> str:
+        """The same with the name of every parameter."""
+        text = full_text(self.message)
+        return f"{text}\n{full_text(self.hint)}" if self.hint else text
 
 
 class UsageError(ReshardError):
@@ -95,3 +110,42 @@ class RetryableError(ReshardError):
 
 class UnwritableError(RetryableError):
     """Nothing more can be written: no space, no quota, a read-only file system, too many open files."""
+
+
+def one_error(problems: Sequence[InputError], headline: str) -> InputError:
+    """Several problems as one error, so that all are seen at once; those that differ in the parameter only together.
+
+    Args:
+        problems: at least one; its message names its ``parameter``, if it has one, as `quoted` does.
+        headline: what they come to, for several.
+    """
+    first = problems[0]
+    if len(problems) == 1:
+        return first
+    alike: dict[tuple[str, str], list[InputError]] = {}
+    for problem in problems:
+        alike.setdefault((_without_name(problem, problem.message), _without_name(problem, problem.hint)), []).append(
+            problem
+        )
+    lines: list[str] = []
+    for group in alike.values():
+        lines += group[0].message.split("\n")
+        if len(group) > 1:
+            names = [problem.parameter for problem in group if problem.parameter]
+            lines.append(f"  likewise, {len(names)} in all: " + listing(names))
+    hints = dict.fromkeys(group[0].hint for group in alike.values() if group[0].hint)
+    shown = block(f"{headline}:", lines)
+    full = joined("\n", [f"{headline}:", *(problem.message for problem in problems)]).full
+    return type(first)(
+        Message(shown, full, shown.shortened),
+        file=first.file,
+        rank=first.rank,
+        parameter=first.parameter,
+        hint="\n".join([*hints][:_MOST_HINTS]) or None,
+    )
+
+
+def _without_name(problem: InputError, text: Optional[str]) -> str:
+    if problem.parameter is None or text is None:
+        return text or ""
+    return text.replace(quoted(problem.parameter), "").replace(as_pattern(problem.parameter), "")

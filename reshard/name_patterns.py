@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterable
 from typing import NamedTuple, Union
 
+from reshard.names import state_prefix
 from reshard.wording import one_line, plural, stepped_ranges
 
 # Numbers that are written as str(int) writes them, so that a range tells their text.
@@ -23,20 +24,20 @@ class NamePattern(NamedTuple):
     size: int
 
 
-def name_patterns(names: Iterable[str], known: Container[str]) -> list[NamePattern]:
+def name_patterns(names: Iterable[str], known: Container[str] = ()) -> list[NamePattern]:
     """Patterns that together stand for each of the names once, in the order of their text.
 
     Args:
         names: the names, each once.
-        known: all parameters; what stands before one of these and a dot marks its optimizer state.
+        known: all parameters; what stands before one of these and a dot marks its optimizer state, whatever it is.
     """
     alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for name in names:
-        prefix, dot, rest = name.partition(".")
-        if not dot or rest not in known:
-            prefix, dot, rest = "", "", name
-        parts = _NUMBER.split(rest)
-        alike.setdefault(tuple(parts[::2]), []).append((*parts[1::2], prefix + dot))
+        prefix = name[: name.find(".") + 1]
+        if name[len(prefix) :] not in known:
+            prefix = state_prefix(name)
+        parts = _NUMBER.split(name[len(prefix) :])
+        alike.setdefault(tuple(parts[::2]), []).append((*parts[1::2], prefix))
     found = []
     for texts, rows in alike.items():
         for *numbers, prefixes in _merged(rows):

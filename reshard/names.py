@@ -16,6 +16,13 @@ def belongs_to_rank(name: str) -> bool:
     return _OF_ONE_RANK.search(name) is not None
 
 
+def as_pattern(name: str) -> str:
+    """The pattern of --include and --exclude that a parameter of this name fits, as it is typed into a shell."""
+    # What stands for itself in a pattern, and one of anything for what a shell cannot be given.
+    pattern = "".join(f"[{c}]" if c in "*?[" else c if c.isprintable() and c != "'" else "?" for c in name)
+    return f"'{pattern}'"
+
+
 CURRENT_RANK = "cur_rank"
 """A value that end-of-life saves hold."""
 
@@ -31,6 +38,13 @@ _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
     r"weight_decay|beta[12]_power|loss_scale|scale_sense|state_step(\..*)?)"
 )
+
+
+def state_prefix(name: str) -> str:
+    """``adam_m.`` of ``adam_m.w``: what marks optimizer state and accumulated gradients; of others nothing."""
+    if name.startswith(ACCUMULATED_GRADIENTS) or _OPTIMIZER_STATE.fullmatch(name):
+        return name[: name.index(".") + 1]
+    return ""
 
 
 def kind_of(name: str, elements: int) -> str:

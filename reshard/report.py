@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Callable, Optional
 
+from reshard.messages import full_text
+
 
 class Report:
     """Collects warnings and notes, each said once, and passes them on as they come.
 
     Attributes:
-        warnings: what may be wrong with the result.
-        notes: what was decided.
+        warnings: what may be wrong with the result, with the name of every parameter.
+        notes: what was decided, likewise.
     """
 
     def __init__(self, listener: Optional[Callable[[str, str], None]] = None) -> None:
@@ -28,8 +30,8 @@ class Report:
         self._say("note", self.notes, text)
 
     def _say(self, kind: str, said: list[str], text: str) -> None:
-        if text in said:
+        if full_text(text) in said:
             return
-        said.append(text)
+        said.append(full_text(text))
         if self._listener is not None:
             self._listener(kind, text)

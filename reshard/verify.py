@@ -8,6 +8,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.errors import CheckpointError
+from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import StepSelector
@@ -98,13 +99,17 @@ def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:
     """A line on what was not compared because files lack it."""
     lacking = not_held(tree, strategy)
     if lacking:
-        # The ones that fewest ranks lack: with a de-duplicated save they are the odd ones out.
-        names = sorted(lacking, key=lambda name: (len(lacking[name]), name))
-        shown = ", ".join(f"{name} on {rank_ranges(lacking[name])}" for name in names[:_MOST_SHOWN])
-        more = f" and {plural(len(names) - _MOST_SHOWN, 'other')}" if len(names) > _MOST_SHOWN else ""
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in lacking.items():
+            by_ranks.setdefault(tuple(ranks), []).append(name)
+        # What fewest ranks lack first: with a de-duplicated save that is the odd one out.
+        odd = sorted(by_ranks, key=lambda ranks: (len(ranks), ranks))
+        told = [listing(by_ranks[ranks], _MOST_SHOWN) + f" not on {rank_ranges(ranks)}" for ranks in odd]
+        left = len(odd) - _MOST_SHOWN
+        shown = joined("; ", told[:_MOST_SHOWN]) + (f"; and {left} more such sets" if left > 0 else "")
         report.note(
             f"not in every file that the strategy gives them to, as in a de-duplicated save, and compared as far as "
-            f"they are there: {plural(len(names), 'parameter')}: {shown}{more}"
+            f"they are there: {plural(len(lacking), 'parameter')}: " + Message(shown, joined("; ", told).full)
         )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
+# Characters of a name in a message; the longest that MindSpore makes have about 120.
+_LONGEST_SHOWN = 240
+
 
 def number_ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers with runs written short: ``0-3,7``."""
@@ -111,3 +114,11 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Printable text with newlines escaped as well."""
     return printable(text).replace("\n", "\\n")
+
+
+def quoted(name: str) -> str:
+    """A parameter's name in a message: in quotes, on one line, without its middle where it is absurdly long."""
+    shown = one_line(name)
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[: _LONGEST_SHOWN // 2]}...{shown[-_LONGEST_SHOWN // 4 :]}"
+    return f"'{shown}'"

@@ -382,7 +382,7 @@ VALUE = field(1, "x") + field(2, tensor_message("Int8", (2,), b"ab"))
         (b"\x0a" + b"\xff" * 20, "no end"),
         (field(1, field(2, tensor_message("Int8", (2,), b"ab"))), "no name"),
         (field(1, field(1, "") + field(2, tensor_message("Int8", (2,), b"ab"))), "no name"),
-        (field(1, field(1, "x")), "x has no tensor"),
+        (field(1, field(1, "x")), "'x' has no tensor"),
         (field(1, VALUE + field(2, tensor_message("Int8", (2,), b"ab"))), "two tensors"),
         (field(1, field(1, "x") + field(2, field(1, 2) + field(3, b"ab"))), "no type"),
         (field(1, field(1, "x") + field(2, tensor_message("Int8", (2,), b"ab") + field(3, b"cd"))), "two contents"),

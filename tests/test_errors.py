@@ -608,7 +608,8 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     new = write_strategy(tmp_path / "strategies" / "all", single({name: layout([1], [-1]) for name in names}))
     world.new = new
     world.save({name: value(name, (4,)) for name in names}, ranks=[1])
-    world.refuses(3, *names, "0")
+    world.refuses(3, "'p{0-4}' (5)", "0")
+    world.refuses(3, *(f"'{name}'" for name in names), "0", options=("-v",))
 
 
 def test_a_traceback_shows_only_with_debug(world: World) -> None:

@@ -306,7 +306,7 @@ def test_a_partial_result_says_so(world: World) -> None:
     world.save(small_tensors(), ranks=[0])
     result = done("fingerprint", world.src, "--strategy", world.old, "--ranks", "0")
     assert lines(result)["w"] == lines(result)["checkpoint"] == "partial" and len(lines(result)["v"]) == 32
-    warns(result, "partial", "m.w, w", "--merge")
+    warns(result, "partial", "'m.w', 'w'", "--merge")
 
 
 def test_a_slice_that_is_nowhere_is_an_error(world: World) -> None:

@@ -108,7 +108,7 @@ def test_by_rank_sees_that_a_save_was_deduplicated(tmp_path: Path) -> None:
 def test_parameters_that_may_have_been_on_a_lost_rank_are_told(plain: World) -> None:
     plain.save({"w": PLAIN_FULL["w"]}, ranks=[0, 1, 2])
     result = plain.convert()
-    assert "not saved: v;" in result.err and "rank 3" in result.err
+    assert "not saved: 'v';" in result.err and "rank 3" in result.err
 
 
 @pytest.mark.parametrize("prefix", ["../x_", "a/b", "/tmp/x"])

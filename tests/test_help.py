@@ -141,7 +141,7 @@ def test_short_options_are_the_long_ones(world: World) -> None:
 
 @pytest.mark.parametrize("flag", ["-v", "--verbose"])
 def test_verbose_may_stand_before_the_command(world: World, flag: str) -> None:
-    world.save(FULL, copied={f"value_{number}": scalar(number) for number in range(9)})
+    world.save(FULL, copied={f"value_{letter}": scalar(1) for letter in "abcdefghi"})
     assert "and 6 more" in world.convert("-n").out
     assert "and 6 more" not in done(flag, *world.words("-n")).out
     # What has no such flag does as always.

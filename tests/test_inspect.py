@@ -125,7 +125,7 @@ def test_a_file_that_holds_less_than_the_others_is_a_guess(plain: World) -> None
     plain.save(FULL)
     write_checkpoint(plain.src / "rank_2" / "net-1_10.ckpt", {"w": value("w", (4, 6))})
     said = finding(inspected(plain.src), "lacking")["text"]
-    assert "rank 2 may lack 2 names" in said and "global_step, v" in said and "guess" in said
+    assert "rank 2 may lack 2 names" in said and "'global_step', 'v'" in said and "guess" in said
     assert "lacking" not in kinds(judged(plain))
 
 
@@ -325,7 +325,7 @@ def test_what_is_missing_is_named(plain: World) -> None:
     assert torn["lost"] == [{"parameters": ["w"], "ranks": [0, 2]}]
     assert steps(found)["1_10"]["complete"] is True and found["latest"] == {"found": True, "step": "1_10"}
     shown = done("inspect", plain.src, "--strategy", plain.old).out
-    for said in ("step 1_12 is not complete", "ranks 0,2 would have held: w", "latest takes step 1_10"):
+    for said in ("step 1_12 is not complete", "ranks 0,2 would have held: 'w'", "latest takes step 1_10"):
         assert said in shown
 
 

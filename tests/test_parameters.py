@@ -104,8 +104,8 @@ def test_weights_of_one_side_only_are_warned_of_but_optimizer_state_is_not(tmp_p
     world = World(tmp_path, source, target)
     world.save({name: value(name, (4,)) for name in names})
     result = world.convert()
-    warns(result, "1 weight that the checkpoint holds and the target strategy does not list (left out): head")
-    warns(result, "1 weight that the target strategy lists and no source file holds (missing): neck")
+    warns(result, "1 weight that the checkpoint holds and the target strategy does not list (left out): 'head'")
+    warns(result, "1 weight that the target strategy lists and no source file holds (missing): 'neck'")
     assert "warning" not in world.run("--overwrite", "--include", "both").err
 
 

@@ -190,7 +190,7 @@ def test_an_int4_mark_on_another_type_is_damage(tmp_path: Path) -> None:
 
 
 def test_elements_of_less_than_a_byte_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a has type F4") as caught:
+    with pytest.raises(CheckpointError, match="'a' has type F4") as caught:
         index_bytes(header_bytes({"a": {"dtype": "F4", "shape": [6], "data_offsets": [0, 3]}}) + b"abc", tmp_path)
     assert not isinstance(caught.value, DamagedCheckpointError)
 

@@ -83,8 +83,8 @@ def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
 
 
 def test_an_unknown_parameter_is_wrong_usage_and_names_like_it_are_told(world: World) -> None:
-    fails(2, "strategy", "show", world.old, "m.v", says=["lists no parameter m.v", "did you mean", "m.w"])
-    fails(2, "strategy", "show", world.old, "w.m", "--json", says=["lists no parameter w.m"])
+    fails(2, "strategy", "show", world.old, "m.v", says=["lists no parameter 'm.v'", "did you mean", "m.w"])
+    fails(2, "strategy", "show", world.old, "w.m", "--json", says=["lists no parameter 'w.m'"])
     fails(2, "strategy", "show", world.old, "nothing like it", says=["without PARAM"])
     fails(2, "strategy", "show", world.old, "x" * 100_000, says=["without PARAM"])
 
@@ -105,7 +105,7 @@ def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:
     fails(
         2, "strategy", "show", world.old, "*w", "--svg", world.root / "w.svg", says=["draws one parameter", "2 fit *w"]
     )
-    fails(2, "strategy", "show", world.old, "*x*", says=["lists no parameter *x*"])
+    fails(2, "strategy", "show", world.old, "*x*", says=["lists no parameter '*x*'"])
 
 
 def test_a_pattern_that_one_name_fits_shows_its_picture(world: World) -> None:

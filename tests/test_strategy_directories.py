@@ -130,7 +130,7 @@ def test_a_map_that_only_looks_expanded_is_settled_by_the_protobuf_copy(tmp_path
 def test_copies_that_disagree_are_refused(tmp_path: Path, other: dict[str, Any], name: str) -> None:
     write_strategy(tmp_path / "a.ckpt", 0, {"v": layout([2, 2], [0]), "w": layout([2, 2], [1, -1])})
     write_strategy(tmp_path / name, 0, {"v": layout([2, 2], [0]), "w": other})
-    error = refused(tmp_path, "stage 0", "a.ckpt", name, "disagree", "of w")
+    error = refused(tmp_path, "stage 0", "a.ckpt", name, "disagree", "of 'w'")
     assert error.parameter == "w"
 
 
@@ -138,7 +138,7 @@ def test_copies_that_record_different_shapes_are_refused(tmp_path: Path) -> None
     write_strategy(tmp_path / "a.ckpt", 0, {"w": layout([2], [0])})
     write_strategy(tmp_path / "b.json", 0, {"w": layout([2], [0], shape=[8])})
     write_strategy(tmp_path / "c.json", 0, {"w": layout([2], [0], shape=[16])})
-    refused(tmp_path, "b.json", "c.json", "of w")
+    refused(tmp_path, "b.json", "c.json", "of 'w'")
 
 
 def test_copies_that_list_different_parameters_are_refused(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_gap_in_a_merged_file_is_refused(tmp_path: Path) -> None:
 
 def test_layouts_for_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
     said = {"a": layout([2, 4], [0]), "b": layout([8], [0]), "odd": layout([2, 2], [0])}
-    error = refused(write_strategy(tmp_path / "s.ckpt", 0, said), "stage 0", "4: odd", "8: a, b")
+    error = refused(write_strategy(tmp_path / "s.ckpt", 0, said), "stage 0", "4: 'odd'", "8: 'a', 'b'")
     assert error.parameter == "odd"
 
 
@@ -352,10 +352,10 @@ def test_a_map_that_could_be_grouped_in_endless_ways_is_refused(tmp_path: Path) 
 def test_a_parameter_listed_twice_is_refused(tmp_path: Path) -> None:
     once = protobuf({"w": layout([2], [0])})
     (tmp_path / "s.ckpt").write_bytes(once + once)
-    refused(tmp_path / "s.ckpt", "parameter w twice")
+    refused(tmp_path / "s.ckpt", "parameter 'w' twice")
     text = json.dumps(json_content({"w": layout([2], [0]), "x": layout([2], [0])})).replace('"x"', '"w"')
     (tmp_path / "s.json").write_text(text)
-    refused(tmp_path / "s.json", "w twice")
+    refused(tmp_path / "s.json", "'w' twice")
 
 
 def test_a_file_without_layouts_is_refused(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> N
     assert {found.kind for found in pair.compare(admit=lambda name: name != "m.w")} == {"extra"}
     source[1]["w"] = value("w", (5, 6))
     pair.write(source, held(TARGET))
-    with pytest.raises(InputError, match="w has shape"):
+    with pytest.raises(InputError, match="'w' has shape"):
         pair.compare(admit=lambda name: name != "m.w")
 
 

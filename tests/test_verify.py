@@ -208,7 +208,7 @@ def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> No
     del held[2]["v"], held[3]["v"], held[1]["w"]
     write_tree(world.src, held)
     (line,) = [line for line in done(*words).err.splitlines() if "not in every file" in line]
-    assert "w on rank 1" in line and "v on ranks 2-3" in line
+    assert "'w' not on rank 1" in line and "'v' not on ranks 2-3" in line
 
 
 @pytest.mark.parametrize("without", [[0], [0, 1]])

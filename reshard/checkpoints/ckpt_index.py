@@ -23,6 +23,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
+from reshard.wording import quoted
 
 CRC_MARK = b"crc_num"
 TRAILER_SIZE = len(CRC_MARK) + 10
@@ -134,7 +135,7 @@ def _read_value(walk: _Walk, end: int) -> _Record:
     if not name:
         raise walk.damaged("a record has no name", start)
     if tensor is None:
-        raise walk.damaged(f"{name} has no tensor", start, name)
+        raise walk.damaged(f"{quoted(name)} has no tensor", start, name)
     return _Record(start, name, *tensor)
 
 
@@ -248,7 +249,7 @@ class _Parameters:
 
     def _damaged(self, record: _Record, what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(
-            f"{self._path}: is damaged: {record.name} at byte {record.start} {what}",
+            f"{self._path}: is damaged: {quoted(record.name)} at byte {record.start} {what}",
             file=self._path,
             parameter=record.name,
         )

@@ -11,6 +11,7 @@ from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.files import FileHandles, cut_short, reading_error
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import DamagedCheckpointError
+from reshard.wording import quoted
 
 # MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
 # larger N was not written by it, and would take us longer than a few seconds.
@@ -101,7 +102,9 @@ def _check_safetensors(stream: _Stream, index: CheckpointIndex) -> CrcCheck:
         if tensor.shape == () and tensor.dtype in INTEGERS:
             zeros[name] = stream.integer(tensor)
             if not 0 <= zeros[name] <= _MOST_ZEROS:
-                return CrcCheck(False, f"its CRC counts {name} as {zeros[name]} zero bytes, which cannot be checked")
+                return CrcCheck(
+                    False, f"its CRC counts {quoted(name)} as {zeros[name]} zero bytes, which cannot be checked"
+                )
     for name in sorted(index.tensors):
         stream.add(name.encode())
         if name in zeros:

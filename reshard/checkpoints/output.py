@@ -18,6 +18,8 @@ from reshard.checkpoints.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT
 from reshard.checkpoints.safetensors_index import LENGTH_SIZE, LONGEST_HEADER, METADATA
 from reshard.checkpoints.tensors import content_size, logical_shape
 from reshard.errors import CheckpointError
+from reshard.names import as_pattern
+from reshard.wording import quoted
 
 RECORD_LIMIT = 512 << 20
 """Most bytes of a tensor in one `.ckpt` record, as MindSpore writes them."""
@@ -139,9 +141,9 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
     for tensor in tensors:
         if tensor.name in known or tensor.name == METADATA:
             raise CheckpointError(
-                f"{tensor.name}: in safetensors a parameter of this name collides with the metadata",
+                f"{quoted(tensor.name)}: in safetensors a parameter of this name collides with the metadata",
                 parameter=tensor.name,
-                hint=f"write --format ckpt, or leave it out with --exclude '{tensor.name}'",
+                hint=f"write --format ckpt, or leave it out with --exclude {as_pattern(tensor.name)}",
             )
     marks = {tensor.name: INT4 for tensor in tensors if tensor.dtype == INT4}
     order = _aligned_order(tensors)
@@ -184,9 +186,9 @@ def _check(tensors: Sequence[OutputTensor], format: str) -> None:
         if not can_hold(format, tensor.dtype):
             ending = "safetensors" if format == "safetensors" else ".ckpt"
             raise CheckpointError(
-                f"{tensor.name} is {tensor.dtype}, which {ending} files cannot hold",
+                f"{quoted(tensor.name)} is {tensor.dtype}, which {ending} files cannot hold",
                 parameter=tensor.name,
-                hint=f"choose another --format, or leave it out with --exclude '{tensor.name}'",
+                hint=f"choose another --format, or leave it out with --exclude {as_pattern(tensor.name)}",
             )
         expected = content_size(tensor.dtype, tensor.dims, tensor.nbytes)
         if tensor.name in names or expected not in (None, tensor.nbytes):

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Optional
 from reshard.checkpoints.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.wording import quoted
 
 METADATA = "__metadata__"
 LENGTH_SIZE = 8
@@ -60,11 +61,13 @@ def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
     for name, dtype, shape, start, stop in entries:
         if start != position:
             fault = "overlaps the tensor before it" if start < position else "leaves a hole before it"
-            raise _damaged(path, f"{name} begins at byte {start} of the data and {fault}", name)
+            raise _damaged(path, f"{quoted(name)} begins at byte {start} of the data and {fault}", name)
         position = stop
         if metadata.get(name) == INT4:
             if dtype != "Int8":
-                raise _damaged(path, f"{name} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name)
+                raise _damaged(
+                    path, f"{quoted(name)} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name
+                )
             dtype = INT4
         extents = ((data_start + start, stop - start),) if stop > start else ()
         tensors[name] = Tensor(name, dtype, shape, shape, extents, stop - start)
@@ -142,29 +145,31 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], 
     if len(name) > _LONGEST_NAME:
         raise _damaged(path, f"the name {name[:_SHOWN]!r}... is too long")
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
-        raise _damaged(path, f"{name} needs dtype, shape and data_offsets", name)
+        raise _damaged(path, f"{quoted(name)} needs dtype, shape and data_offsets", name)
     stored, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(stored, str) or stored not in _KNOWN_TYPES:
-        raise _damaged(path, f"{name} has the unknown type {str(stored)[:_SHOWN]!r}", name)
+        raise _damaged(path, f"{quoted(name)} has the unknown type {str(stored)[:_SHOWN]!r}", name)
     if stored in SUB_BYTE_TYPES:
         raise CheckpointError(
-            f"{path}: {name} has type {stored}, whose elements are not whole bytes; it cannot be converted",
+            f"{path}: {quoted(name)} has type {stored}, whose elements are not whole bytes; it cannot be converted",
             file=path,
             parameter=name,
         )
     dtype = FROM_SAFETENSORS[stored]
     if not _are_numbers(shape) or len(shape) > _MOST_DIMS:
-        raise _damaged(path, f"the shape of {name} is not a list of sizes", name)
+        raise _damaged(path, f"the shape of {quoted(name)} is not a list of sizes", name)
     if not _are_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"the data_offsets of {name} are not a range", name)
+        raise _damaged(path, f"the data_offsets of {quoted(name)} are not a range", name)
     expected = ITEM_SIZES[dtype]
     for size in shape:
         expected *= size
         if expected > _LARGEST_NUMBER:
-            raise _damaged(path, f"{name} is too large", name)
+            raise _damaged(path, f"{quoted(name)} is too large", name)
     start, stop = offsets
     if stop - start != expected:
-        raise _damaged(path, f"{name} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name)
+        raise _damaged(
+            path, f"{quoted(name)} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name
+        )
     return name, dtype, tuple(shape), start, stop
 
 

@@ -8,12 +8,13 @@ from typing import Any, Optional
 
 from reshard.cli import options
 from reshard.cli.output import listener
+from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
 from reshard.transform import Options, Summary, usable_cpus
-from reshard.wording import plural, some_names
+from reshard.wording import plural
 
 # Where the time went is told of conversions that took so long, in seconds; and which phases took any.
 _LEAST_TOTAL = 2.0
@@ -97,7 +98,6 @@ def summary_json(summary: Summary) -> dict[str, Any]:
 
 def summary_lines(summary: Summary, verbose: bool) -> list[str]:
     """What became, or would become, of the parameters, and where the manifest is."""
-    most = 1 << 30 if verbose else 3
     lines = [f"{plural(summary.parameters, 'parameter')} resharded"]
     for names, what in (
         (summary.copied, "copied unchanged"),
@@ -106,7 +106,8 @@ def summary_lines(summary: Summary, verbose: bool) -> list[str]:
         (summary.unholdable, "left out, the target format cannot hold it"),
     ):
         if names:
-            lines.append(f"{len(names)} {what}: {some_names(names, most)}")
+            listed = listing(names, 3)
+            lines.append(f"{len(names)} {what}: {listed.full if verbose else listed}")
     if summary.manifest:
         lines.append(f"all ranks are there: {summary.manifest}")
     return lines

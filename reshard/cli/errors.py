@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import traceback
@@ -11,8 +12,13 @@ from typing import Any, NoReturn, Optional
 import click
 
 from reshard.cli.command import Group
+from reshard.cli.output import alarming
 from reshard.errors import ReshardError
+from reshard.messages import is_shortened
 from reshard.wording import printable
+
+# Below the first line of an error; of more the first line is said again at the end.
+_MANY_LINES = 8
 
 
 class Terminated(BaseException):
@@ -28,13 +34,19 @@ class ReshardGroup(Group):
         try:
             return super().invoke(ctx)
         except ReshardError as error:
-            _finish(ctx, str(error), error.status)
+            _finish(ctx, _said(ctx, error), error.status)
         except KeyboardInterrupt:
             _finish(ctx, "interrupted; nothing half-written was left behind", 130)
         except Terminated:
             _finish(ctx, "terminated; nothing half-written was left behind", 143)
         except MemoryError:
             _finish(ctx, "out of memory; try a smaller --max-memory or fewer --jobs", 1)
+        except click.UsageError as error:
+            shown = io.StringIO()
+            error.show(shown)
+            usage, mark, said = shown.getvalue().partition("Error: ")
+            click.echo(usage + alarming(mark + said.rstrip()), err=True)
+            ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:
@@ -56,14 +68,31 @@ def set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
     return value
 
 
+def set_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    """Callback of -v: messages name every parameter."""
+    if value:
+        ctx.find_root().meta["reshard.verbose"] = True
+    return value
+
+
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
         traceback.print_exc()
-    first, *rest = printable(text).split("\n")
-    click.echo(f"reshard: error: {first}", err=True)
+    headline, *rest = printable(text).split("\n")
+    click.echo(alarming(f"reshard: error: {headline}"), err=True)
     for line in rest:
         click.echo(f"  {line}", err=True)
+    if len(rest) > _MANY_LINES:
+        # Whoever sees the end alone has to see what happened.
+        click.echo(alarming(f"reshard: error: {headline.rstrip(':')}"), err=True)
     ctx.exit(status)
+
+
+def _said(ctx: click.Context, error: ReshardError) -> str:
+    """The error as it is shown: with every parameter's name if that is asked for, else with word of how to ask."""
+    if ctx.find_root().meta.get("reshard.verbose"):
+        return error.full
+    return f"{error}\n-v names every parameter" if is_shortened(error.message) else str(error)
 
 
 def _exit_on_sigterm() -> None:

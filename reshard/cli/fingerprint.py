@@ -14,6 +14,7 @@ from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.errors import IncompleteSourceError, UsageError
+from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
@@ -21,7 +22,7 @@ from reshard.strategies import Strategy
 from reshard.transform import usable_cpus
 from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
 from reshard.verify import step_files
-from reshard.wording import plural, printable, rank_ranges, some_names, step_words
+from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
 
 
 @command(
@@ -97,7 +98,7 @@ def fingerprint(
             raise reading_error(path, error) from error
         result.merge(Fingerprints.from_json(content, path))
     for name in result.differing:
-        report.warn(f"{name} differs between ranks; its fingerprint is that of the lowest")
+        report.warn(f"{quoted(name)} differs between ranks; its fingerprint is that of the lowest")
     if typed["as_json"]:
         echo_json(result.to_json())
     else:
@@ -147,10 +148,11 @@ def _print(result: Fingerprints, report: Report) -> None:
     if lacking:
         report.warn(
             f"partial: slices of {plural(len(lacking), 'parameter')} are in no file that was read: "
-            f"{some_names(lacking, 3)}; other ranks' results, printed with --json, can be added with --merge"
+            + listing(lacking, 3)
+            + "; other ranks' results, printed with --json, can be added with --merge"
         )
 
 
 def _line(entry: Entry) -> str:
     shape = "[" + ",".join(map(str, entry.shape)) + "]"
-    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {printable(entry.name)}"
+    return f"{entry.fingerprint or 'partial':32}  {entry.dtype}  {shape}  {one_line(entry.name)}"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Optional
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import command, option
+from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table
 from reshard.errors import UsageError
+from reshard.messages import full_text
 from reshard.wording import byte_size, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 )
 @options.source
 @options.json_output
-@option("Output", "-v", "--verbose", is_flag=True, help="Every name, step and finding, nothing abbreviated.")
+@options.verbose("Every name, step and finding, nothing abbreviated.")
 @options.debug
 def inspect(
     path: str, strategy: Optional[str], step: str, file_suffix: Optional[str], as_json: bool, verbose: bool
@@ -137,7 +138,7 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
         "saved_at": step.saved_at,
         "one_per_replica_group": step.one_per_group,
         "complete": step.complete,
-        "reasons": list(step.missing),
+        "reasons": [full_text(line) for line in step.missing],
         "lost": [{"parameters": names, "ranks": sorted(ranks)} for ranks, names in lost.items()],
         "not_saved": list(step.not_saved),
         "damaged": [{"rank": rank, "reason": reason} for rank, reason in step.damaged.items()],
@@ -173,7 +174,7 @@ def _totals_json(totals: dict[str, Total]) -> dict[str, dict[str, int]]:
 
 
 def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
-    return [finding._asdict() for finding in findings]
+    return [{**finding._asdict(), "text": full_text(finding.text)} for finding in findings]
 
 
 # For people.
@@ -301,7 +302,7 @@ def _state(step: InspectedStep, judged: bool) -> str:
 def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
     shown = findings if verbose else findings[:_MOST_FINDINGS]
     for finding in shown:
-        first, *rest = finding.text.split("\n")
+        first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
         of = "" if finding.step is None else f" of step {finding.step}"
         _show_lines([first], verbose, f"a conversion{of} refuses: " if finding.refuses else "note: ")
         _show_lines(rest, verbose)
@@ -312,7 +313,7 @@ def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
 
 def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None:
     """Lines that may be many, and name hundreds of parameters, as far as a screen has room."""
-    for line in lines if verbose else lines[:_MOST_FINDINGS]:
+    for line in map(full_text, lines) if verbose else lines[:_MOST_FINDINGS]:
         say(before + (line if verbose or len(line) <= _LONGEST else f"{line[:_LONGEST]} ... (-v shows all)"))
     if not verbose and len(lines) > _MOST_FINDINGS:
         say(f"{before}... and {len(lines) - _MOST_FINDINGS} more; -v shows all")

@@ -10,7 +10,7 @@ import click
 
 from reshard.cli import completion
 from reshard.cli.command import Choice, option
-from reshard.cli.errors import set_debug
+from reshard.cli.errors import set_debug, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
@@ -123,6 +123,19 @@ def debug(command: F) -> F:
         is_eager=True,
         callback=set_debug,
         help="Show tracebacks.",
+    )(command)
+
+
+def verbose(text: str) -> Callable[[F], F]:
+    """-v; messages name every parameter with it."""
+    return option("Output", "-v", "--verbose", is_flag=True, callback=set_verbose, help=text)
+
+
+def names_in_full(command: F) -> F:
+    """-v of commands that list parameters in messages only."""
+    text = "Name every parameter in messages."
+    return option(
+        "Output", "-v", "--verbose", is_flag=True, callback=set_verbose, expose_value=False, is_eager=True, help=text
     )(command)
 
 
@@ -278,6 +291,7 @@ def output(command: F) -> F:
                 show_default="on a terminal",
                 help="Show progress; without a terminal, as a line every 30 s.",
             ),
+            verbose("Name every parameter in summary and messages."),
             debug,
         ],
     )
@@ -349,6 +363,5 @@ def conversion(command: F) -> F:
                 help="Afterwards compare every tensor with the source by fingerprints.",
             ),
             output,
-            option("Output", "-v", "--verbose", is_flag=True, help="Name every parameter left out or copied."),
         ],
     )

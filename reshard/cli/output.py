@@ -13,10 +13,14 @@ from typing import Callable
 import click
 
 from reshard.errors import UnwritableError
+from reshard.messages import full_text
 from reshard.wording import one_line, printable
 
 # Rows of a table that rich draws in well below a second.
 _MOST_DRAWN = 1000
+
+# Columns, where there is no terminal; the longest names that MindSpore makes have about 120.
+_WIDEST = 400
 
 
 def echo_json(value: object) -> None:
@@ -25,10 +29,12 @@ def echo_json(value: object) -> None:
 
 
 def listener(quiet: bool) -> Callable[[str, str], None]:
-    """Shows warnings always and notes unless quiet, on standard error."""
+    """Shows warnings always and notes unless quiet, on standard error; with -v the name of every parameter in them."""
+    context = click.get_current_context(silent=True)
+    verbose = context is not None and context.find_root().meta.get("reshard.verbose", False)
 
     def show(kind: str, text: str) -> None:
-        text = printable(text)
+        text = printable(full_text(text) if verbose else text)
         if kind == "warning":
             _echo_aside(_styled(f"warning: {text}", "yellow"))
         elif not quiet:
@@ -54,6 +60,11 @@ def _echo_aside(line: str) -> None:
     tqdm = sys.modules.get("tqdm")
     with tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else contextlib.nullcontext():
         click.echo(line, err=True)
+
+
+def alarming(text: str) -> str:
+    """An error's text, red on a terminal."""
+    return _styled(text, "red")
 
 
 def _styled(text: str, colour: str) -> str:
@@ -100,13 +111,13 @@ def _on_terminal() -> bool:
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Print a table to standard output; no name is folded or cut off, so that it can be copied and found.
 
-    On a terminal that is too narrow for it every row is two lines or more. Of many rows rich would take
-    minutes: they are printed without it.
+    Where it is too wide, for the terminal or for anybody, every row is two lines or more. Of many rows rich
+    would take minutes: they are printed without it.
     """
     lines = padded(columns, rows)
     # Rich puts a column more on each side of every column.
     needed = max(map(len, lines)) + len(columns) + 2
-    if _on_terminal() and needed > terminal_width():
+    if needed > (terminal_width() if _on_terminal() else _WIDEST):
         click.echo("\n".join([title, *_listed(columns, rows)]))
         return
     if len(rows) > _MOST_DRAWN:
@@ -120,7 +131,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*(printable(cell).replace("[", "\\[") for cell in row))
+        shown.add_row(*(one_line(cell).replace("[", "\\[") for cell in row))
     console = Console(width=max(needed, terminal_width()), highlight=False)
     # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
     with console.capture() as printed:

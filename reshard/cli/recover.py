@@ -58,7 +58,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 
-            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=False)
+            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
     if typed["as_json"]:
         echo_json(summary_json(summary))

@@ -26,6 +26,7 @@ from reshard.wording import one_line, plural, rank_ranges
     help="Only these source ranks can be read.",
 )
 @options.json_output
+@options.names_in_full
 @options.debug
 def rank_list(
     rank: int,
@@ -61,6 +62,7 @@ def rank_list(
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")
 @click.argument("strategy_dir", shell_complete=completion.directories)
 @click.argument("dst_file", shell_complete=completion.paths)
+@options.names_in_full
 @options.debug
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""

@@ -9,7 +9,7 @@ from typing import Optional
 import click
 
 from reshard.cli import advice, completion, options
-from reshard.cli.command import command, option
+from reshard.cli.command import command
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, paint, say, show_notes, table, terminal_width, write_picture
 from reshard.errors import LayoutError, StrategyError, UsageError
@@ -20,7 +20,7 @@ from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.pictures.slices import Arrangement
 from reshard.plan.replicas import Holding
 from reshard.strategies import Stage, Strategy, read_strategy
-from reshard.wording import one_line, plural, some_numbers
+from reshard.wording import one_line, plural, quoted, some_numbers
 
 _MOST_PATTERNS = 40
 # So many are listed one by one.
@@ -41,7 +41,7 @@ reshard strategy show src_strategy.ckpt \\
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
-@option("Output", "-v", "--verbose", is_flag=True, help="Without PARAM: list every parameter.")
+@options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.debug
 def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
@@ -173,7 +173,7 @@ def _arranged(strategy: Strategy, stage: Stage, name: str) -> Arrangement:
     try:
         return Arrangement(Holding(stage, stage.layouts[name]))
     except LayoutError as error:
-        where = f"{strategy.path}: stage {stage.number}: {name}"
+        where = f"{strategy.path}: stage {stage.number}: {quoted(name)}"
         raise StrategyError(f"{where}: {error.message}", file=strategy.path, parameter=name) from error
 
 
@@ -188,7 +188,7 @@ def _unknown(strategy: Strategy, name: str) -> UsageError:
         )
     meant = f" Did you mean {holding[0]}?" if holding else advice.nearest(name, strategy.parameters)
     return UsageError(
-        f"{strategy.path} lists no parameter {name}.{meant}",
+        f"{strategy.path} lists no parameter {quoted(name)}.{meant}",
         parameter=name,
         hint="reshard strategy show lists them, without PARAM",
     )

@@ -13,7 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
-from reshard.cli.output import echo_json, listener
+from reshard.cli.output import alarming, echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.errors import CheckpointError, TargetError, UsageError
 from reshard.name_filters import Filters
@@ -164,7 +164,8 @@ def tell_differences(
     for difference in found:
         click.echo(printable(str(difference)), err=not to_standard_output)
     if found:
-        click.echo(f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used", err=True)
+        text = f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used"
+        click.echo(alarming(text), err=True)
         click.get_current_context().exit(DIFFERENT)
     if not quiet:
         click.echo(printable(verdict), err=True)

@@ -10,8 +10,8 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, can_hold
 from reshard.checkpoints.dtypes import INT4, MAP_TENSOR, TEXT
+from reshard.messages import listing
 from reshard.names import KINDS, kind_of
-from reshard.wording import some_names
 
 
 class Finding(NamedTuple):
@@ -144,23 +144,21 @@ def conversion_findings(contents: Contents) -> Iterator[Finding]:
         for dtype in item.dtypes:
             of[dtype].append(item.name)
     if of[TEXT]:
-        yield Finding(
-            "text", f"{some_names(of[TEXT], 3)}: text, which .ckpt targets get as it is and .safetensors cannot hold"
-        )
+        does = "text, which .ckpt targets get as it is and .safetensors cannot hold"
+        yield Finding("text", listing(of[TEXT], 3) + f": {does}")
     if of[INT4]:
-        yield Finding("int4", f"{some_names(of[INT4], 3)}: Int4, two values a byte; shapes count the packed bytes")
+        yield Finding("int4", listing(of[INT4], 3) + ": Int4, two values a byte; shapes count the packed bytes")
     if of[MAP_TENSOR]:
         yield Finding(
             "map_tensor",
-            f"{some_names(of[MAP_TENSOR], 3)}: map tensors, which have no layout",
+            listing(of[MAP_TENSOR], 3) + ": map tensors, which have no layout",
             "leave them out of a conversion with --exclude",
             refuses=True,
         )
     for format in ("ckpt", "safetensors"):
         names = [name for name in contents.unholdable(format) if name not in of[TEXT]]
         if names:
-            yield Finding(
-                "type", f"{some_names(names, 3)}: of types that .{format} cannot hold; a conversion to it refuses"
-            )
+            does = f"of types that .{format} cannot hold; a conversion to it refuses"
+            yield Finding("type", listing(names, 3) + f": {does}")
     if contents.deduplicated:
         yield Finding("remove_redundancy", "de-duplicated (remove_redundancy True): each slice is on one rank only")

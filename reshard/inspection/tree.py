@@ -24,6 +24,7 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, InputError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.inspection.file import told_by_name
+from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
@@ -42,6 +43,8 @@ from reshard.wording import plural, rank_ranges, some_names
 _MOST_TRIED = 8
 # Sets of names that are compared with each other; a de-duplicated save has one per rank.
 _MOST_SETS = 64
+# Of names, in a line.
+_MOST_PATTERNS = 6
 # Asking network storage for sizes is waiting, whatever the number of CPUs.
 _IN_FLIGHT = 16
 
@@ -316,7 +319,7 @@ class _Inspection:
                     self._say(
                         "lacking",
                         f"{rank_ranges(ranks)} may lack {plural(len(lacking), 'name')} that {rank_ranges(others)} "
-                        f"hold (a guess; the strategy tells): {some_names(lacking, 3)}",
+                        "hold (a guess; the strategy tells): " + listing(lacking, 3),
                         step=step.step,
                     )
                     break
@@ -325,7 +328,7 @@ class _Inspection:
 def _note_verdict(step: InspectedStep, selection: Selection, missing: Optional[Incomplete]) -> None:
     step.complete = missing is None
     if missing is not None:
-        step.missing, step.lost = missing.lines(1 << 30), missing.lost
+        step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
     found = selection.parameters
     step.not_saved = sorted(selection.listed - found.keys())
     step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())

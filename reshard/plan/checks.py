@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.checkpoints import can_hold
-from reshard.errors import CheckpointError, InputError
-from reshard.names import kind_of
-from reshard.plan.parameters import one_error
+from reshard.errors import CheckpointError, InputError, one_error
+from reshard.messages import listing
+from reshard.names import as_pattern, kind_of
 from reshard.report import Report
 from reshard.strategies import Stage
-from reshard.wording import plural, some_names
+from reshard.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.plan.conversion import Conversion
@@ -39,16 +39,16 @@ def check(conversion: Conversion, report: Report) -> None:
         problems.append(
             CheckpointError(
                 f"the target strategy has {plural(len(conversion.sorted.missing), 'parameter')} that no source file "
-                f"holds: {some_names(conversion.sorted.missing, 50)}",
+                "holds: " + listing(conversion.sorted.missing),
                 parameter=conversion.sorted.missing[0],
                 hint="without --strict they are left out and counted",
             )
         )
     if problems:
-        raise one_error(problems)
+        raise one_error(problems, f"the conversion cannot be made, for {len(problems)} reasons")
     _warn_of_weights(conversion, report)
     if conversion.sorted.unholdable:
-        report.warn(f"{conversion.format} cannot hold text; left out: {some_names(conversion.sorted.unholdable, 1000)}")
+        report.warn(f"{conversion.format} cannot hold text; left out: " + listing(conversion.sorted.unholdable))
     stages = conversion.stages.values()
     plain = {name for stage in stages for name in conversion.resharded_of(stage) if _plain(conversion, name, stage)}
     if plain:
@@ -85,7 +85,7 @@ def _warn_of_weights(conversion: Conversion, report: Report) -> None:
         weights = [name for name in names if admit(name) and kind_of(name, elements=2) == "weights"]
         if weights:
             report.warn(
-                f"{plural(len(weights), 'weight')} that {what}: {some_names(weights)}; are both of the same model?"
+                f"{plural(len(weights), 'weight')} that {what}: " + listing(weights) + "; are both of the same model?"
             )
 
 
@@ -110,17 +110,18 @@ def problems_of_unlisted(conversion: Conversion, report: Report) -> list[InputEr
         for names in {frozenset(conversion.step.indexes[rank].tensors) for rank in conversion.step.loaded(stage)}:
             held |= names
         for name in sorted((held & everywhere) - stage.layouts.keys()):
-            listing = tuple(other.number for other in stages if name in other.layouts)
-            by_stages.setdefault((stage.number, listing), []).append(name)
-    for (number, listing), unlisted in by_stages.items():
-        elsewhere = f"stage {', '.join(map(str, listing))}"
-        text = (
-            f"ranks of pipeline stage {number} hold {some_names(unlisted, 20)}, which the source strategy lists "
-            f"only for {elsewhere}; it is taken from there, and the target's last stage may be expecting it too"
+            listed_by = tuple(other.number for other in stages if name in other.layouts)
+            by_stages.setdefault((stage.number, listed_by), []).append(name)
+    for (number, listed_by), unlisted in by_stages.items():
+        elsewhere = f"stage {', '.join(map(str, listed_by))}"
+        text = f"ranks of pipeline stage {number} hold " + listing(unlisted)
+        text += (
+            f", which the source strategy lists only for {elsewhere}; it is taken from there, and the target's last "
+            "stage may be expecting it too"
         )
         nowhere = [name for name in unlisted if name not in conversion.parameters]
         if nowhere:
-            text += f"; {elsewhere} holds no {some_names(nowhere, 20)}, so that is not converted"
+            text += f"; {elsewhere} holds no " + listing(nowhere) + ", so that is not converted"
         if conversion.request.strict:
             problems.append(CheckpointError(text, parameter=unlisted[0], hint="without --strict this is a warning"))
         else:
@@ -131,12 +132,13 @@ def problems_of_unlisted(conversion: Conversion, report: Report) -> list[InputEr
 def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
     if dtype == "MapTensor":
         return CheckpointError(
-            f"{name} is a map tensor, which has no layout and cannot be converted",
+            f"{quoted(name)} is a map tensor, which has no layout and cannot be converted",
             parameter=name,
-            hint=f"leave it out with --exclude '{name}'",
+            hint=f"leave it out with --exclude {as_pattern(name)}",
         )
+    other = "safetensors" if format == "ckpt" else "ckpt"
     return CheckpointError(
-        f"{name} is {dtype}, which .{format} files cannot hold",
+        f"{quoted(name)} is {dtype}, which .{format} files cannot hold",
         parameter=name,
-        hint=f"write --format {'safetensors' if format == 'ckpt' else 'ckpt'}, or leave it out with --exclude '{name}'",
+        hint=f"write --format {other}, or leave it out with --exclude {as_pattern(name)}",
     )

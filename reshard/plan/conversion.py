@@ -45,7 +45,7 @@ from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.strategies import Stage, Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import quoted, rank_ranges
 
 
 @dataclass(frozen=True)
@@ -475,7 +475,9 @@ class Conversion:
             if not holders:
                 name = kind.parameters[0].name
                 raise IncompleteSourceError(
-                    f"a slice of {name} for target rank {rank} is on no readable rank", rank=rank, parameter=name
+                    f"a slice of {quoted(name)} for target rank {rank} is on no readable rank",
+                    rank=rank,
+                    parameter=name,
                 )
             for chosen in base:
                 preferred = [holder for holder in holders if holder[0] in chosen]

@@ -9,17 +9,18 @@ with its own number, where there is one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
 from reshard.errors import CheckpointError, InputError
+from reshard.messages import listing
 from reshard.name_filters import Filters
-from reshard.names import belongs_to_rank
+from reshard.names import as_pattern, belongs_to_rank
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import quoted, rank_ranges
 
 _BLOCK = 1 << 20
 
@@ -67,9 +68,10 @@ class CopiedValues:
         self._stages = {
             name: frozenset(stage.number for stage in target.stages if name in stage.layouts) for name in self.names
         }
-        for name in self.names:
-            differing = self._compare(name)
-            self._check_layouts(name, differing)
+        differing = {name: self._differing(name) for name in self.names}
+        self._warn_of_differing(differing)
+        for name, ranks in differing.items():
+            self._check_layouts(name, bool(ranks))
 
     def examples(self) -> Iterator[tuple[str, Tensor]]:
         """Every copied name with its tensor on the lowest rank that has it."""
@@ -102,28 +104,36 @@ class CopiedValues:
             if layout.slice_count > 1 or sliced or differing or layout.recorded_shape not in (None, tensor.shape):
                 self.problems.append(
                     CheckpointError(
-                        f"{name}: the target strategy lays it out, but the source strategy does not say how it is cut "
-                        f"in {self._step.files[rank]}",
+                        f"{quoted(name)}: the target strategy lays it out, but the source strategy does not say how it "
+                        f"is cut in {self._step.files[rank]}",
                         file=self._step.files[rank],
                         rank=rank,
                         parameter=name,
-                        hint=f"pass a source strategy that lists it, or leave it out with --exclude '{name}'",
+                        hint=f"pass a source strategy that lists it, or leave it out with --exclude {as_pattern(name)}",
                     )
                 )
                 return
 
-    def _compare(self, name: str) -> bool:
-        """Warn where copies differ; whether they do."""
+    def _differing(self, name: str) -> tuple[int, ...]:
+        """Ranks whose copy differs from that of the lowest rank, though not by nature."""
         if belongs_to_rank(name):
-            return False
+            return ()
         holders = self._step.holders(name)
-        differing = [rank for rank in holders[1:] if not self.same(name, holders[0], rank)]
-        if differing:
+        return tuple(rank for rank in holders[1:] if not self.same(name, holders[0], rank))
+
+    def _warn_of_differing(self, differing: Mapping[str, tuple[int, ...]]) -> None:
+        """Name values whose copies differ, those that do on the same ranks together."""
+        alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name, ranks in differing.items():
+            if ranks:
+                alike.setdefault((self._step.holders(name)[0], ranks), []).append(name)
+        for (lowest, ranks), names in alike.items():
+            differ = "differs" if len(names) == 1 else "differ"
             self._report.warn(
-                f"{name} on {rank_ranges(differing)} differs from rank {holders[0]}'s, which every target rank gets "
-                f"({self._step.files[holders[0]]})"
+                listing(names)
+                + f" on {rank_ranges(ranks)} {differ} from rank {lowest}'s, which every target rank gets "
+                + f"({self._step.files[lowest]})"
             )
-        return bool(differing)
 
     def same(self, name: str, one: int, other: int) -> bool:
         """Whether two source ranks hold the same bytes of a tensor, of the same type and shape.

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.layout import Overlap
+from reshard.messages import Message, listing
 from reshard.plan.parameters import Parameter
 from reshard.plan.replicas import whole
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, rank_ranges, some_names
+from reshard.wording import plural, rank_ranges
 
 _MOST_GROUPS = 8
 
@@ -83,19 +84,19 @@ def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage
     return [Lost(name, frozenset([frozenset(ranks)])) for name, ranks in result.items()]
 
 
-def explain(lost: Sequence[Lost], most: int) -> list[str]:
+def explain(lost: Sequence[Lost], most: int) -> list[Message]:
     """One line per ranks that would have held something: how many parameters, and which.
 
     Args:
         lost: what is lost.
-        most: names in a line at the most.
+        most: patterns of names in a line at the most.
     """
     by_groups: dict[frozenset[frozenset[int]], list[str]] = {}
     for parameter, groups in lost:
         by_groups.setdefault(groups, []).append(parameter)
     return [
         f"{plural(len(names), 'parameter')} with a slice on no readable rank, which {_in_words(groups)} would have "
-        f"held: {some_names(names, most)}"
+        "held: " + listing(names, most)
         for groups, names in sorted(by_groups.items(), key=lambda item: sorted(map(sorted, item[0])))
     ]
 

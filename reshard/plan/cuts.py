@@ -13,6 +13,7 @@ from reshard.layout import Layout, Overlap
 from reshard.plan.parameters import Parameter
 from reshard.plan.replicas import Holding, whole
 from reshard.strategies import Stage, Strategy
+from reshard.wording import quoted
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Cuts:
             return self._cuts[key]
         except LayoutError as error:
             raise CheckpointError(
-                f"{parameter.name}: {error.message} (target strategy {self._target.path}, stage {stage.number})",
+                f"{quoted(parameter.name)}: {error.message} "
+                f"(target strategy {self._target.path}, stage {stage.number})",
                 parameter=parameter.name,
                 hint="the target strategy has to be of the same model, and every dimension to divide by its slices",
             ) from error

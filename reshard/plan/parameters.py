@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints import Tensor
-from reshard.errors import CheckpointError, InputError, LayoutError
+from reshard.errors import CheckpointError, InputError, LayoutError, one_error
 from reshard.layout import Layout
-from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.plan.replicas import Holding, whole
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, rank_ranges
+from reshard.wording import plural, quoted, rank_ranges
 
 
 @dataclass(frozen=True)
@@ -114,26 +114,9 @@ def read_parameters(source: Strategy, step: SourceStep, listed: set[str], writte
         if parameter is not None:
             found[name] = parameter
     if problems:
-        raise one_error(problems)
+        told = f"{len(problems)} of {plural(len(listed), 'parameter')}"
+        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {told}")
     return found
-
-
-def one_error(problems: Sequence[InputError], most: int = 50) -> InputError:
-    """Several problems as one error, so that all are seen at once."""
-    if len(problems) == 1:
-        return problems[0]
-    lines = [problem.message for problem in problems[:most]]
-    if len(problems) > most:
-        lines.append(f"... and {len(problems) - most} more")
-    first = problems[0]
-    hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
-    return type(first)(
-        "\n".join(lines),
-        file=first.file,
-        rank=first.rank,
-        parameter=first.parameter,
-        hint="\n".join(hints) or None,
-    )
 
 
 @dataclass(frozen=True)
@@ -227,10 +210,11 @@ def _decide(
         return matching[0]
     shapes = " or ".join(str(list(shape)) for shape, _, _ in readings)
     path = step.files[stored[0].ranks[0]]
-    where = f"{path}: {name} on rank {stored[0].ranks[0]}"
+    where = f"{path}: {quoted(name)} on rank {stored[0].ranks[0]}"
     if owner is not None:
         raise CheckpointError(
-            f"{where} can be a slice of a tensor of shape {shapes}, but {owner.name} has shape {list(owner.shape)}",
+            f"{where} can be a slice of a tensor of shape {shapes}, but {quoted(owner.name)} has shape "
+            f"{list(owner.shape)}",
             file=path,
             rank=stored[0].ranks[0],
             parameter=name,
@@ -241,7 +225,8 @@ def _decide(
         file=path,
         rank=stored[0].ranks[0],
         parameter=name,
-        hint=f"pass the protobuf strategy, which tells, or leave it out with --exclude '{name}' if it is not needed",
+        hint="pass the protobuf strategy, which tells, or leave it out with --exclude "
+        f"{as_pattern(name)} if it is not needed",
     )
 
 
@@ -252,20 +237,21 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Non
             if tensor.dtype in ("str", "MapTensor"):
                 kind = "text" if tensor.dtype == "str" else "a map tensor"
                 raise CheckpointError(
-                    f"{step.files[rank]}: {name} is {kind}, but the strategy lays it out as a tensor",
+                    f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
                     file=step.files[rank],
                     rank=rank,
                     parameter=name,
-                    hint=f"leave it out with --exclude '{name}'",
+                    hint=f"leave it out with --exclude {as_pattern(name)}",
                 )
             if tensor.dtype != first.dtype or tensor.item_size != first.item_size:
                 raise CheckpointError(
-                    f"{name} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but {tensor.dtype} "
-                    f"on rank {rank} ({step.files[rank]})",
+                    f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
+                    f"{tensor.dtype} on rank {rank} ({step.files[rank]})",
                     file=step.files[rank],
                     rank=rank,
                     parameter=name,
-                    hint=f"these files are not of one run: remove the wrong, or leave it out with --exclude '{name}'",
+                    hint="these files are not of one run: remove the wrong, or leave it out with --exclude "
+                    f"{as_pattern(name)}",
                 )
 
 
@@ -286,7 +272,7 @@ def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ch
         )
     rank = _odd_one_out(stored)
     return CheckpointError(
-        f"{name}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
+        f"{quoted(name)}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
         + "; ".join(told),
         file=step.files[rank],
         rank=rank,

@@ -16,6 +16,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, FileNames, lay_out_copy
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.messages import listing
 from reshard.names import belongs_to_rank
 from reshard.plan.conversion import Conversion, Request
 from reshard.plan.copies import CopiedValue
@@ -24,7 +25,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Selection
 from reshard.report import Report
 from reshard.strategies import Stage
-from reshard.wording import rank_ranges, some_names
+from reshard.wording import rank_ranges
 
 
 class Recovery(Conversion):
@@ -83,8 +84,8 @@ class Recovery(Conversion):
         own = [name for name in self.copies.names if belongs_to_rank(name)]
         if own and lost:
             self._report.warn(
-                f"{some_names(own, 5)} of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of "
-                "another rank is written instead"
+                listing(own) + f" of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of another "
+                "rank is written instead"
             )
 
     def problems_of_unlisted(self) -> list[InputError]:
@@ -100,8 +101,8 @@ class Recovery(Conversion):
         names = sorted(set().union(*nowhere.values()))
         return [
             IncompleteSourceError(
-                f"{rank_ranges(nowhere)} held {some_names(names, 20)}, which the strategy lists for another stage "
-                "only, and no rank is left that must hold the same",
+                f"{rank_ranges(nowhere)} held " + listing(names) + ", which the strategy lists for another stage only, "
+                "and no rank is left that must hold the same",
                 rank=min(nowhere),
                 parameter=names[0],
                 hint="recover the other ranks with --ranks",

@@ -22,9 +22,10 @@ import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.messages import block, listing
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies import Stage, Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import quoted, rank_ranges
 
 
 class Holding(NamedTuple):
@@ -131,16 +132,7 @@ class ReplicaChoice:
             usable = set(available)
             lost = [need for need in needs if usable.isdisjoint(need.ranks)]
             if lost:
-                raise IncompleteSourceError(
-                    "\n".join(
-                        f"target rank {target_rank} needs a slice of {need.parameter} that only source "
-                        f"{rank_ranges(need.ranks)} held"
-                        for need in lost
-                    ),
-                    rank=target_rank,
-                    parameter=lost[0].parameter,
-                    hint="make one rank of each line available",
-                )
+                raise _unavailable(target_rank, lost)
             needs = [Need(need.parameter, tuple(r for r in need.ranks if r in usable)) for need in needs]
         return choose([need.ranks for need in needs], self.turn(target_rank))
 
@@ -254,7 +246,7 @@ class ReplicaChoice:
             # Of two readings the untrue one need not even fit.
             if problem is not None and not of_name.get(name):
                 raise StrategyError(
-                    f"{name}: {problem.message}\n"
+                    f"{quoted(name)}: {problem.message}\n"
                     f"(source strategy {self.source.path}, target strategy {self.target.path})",
                     parameter=name,
                     hint="pass strategies of the same model",
@@ -268,6 +260,22 @@ class ReplicaChoice:
         overlap = Overlap(stand_in_shape(grouped, cut), grouped, cut)
         held = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
         return _Kind(name, held, overlap)
+
+
+def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceError:
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for need in lost:
+        by_ranks.setdefault(need.ranks, []).append(need.parameter)
+    lines = [
+        "a slice of " + listing(names, 3) + f" that only source {rank_ranges(ranks)} held"
+        for ranks, names in sorted(by_ranks.items())
+    ]
+    return IncompleteSourceError(
+        block(f"target rank {target_rank} needs what is on no rank that is available:", lines),
+        rank=target_rank,
+        parameter=lost[0].parameter,
+        hint="make one rank of each line available",
+    )
 
 
 def readings(

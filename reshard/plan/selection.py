@@ -12,6 +12,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, StepFiles
 from reshard.errors import IncompleteSourceError
+from reshard.messages import block, joined, listing
 from reshard.name_filters import Filters
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
@@ -20,7 +21,10 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, rank_ranges, some_names
+from reshard.wording import plural, rank_ranges
+
+# Of names, in a line of an error.
+_MOST_PATTERNS = 6
 
 
 class Selection(NamedTuple):
@@ -47,7 +51,7 @@ class Incomplete(NamedTuple):
     lost: Sequence[Lost]
 
     def lines(self, most: int) -> list[str]:
-        """Causes first, then what is lost, each with so many names at the most."""
+        """Causes first, then what is lost, each with so many patterns of names at the most."""
         return [*self.causes, *explain(self.lost, most)]
 
 
@@ -108,16 +112,16 @@ class StepSelector:
     def _nothing_complete(self, passed: Sequence[Incomplete]) -> IncompleteSourceError:
         newest = passed[0]
         if len(passed) == 1:
-            lines = [f"{newest.label} in {newest.place} is not complete:"]
+            headline = f"{newest.label} in {newest.place} is not complete:"
         else:
-            lines = [f"no step in {newest.place} is complete; the newest is {newest.label}:"]
-        lines += [f"  {line}" for line in newest.lines(1 << 30)]
+            headline = f"no step in {newest.place} is complete; the newest is {newest.label}:"
+        lines = ["  " + line for line in newest.lines(_MOST_PATTERNS)]
         for older in passed[1:]:
-            lines += [f"{older.label}: {line}" for line in older.lines(3)]
+            lines += [f"{older.label}: " + line for line in older.lines(3)]
         hint = cure(newest.lost)
         if hint is not None and self._ranks is not None:
             hint += "; `reshard rank-list` tells which ranks a target rank needs"
-        return IncompleteSourceError("\n".join(lines), hint=hint)
+        return IncompleteSourceError(block(headline, lines), hint=hint)
 
     def judge(self, step: SourceStep) -> tuple[Selection, Optional[Incomplete]]:
         """Read a step and say what it lacks; None where it is complete.
@@ -150,7 +154,7 @@ class StepSelector:
     def _empty_stages(self, selection: Selection) -> list[str]:
         """Why a step lacks a whole stage, or everything."""
         step, parameters, listed = selection
-        lines = []
+        lines: list[str] = []
         for stage in self._needed_stages():
             where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
             loaded = step.loaded(stage)
@@ -159,8 +163,8 @@ class StepSelector:
                 # All that it would hold is tied, and another stage's ranks hold it.
                 continue
             if not loaded:
-                names = f"; the strategy gives it {some_names(list(stage.layouts), 50)}" if stage.layouts else ""
-                lines.append(f"no rank of {where} has a readable file{names}")
+                given = "; the strategy gives it " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
+                lines.append(f"no rank of {where} has a readable file" + given)
             elif not held:
                 lines.append(f"the files of {where} hold nothing")
             elif step.absent(stage) and stage.layouts and held.isdisjoint(stage.layouts):
@@ -171,7 +175,7 @@ class StepSelector:
         return lines or ([] if step.indexes else ["no file is readable"])
 
     def _pass_over(self, missing: Incomplete) -> None:
-        self._report.note(f"{missing.label} is not complete and is passed over: {'; '.join(missing.lines(3))}")
+        self._report.note(f"{missing.label} is not complete and is passed over: " + joined("; ", missing.lines(3)))
 
     def _read(self, step: SourceStep) -> Selection:
         listed = listed_by_source(self._source, step)
@@ -285,6 +289,6 @@ class StepSelector:
             if away and unseen:
                 self._report.note(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
-                    f"not saved: {some_names(unseen, 3)}; had only {rank_ranges(away)} saved them (a de-duplicated "
+                    "not saved: " + listing(unseen, 3) + f"; had only {rank_ranges(away)} saved them (a de-duplicated "
                     "save), they would be lost"
                 )

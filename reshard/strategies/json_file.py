@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.wording import quoted
 
 _AGAIN = "copy it again from where it was written, or have MindSpore write it again"
 _SECTIONS = ("parallel_layout_item", "parallel_strategy_item")
@@ -84,7 +85,7 @@ def _layout_item(recorded: RecordedLayout) -> dict[str, Any]:
 
 
 def _recorded(take: _Taker, name: str, item: Any) -> RecordedLayout:
-    where = f"parameter {name}"
+    where = f"parameter {quoted(name)}"
     maps = take.entries(item, "tensor_map", where)
     nested = any(isinstance(entry, list) for entry in maps)
 
@@ -124,7 +125,7 @@ class _Taker:
             raise self.fail(key, "is not an object")
         for name, item in section.items():
             if not isinstance(item, dict):
-                raise self.fail(f"{key}, {name}", "is not an object")
+                raise self.fail(f"{key}, {quoted(name)}", "is not an object")
             if not name:
                 raise self.fail(key, "holds an empty name")
         return list(section.items())
@@ -162,7 +163,7 @@ def _decoded(data: bytes, path: str) -> Any:
         result: dict[str, Any] = {}
         for name, value in pairs:
             if name in result:
-                raise StrategyError(f"{path} lists {name} twice", file=path)
+                raise StrategyError(f"{path} lists {quoted(name)} twice", file=path)
             # Half of a surrogate pair can be neither printed nor written again: it does not encode.
             name.encode()
             result[name] = value

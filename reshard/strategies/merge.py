@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
+from reshard.messages import listing
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.stages import StageRecord, records_of
-from reshard.wording import some_names
+from reshard.wording import quoted
 
 _WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
 
@@ -68,7 +69,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
                 nested.append(name)
     if nested:
         notes.append(
-            f"{target_file}: MindSpore cannot read the tensor maps of {some_names(nested)} in JSON; "
+            f"{target_file}: MindSpore cannot read the tensor maps of " + listing(nested) + " in JSON; "
             "merge to a .ckpt file if it has to"
         )
     _write_at_once(target, _WRITERS[form](StrategyFile(target_file, form, tuple(items), layouts)))
@@ -115,8 +116,8 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
         if recorded.joins:
             entries = list(recorded.tensor_maps[0])
             raise StrategyError(
-                f"{record.file.path}: parameter {name}: tensor map {entries} may have one entry per device axis "
-                "instead of one per dimension, which a .ckpt file cannot say",
+                f"{record.file.path}: parameter {quoted(name)}: tensor map {entries} may have one entry per device "
+                "axis instead of one per dimension, which a .ckpt file cannot say",
                 file=record.file.path,
                 parameter=name,
                 hint="merge to a .json file, or from the stages' .ckpt files",

@@ -12,6 +12,7 @@ from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.wording import quoted
 
 # Field: name, number, type; "*" marks a repeated field, all others are required.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
@@ -76,7 +77,7 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
         else:
             name = _text(item.param_name, path)
             if name in layouts:
-                raise StrategyError(f"{path} lists parameter {name} twice", file=path, parameter=name)
+                raise StrategyError(f"{path} lists parameter {quoted(name)} twice", file=path, parameter=name)
             recorded = layouts[name] = _recorded(item.parallel_layouts, path, name)
             numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
             numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
@@ -114,7 +115,7 @@ def serialize_strategy(file: StrategyFile) -> bytes:
             layouts.opt_weight_shard_step = recorded.shard_step
             layouts.opt_weight_shard_size = recorded.shard_size
     except ValueError as error:
-        raise StrategyError(f"{name} cannot be written to {file.path}: {error}", file=file.path) from error
+        raise StrategyError(f"{quoted(name)} cannot be written to {file.path}: {error}", file=file.path) from error
     return bytes(message.SerializeToString(deterministic=True))
 
 
@@ -140,7 +141,7 @@ def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple
 def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
     def only(parts: Any, label: str) -> tuple[int, ...]:
         if len(parts) > 1:
-            problem = f"{path}: parameter {name} has {len(parts)} {label} entries"
+            problem = f"{path}: parameter {quoted(name)} has {len(parts)} {label} entries"
             raise StrategyError(problem, file=path, parameter=name)
         return tuple(parts[0].dim) if parts else ()
 

@@ -18,10 +18,11 @@ import numpy as np
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
+from reshard.messages import listing
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
-from reshard.wording import number_ranges, rank_ranges, some_names
+from reshard.wording import number_ranges, rank_ranges
 
 _OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
 _OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")
@@ -62,8 +63,9 @@ def replicas_of_strategy(strategy: Strategy) -> Replicas:
         claimed = [name for name, layout in stage.layouts.items() if layout.shards != plain[name].shards]
         if claimed and keys.max() != _slices_held(plain.values(), stage.device_count).max():
             notes.append(
-                f"stage {stage.number}: without the optimizer shards that are recorded for {some_names(claimed, 3)}, "
-                "and often not made, more ranks would be replicas"
+                f"stage {stage.number}: without the optimizer shards that are recorded for "
+                + listing(claimed, 3)
+                + ", and often not made, more ranks would be replicas"
             )
     return Replicas(tuple(groups), tuple(notes))
 

@@ -19,8 +19,9 @@ from typing import Optional
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
+from reshard.messages import joined, listing
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
-from reshard.wording import some_names
+from reshard.wording import plural, quoted
 
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 
@@ -89,7 +90,7 @@ def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
         if len(of_items) > 1:
             raise StrategyError(
                 f"{file.path} has strategy items of {stage_list(of_items)}, as a merged file has, but not "
-                f"every parameter is named <stage>-<name>: {some_names(unprefixed)}",
+                "every parameter is named <stage>-<name>: " + listing(unprefixed),
                 file=file.path,
                 parameter=unprefixed[0],
                 hint="merge the stages' own files again with reshard merge-pipeline",
@@ -205,16 +206,19 @@ def _stage_record(
         except LayoutError as error:
             problems.append((name, error.message))
     if problems:
-        name, message = problems[0]
-        more = f" (and {len(problems) - 1} more parameters)" if len(problems) > 1 else ""
-        raise StrategyError(f"{where}: parameter {name}: {message}{more}", file=file.path, parameter=name)
+        name, problem = problems[0]
+        text = f"{where}: parameter {quoted(name)}: {problem}"
+        if len(problems) > 1:
+            others = listing([other for other, _ in problems[1:]], 3)
+            text += f" (and {plural(len(problems) - 1, 'more parameter')}: " + others + ")"
+        raise StrategyError(text, file=file.path, parameter=name)
     counts: dict[int, list[str]] = {}
     for name, layout in layouts.items():
         counts.setdefault(layout.device_count, []).append(name)
     if len(counts) > 1:
-        said = "; ".join(f"{count}: {some_names(names, 3)}" for count, names in sorted(counts.items()))
+        said = joined("; ", [f"{count}: " + listing(names, 3) for count, names in sorted(counts.items())])
         raise StrategyError(
-            f"{where}: device matrices contradict each other in the number of devices ({said})",
+            f"{where}: device matrices contradict each other in the number of devices (" + said + ")",
             file=file.path,
             parameter=min(counts.values(), key=len)[0],
         )
@@ -233,7 +237,7 @@ def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) ->
         if names:
             raise StrategyError(
                 f"stage {number}: {having.file.path} and {lacking.file.path} disagree: "
-                f"only the first lists {some_names(names)}",
+                "only the first lists " + listing(names),
                 file=lacking.file.path,
                 parameter=names[0],
                 hint=_which_belong_together(one),
@@ -261,7 +265,7 @@ def _disagreement(
         earlier[0],
     )
     return StrategyError(
-        f"stage {number}: {one.file.path} and {other.file.path} disagree on the layout of {some_names(names)}",
+        f"stage {number}: {one.file.path} and {other.file.path} disagree on the layout of " + listing(names),
         file=other.file.path,
         parameter=names[0],
         hint=_which_belong_together(other),

@@ -37,7 +37,7 @@ from reshard.verification.tree import (
     slice_shapes,
     slices_of,
 )
-from reshard.wording import rank_ranges
+from reshard.wording import quoted, rank_ranges
 
 
 class Difference(NamedTuple):
@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """A line: parameter, ranks, what is wrong."""
-        name = "" if self.parameter is None else f"{self.parameter} "
+        name = "" if self.parameter is None else f"{quoted(self.parameter)} "
         where = f"on {rank_ranges(self.ranks)}" if self.ranks else ""
         return f"{name}{where}: {self.detail}".lstrip()
 

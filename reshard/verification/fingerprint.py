@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
-from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, one_error
 from reshard.names import belongs_to_rank
 from reshard.verification.reading import Means, Part, batches, sum_parts
 from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
 from reshard.verification.tree import Parameter, Tree, is_text
-from reshard.wording import number_ranges, rank_ranges
+from reshard.wording import number_ranges, quoted, rank_ranges
 
 _SUM_BYTES = 16
 
@@ -64,7 +64,7 @@ class ParameterSums:
         whole = {stage: total for stage, total in totals.items() if elements[stage] == math.prod(self.shape)}
         if len(set(whole.values())) > 1:
             raise CheckpointError(
-                f"{self.name} has different values in pipeline stages {number_ranges(whole)}, which share it",
+                f"{quoted(self.name)} has different values in pipeline stages {number_ranges(whole)}, which share it",
                 parameter=self.name,
                 hint="`reshard verify --replicas` shows where copies differ",
             )
@@ -79,8 +79,8 @@ class ParameterSums:
                 for (_, stop), (start, end) in zip(ordered, ordered[1:]):
                     if start < stop:
                         raise InputError(
-                            f"{self.name}: the results to merge cut it differently ({start}-{end} overlaps what "
-                            f"ends at {stop})",
+                            f"{quoted(self.name)}: the results to merge cut it differently ({start}-{end} overlaps "
+                            f"what ends at {stop})",
                             parameter=self.name,
                             hint="merge results of one checkpoint and one strategy",
                         )
@@ -237,7 +237,7 @@ class Fingerprints:
 
 def _contradiction(name: str, what: str) -> InputError:
     return InputError(
-        f"{name}: the results to merge differ in {what}",
+        f"{quoted(name)}: the results to merge differ in {what}",
         parameter=name,
         hint="merge results of one checkpoint and one strategy",
     )
@@ -327,10 +327,16 @@ def check_complete(tree: Tree) -> None:
     Raises:
         IncompleteSourceError: names every such parameter and the ranks that would have held the slice.
     """
-    lines = []
+    problems = []
     for parameter in tree.parameters.values():
         if not parameter.whole_stages():
             lost = {rank for held in parameter.slices if not held.holders for rank in held.ranks}
-            lines.append(f"{parameter.name}: slices are in no readable file; {rank_ranges(lost)} would have them")
-    if lines:
-        raise IncompleteSourceError("\n".join(lines), hint="bring back a rank that holds each of these slices")
+            problems.append(
+                IncompleteSourceError(
+                    f"{quoted(parameter.name)}: slices are in no readable file; {rank_ranges(lost)} would have them",
+                    parameter=parameter.name,
+                    hint="bring back a rank that holds each of these slices",
+                )
+            )
+    if problems:
+        raise one_error(problems, f"slices of {len(problems)} parameters are in no readable file")

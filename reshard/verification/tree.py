@@ -21,13 +21,13 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
 from reshard.checkpoints.storage import storage_of
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.layout import Layout
-from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.strategies import Stage, Strategy
 from reshard.verification.reading import Part, whole_box
 from reshard.verification.sums import Box
-from reshard.wording import rank_ranges
+from reshard.wording import quoted, rank_ranges
 
 _OPAQUE = ("str", "MapTensor")
 
@@ -125,13 +125,9 @@ class Tree:
         Raises:
             InputError: names every parameter that does not fit.
         """
-        problems = list(self.problems.values())
-        if len(problems) == 1:
-            raise problems[0]
-        if problems:
-            first = problems[0]
-            told = "\n".join(problem.message for problem in problems)
-            raise CheckpointError(told, file=first.file, rank=first.rank, parameter=first.parameter, hint=first.hint)
+        if self.problems:
+            problems = [*self.problems.values()]
+            raise one_error(problems, f"{len(problems)} parameters do not fit the strategy")
 
     def alike(self) -> list[tuple[Mapping[str, Tensor], tuple[int, ...]]]:
         """What files hold, with the ranks, ascending, whose files are built so."""
@@ -375,9 +371,11 @@ def _one_dtype(name: str, tree: Tree, tensors: Mapping[int, Tensor]) -> str:
         path = tree.indexes[rank].path
         problem = None
         if is_text(tensor.dtype):
-            problem = f"{path}: {name} is {tensor.dtype}, but the strategy lays it out as a tensor (rank {rank})"
+            problem = (
+                f"{path}: {quoted(name)} is {tensor.dtype}, but the strategy lays it out as a tensor (rank {rank})"
+            )
         elif (tensor.dtype, tensor.item_size) != (first.dtype, first.item_size):
-            problem = f"{name} is {first.dtype} on rank {first_rank} but {tensor.dtype} on rank {rank} ({path})"
+            problem = f"{quoted(name)} is {first.dtype} on rank {first_rank} but {tensor.dtype} on rank {rank} ({path})"
         if problem is not None:
             raise CheckpointError(problem, file=path, rank=rank, parameter=name)
     return first.dtype
@@ -395,11 +393,11 @@ def _decide(name: str, tree: Tree, stored: list[_Stored], shapes: list[tuple[int
     if shapes:
         told = " or ".join(str(list(shape)) for shape in sorted(shapes))
         raise CheckpointError(
-            f"{path}: {name} (rank {rank}) can be a slice of a tensor of shape {told}, and nothing tells which",
+            f"{path}: {quoted(name)} (rank {rank}) can be a slice of a tensor of shape {told}, and nothing tells which",
             file=path,
             rank=rank,
             parameter=name,
-            hint=f"pass the protobuf strategy, which tells, or leave it out with --exclude '{name}'",
+            hint=f"pass the protobuf strategy, which tells, or leave it out with --exclude {as_pattern(name)}",
         )
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for held in stored:
@@ -408,7 +406,8 @@ def _decide(name: str, tree: Tree, stored: list[_Stored], shapes: list[tuple[int
     told = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(by_shape.items())[:4])
     maps = ", ".join(f"{list(held.recorded.device_matrix)} and {held.recorded.map_text}" for held in stored)
     raise CheckpointError(
-        f"{path}: {name} has shape {told}, which does not fit the strategy's device matrix and tensor map {maps}",
+        f"{path}: {quoted(name)} has shape {told}, which does not fit the strategy's device matrix and tensor map "
+        f"{maps}",
         file=path,
         rank=rank,
         parameter=name,

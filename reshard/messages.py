@@ -1,0 +1,80 @@
+"""Messages that name parameters: hundreds of them in a few patterns, and each of them where all is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Optional
+
+from reshard.name_patterns import name_patterns
+from reshard.wording import one_line, quoted
+
+#: Lines of a list in a message.
+MOST_LINES = 12
+# So many names are shorter than what stands for them.
+_FEW = 3
+
+
+class Message(str):
+    """A text in which lists of names are folded; text may be put before and after it with ``+``.
+
+    It is a `str`, so that it goes wherever text goes.
+
+    Attributes:
+        full: the text with every name.
+        shortened: whether patterns or lines are left out.
+    """
+
+    full: str
+    shortened: bool
+
+    def __new__(cls, text: str, full: Optional[str] = None, shortened: bool = False) -> Message:
+        """Args: full: the text with every name, where that is another one."""
+        made = super().__new__(cls, text)
+        made.full = text if full is None else full
+        made.shortened = shortened
+        return made
+
+    def __add__(self, after: str) -> Message:
+        return joined("", (self, after))
+
+    def __radd__(self, before: str) -> Message:
+        return joined("", (before, self))
+
+
+def full_text(text: str) -> str:
+    """A text with every name, whether or not it is a `Message`."""
+    return text.full if isinstance(text, Message) else text
+
+
+def is_shortened(text: str) -> bool:
+    """Whether something is left out of a text that its full text has."""
+    return isinstance(text, Message) and text.shortened
+
+
+def listing(names: Collection[str], most: int = 5) -> Message:
+    """Names in quotes, many of them as patterns with their numbers: ``'blocks.{0-31}.w' (32), 'b' and 12 more``.
+
+    Args:
+        names: the names, each once.
+        most: patterns at the most.
+    """
+    full = ", ".join(f"'{one_line(name)}'" for name in names)
+    if len(names) <= _FEW:
+        return Message(", ".join(map(quoted, names)), full)
+    patterns = name_patterns(names)
+    said = [quoted(text) if size == 1 else f"{quoted(text)} ({size})" for text, size in patterns[:most]]
+    left = sum(size for _, size in patterns[most:])
+    return Message(", ".join(said) + (f" and {left} more" if left else ""), full, left > 0)
+
+
+def joined(separator: str, texts: Iterable[str]) -> Message:
+    """Texts in a row, folded and in full."""
+    texts = list(texts)
+    return Message(separator.join(texts), separator.join(map(full_text, texts)), any(map(is_shortened, texts)))
+
+
+def block(headline: str, lines: Sequence[str], most: int = MOST_LINES) -> Message:
+    """A headline and lines below it; how many are left out after ``most``, in full all of them."""
+    left = len(lines) - most
+    shown = joined("\n", [headline, *(lines if left <= 0 else [*lines[:most], f"... and {left} more lines"])])
+    return Message(shown, joined("\n", [headline, *lines]).full, shown.shortened or left > 0)
