@@ -12,8 +12,9 @@ import pytest
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies import Strategy, protobuf_file, read_strategy
-from tests.running import fails
+from tests.running import done, fails
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
+from tests.trees import value, write_checkpoint
 from tests.wire import field
 
 FIRST = {"embedding": layout([2, 2], [1, -1], step=1, size=-1), "shared": layout([2, 2], [0, -1])}
@@ -302,3 +303,56 @@ def test_files_of_two_stages_that_do_not_say_so_are_told_how(tmp_path: Path) -> 
         }}  # fmt: skip
         (tmp_path / f"stage{number}.json").write_text(json.dumps({"parallel_layout_item": layouts}))
     fails(3, "strategy", "show", tmp_path, says=["disagree", "p0.w", "parallel_strategy_item, which these lack"])
+
+
+def of_ranks(directory: Path) -> Path:
+    """Every rank's copy in a directory of its own."""
+    for rank in range(8):
+        layouts, stage = (FIRST, 0) if rank < 4 else (SECOND, 1)
+        write_strategy(directory / f"rank_{rank}" / "ckpt_strategy.ckpt", stage, layouts)
+    return directory
+
+
+def test_strategies_in_rank_directories_are_found(tmp_path: Path) -> None:
+    found = read(of_ranks(tmp_path / "apart"))
+    assert found.stages[0].layouts == read(two_stages(tmp_path / "together")).stages[0].layouts
+    assert (found.device_count, len(found.stages), found.notes) == (8, 2, ())
+
+
+def test_rank_directories_are_passed_over_where_strategies_lie_beside_them(tmp_path: Path) -> None:
+    of_ranks(tmp_path)
+    (tmp_path / "rank_0" / "ckpt_strategy.ckpt").write_bytes(b"\x08")
+    found = read(two_stages(tmp_path))
+    assert found.device_count == 8
+    assert "rank_0, rank_1" in found.notes[0]
+
+
+def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
+    of_ranks(tmp_path)
+    write_strategy(tmp_path / "rank_3" / "ckpt_strategy.ckpt", 0, {**FIRST, "shared": layout([2, 2], [1, -1])})
+    refused(tmp_path, "rank_3/ckpt_strategy.ckpt disagree on the layout of shared")
+    for rank in range(4, 8):
+        (tmp_path / f"rank_{rank}" / "ckpt_strategy.ckpt").unlink()
+    write_strategy(tmp_path / "rank_3" / "ckpt_strategy.ckpt", 2, SECOND)
+    refused(tmp_path, "stage 1 is missing", "rank_0/ckpt_strategy.ckpt")
+
+
+def test_what_else_lies_in_rank_directories_is_passed_over(tmp_path: Path) -> None:
+    of_ranks(tmp_path)
+    (tmp_path / "rank_0" / "group_info.pb").write_bytes(group_info([0, 4]))
+    (tmp_path / "rank_0" / ".hidden.ckpt").write_bytes(b"\x08")
+    (tmp_path / "readme.txt").write_text("text")
+    notes = read(tmp_path).notes
+    assert any("rank_0/group_info.pb" in note for note in notes)
+    assert any("readme.txt" in note for note in notes)
+
+
+def test_a_tree_of_checkpoints_is_no_strategy_directory(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_checkpoint(tmp_path / f"rank_{rank}" / "net-1_1.ckpt", {"w": value("w", (4, 4))})
+    refused(tmp_path, "holds no strategy files", "rank_0/net-1_1.ckpt", "a checkpoint")
+
+
+def test_merge_pipeline_merges_strategies_of_rank_directories(tmp_path: Path) -> None:
+    done("merge-pipeline", of_ranks(tmp_path / "strategy"), tmp_path / "merged.ckpt")
+    assert read_strategy(str(tmp_path / "merged.ckpt")).device_count == 8

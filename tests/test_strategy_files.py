@@ -134,6 +134,16 @@ def test_an_empty_device_matrix_is_one_device(tmp_path: Path) -> None:
         assert read_strategy(str(path)).device_count == 1
 
 
+@pytest.mark.parametrize("said", [[1, 0], [[1, 0], [-1]], [[2], [1], []]], ids=str)
+@pytest.mark.parametrize("size", [0, -1, 4])
+def test_an_empty_device_matrix_is_one_device_whatever_its_map_and_shards_say(
+    tmp_path: Path, said: Any, size: int
+) -> None:
+    for name in ("s.ckpt", "s.json"):
+        found = only(tmp_path, layout([], said, step=size and 1, size=size), name)
+        assert (found.device_count, found.cuts) == (1, (1, 1))
+
+
 def test_a_missing_device_matrix_message_is_one_device_too(tmp_path: Path) -> None:
     said = field(2, field(1, -1)) + field(5, 0) + field(6, 0) + field(7, 0)
     (tmp_path / "s.ckpt").write_bytes(field(1, 1) + field(3, field(1, "w") + field(2, said)))

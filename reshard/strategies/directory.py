@@ -2,7 +2,8 @@
 
 Every rank may have written its own file: files are compared by content first, so that identical
 copies are parsed once. What is no strategy is passed over, and said. A merged file lying beside the
-stages is passed over when the stages are complete, and stands for them only when it is alone.
+stages is passed over when the stages are complete, and stands for them only when it is alone. Where the
+directory itself holds none, those in its ``rank_0/``, ``rank_1/`` ... are taken.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from reshard.strategies.stages import (
 )
 from reshard.wording import some_names
 
+_RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
+
 
 @dataclass(frozen=True)
 class FoundStages:
@@ -49,7 +52,7 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
     """Find and check the stages of a directory.
 
     Args:
-        directory: its files are read, its subdirectories are not.
+        directory: its files are read; those of the rank directories in it only if none of them is a strategy.
         leave_out: a file that is not to be read, though it lies there.
 
     Raises:
@@ -57,6 +60,14 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
     """
     names = _names_in(directory, leave_out)
     files, notes = _read_files(directory, names)
+    of_ranks = [] if files else [name for name in names if _is_of_rank(os.path.join(directory, name))]
+    if of_ranks:
+        below = [
+            os.path.join(rank, name)
+            for rank in of_ranks
+            for name in _names_in(os.path.join(directory, rank), leave_out)
+        ]
+        files, notes = _read_files(directory, [*(name for name in names if name not in of_ranks), *below])
     if not files:
         said = f": {'; '.join(notes)}" if notes else ""
         raise StrategyError(
@@ -154,6 +165,10 @@ def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
     return sorted(kept, key=_natural)
 
 
+def _is_of_rank(path: str) -> bool:
+    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and os.path.isdir(path)
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
     # rank_2 before rank_10.
     parts = re.split(r"([0-9]+)", name)
@@ -168,7 +183,7 @@ def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord],
     for name in names:
         path = os.path.join(directory, name)
         # Editors, file systems and unfinished writes leave hidden files.
-        data = OtherFile(path, "hidden") if name.startswith(".") else read_bytes(path)
+        data = OtherFile(path, "hidden") if os.path.basename(name).startswith(".") else read_bytes(path)
         if isinstance(data, OtherFile):
             found: Union[StrategyFile, OtherFile] = data
         else:
@@ -188,4 +203,11 @@ def _passed_over_merged(file: FileRecord, stages: Iterable[Stage]) -> str:
 
 
 def _names(files: Sequence[FileRecord]) -> str:
-    return some_names([os.path.basename(path) for file in files for path in file.paths])
+    return some_names([_name(path) for file in files for path in file.paths])
+
+
+def _name(path: str) -> str:
+    """A file's name, with its rank directory if it lies in one: these hold files of one name."""
+    directory, name = os.path.split(path)
+    rank = os.path.basename(directory)
+    return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name

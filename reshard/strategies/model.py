@@ -62,6 +62,9 @@ class RecordedLayout:
         self._check_bounds()
         dimensions = self.dimensions
         sharded = self.shard_size != 0 and self.shard_step != 0
+        if not self.device_matrix:
+            # One device holds everything whole, whatever axes the map names.
+            dimensions, sharded = ((),) * len(dimensions), False
         uneven = self._uneven()
         shape = None if uneven is not None else self._shape()
         joins = self.joins
