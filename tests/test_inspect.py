@@ -12,7 +12,7 @@ import pytest
 from reshard.checkpoints import find_checkpoints
 from reshard.names import kind_of
 from tests.checkpoint_writing import write_sparse
-from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal
+from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal, warns
 from tests.small import World, tensors
 from tests.strategy_writing import numbers
 from tests.trees import (
@@ -494,3 +494,63 @@ def test_no_name_is_folded_however_narrow_the_terminal(columns: int, tmp_path: P
     for name in names:
         assert any(line.strip().startswith(name) for line in lines), lines
     assert any("Float32" in line for line in lines)
+
+
+def test_a_rank_directory_shows_its_rank(world: World) -> None:
+    world.save(FULL, "rank_{rank}/net-1_10.ckpt")
+    world.save(FULL, "rank_{rank}/net-2_10.ckpt")
+    directory = world.src / "rank_3"
+    shown = done("inspect", directory).out
+    assert f"{directory}: rank 3, 2 steps" in shown and "m.w" in shown
+    assert f"`reshard inspect {world.src}` shows all ranks" in shown
+    assert "guess" not in shown and "note" not in shown
+    said = done("inspect", f"{directory}/", "--json", "--step", "1_10").json
+    assert said["ranks"] == [3] and said["findings"] == []
+    assert [(step["step"], step["ranks"], step["absent_ranks"]) for step in said["steps"]] == [
+        ("2_10", [3], []),
+        ("1_10", [3], []),
+    ]
+    assert said["steps"][0]["contents"] is None and said["steps"][1]["contents"] is not None
+
+
+def test_a_rank_directory_may_be_the_working_directory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.chdir(world.src / "rank_1")
+    assert done("inspect", ".").out.startswith(".: rank 1, 1 step")
+
+
+def test_one_rank_is_not_judged_by_a_strategy_and_not_converted(world: World) -> None:
+    world.save(FULL)
+    directory = world.src / "rank_0"
+    fails(2, "inspect", directory, "--strategy", world.old, says=["the directory of one rank", world.src])
+    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
+    fails(3, "transform-dir", directory, world.dst, *strategies, says=[f"did you mean {world.src}?"])
+
+
+def test_a_rank_directory_without_checkpoints_is_an_error(world: World) -> None:
+    (world.src / "rank_0").mkdir(parents=True)
+    fails(3, "inspect", world.src / "rank_0", says=["holds no checkpoints"])
+    world.save(FULL)
+    fails(3, "inspect", world.src / "rank_0", "--file-suffix", "_x", says=["holds files (net-1_10.ckpt)"])
+
+
+PYTORCH = {
+    "a zip archive, as PyTorch saves": b"PK\x03\x04" + bytes(range(256)),
+    "a Python pickle, as old versions of PyTorch save": b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + bytes(50),
+}
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors", "pt", "bin"])
+@pytest.mark.parametrize(("kind", "content"), PYTORCH.items())
+def test_files_of_pytorch_are_called_so(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model.{ending}"
+    path.write_bytes(content)
+    fails(3, "inspect", path, says=[f"{path}: is {kind}; not a MindSpore checkpoint"])
+    fails(3, "plan", path, tmp_path / "dst", "--src-strategy", "none", "--dst-strategy", "none", says=[f"is {kind}"])
+    fails(3, "strategy", "show", path, says=[f"is not a strategy file: it is {kind}"])
+
+
+def test_a_file_of_pytorch_counts_as_absent_where_replicas_are_left(plain: World) -> None:
+    plain.save(FULL)
+    (plain.src / "rank_2" / "net-1_10.ckpt").write_bytes(PYTORCH["a zip archive, as PyTorch saves"])
+    warns(plain.convert(), "is a zip archive, as PyTorch saves; not a MindSpore checkpoint; rank 2 counts as absent")

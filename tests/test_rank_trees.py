@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from reshard.checkpoints import SourceTree, Step, find_checkpoints
 from reshard.checkpoints.steps import name_families, parse_stem
 from reshard.errors import CheckpointError, UsageError
+from tests.running import done
+from tests.small import World, tensors
+from tests.strategy_writing import group_info
 
 
 def plant(root: Path, names: Iterable[str]) -> Path:
@@ -355,3 +359,29 @@ def test_files_of_other_forms_are_refused_by_name(name: str, says: str, tmp_path
     plant(tmp_path, [name])
     with pytest.raises(CheckpointError, match=says):
         find_checkpoints(str(tmp_path / name))
+
+
+def test_directories_of_fault_recovery_beside_the_ranks_do_not_disturb(plain: World) -> None:
+    """Whether they hold group_info files or checkpoints."""
+    plain.save(tensors())
+    before = plain.convert("--json").json
+    for rank in range(4):
+        directory = plain.src / f"ckpt_dir{rank}"
+        directory.mkdir()
+        (directory / "group_info.pb").write_bytes(group_info([rank % 2, rank % 2 + 2]))
+        shutil.copy(plain.src / f"rank_{rank}" / "net-1_10.ckpt", directory)
+        (plain.dst / directory.name).mkdir()
+        shutil.copy(directory / "group_info.pb", plain.dst / directory.name)
+    after = plain.convert("--json").json
+    assert after["done_before"] == before["ranks"] and after["warnings"] == []
+    assert done("inspect", plain.src, "--json").json["ranks"] == [0, 1, 2, 3]
+    assert done("inspect", plain.src / "ckpt_dir2", "--json").json["ranks"] == [2]
+    done("verify", plain.src, "--replicas", "--strategy", plain.old)
+    shutil.rmtree(plain.src / "rank_3")
+    assert done("recover", plain.src, plain.root / "whole", "--strategy", plain.old, "--json").json["recovered"] == [3]
+
+
+def test_directories_of_another_name_are_answered_with_the_path_that_names_them(plain: World) -> None:
+    plain.save(tensors(), "ckpt_dir{rank}/net-1_10.ckpt")
+    plain.refuses(3, f"if their numbers are the ranks, name them so: '{plain.src}/ckpt_dir{{rank}}'")
+    done("inspect", f"{plain.src}/ckpt_dir{{rank}}")

@@ -11,7 +11,10 @@ from reshard.checkpoints.ckpt_index import read_ckpt_index
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.safetensors_index import read_safetensors_index
 from reshard.checkpoints.tensors import CheckpointIndex
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.other_files import HEAD, kind_by_head, kind_of
+
+_WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
 
 FORMATS = {".ckpt": "ckpt", ".safetensors": "safetensors"}
 """Format by the ending of a file's name."""
@@ -25,12 +28,19 @@ def format_of(path: str) -> str:
     """
     found = FORMATS.get(os.path.splitext(path)[1])
     if found is None:
+        kind = kind_of(path)
+        if kind is not None:
+            raise CheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED)
         raise CheckpointError(
             f"{path}: is no checkpoint file by its name",
             file=path,
             hint="checkpoint files end in .ckpt or .safetensors",
         )
     return found
+
+
+def _not_ours(kind: str) -> str:
+    return f"{kind}; not a MindSpore checkpoint"
 
 
 def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures] = None) -> CheckpointIndex:
@@ -47,18 +57,26 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
         RetryableError: reading failed in a way that may pass.
     """
     format = format_of(path)
-    read = read_ckpt_index if format == "ckpt" else read_safetensors_index
     try:
         with handles.borrow(path) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
-            if known is None:
-                return read(fd, path, status.st_size)
-            index = known.find(fd, path, format, status.st_size)
+            index = None if known is None else known.find(fd, path, format, status.st_size)
             if index is None:
-                index = read(fd, path, status.st_size)
-                known.add(fd, index)
+                index = _read(fd, path, format, status.st_size)
+                if known is not None:
+                    known.add(fd, index)
             return index
     except OSError as error:
         raise reading_error(path, error) from error
+
+
+def _read(fd: int, path: str, format: str, size: int) -> CheckpointIndex:
+    try:
+        return (read_ckpt_index if format == "ckpt" else read_safetensors_index)(fd, path, size)
+    except DamagedCheckpointError as error:
+        kind = kind_by_head(os.pread(fd, HEAD, 0))
+        if kind is None:
+            raise
+        raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import re
 import stat
@@ -24,10 +25,12 @@ from reshard.checkpoints.open import FORMATS, format_of
 from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
 from reshard.checkpoints.refused import refuse_other_forms
 from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, ReshardError
 from reshard.near_names import path_meant
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
+_FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
@@ -277,6 +280,26 @@ class _Found(NamedTuple):
     name: str
 
 
+def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
+    """The checkpoint files of one rank, where a directory of one is named instead of the tree; else None.
+
+    Args:
+        directory: ``rank_3`` or the like, or ``ckpt_dir3``, as fault recovery names them.
+        file_suffix: take only files whose stem, the name without its ending, ends so.
+
+    Raises:
+        RetryableError: listing failed in a way that may pass.
+    """
+    name = os.path.basename(os.path.abspath(directory))
+    match = _RANK_DIRECTORY.fullmatch(name) or _FAULT_DIRECTORY.fullmatch(name)
+    if match is None or not os.path.isdir(directory):
+        return None
+    rank = int(match[2])
+    files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
+    found = [_Found(rank, (), file, os.path.basename(file)) for file in files]
+    return SourceTree(directory, False, (rank,), tuple(_rank_files(found))) if found else None
+
+
 def _rank_directories(src: str) -> list[_Found]:
     """Every checkpoint file in the rank directories of ``src``."""
     refuse_other_forms(src)
@@ -342,6 +365,12 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         with contextlib.suppress(OSError):
             if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
                 hint = f"did you mean {os.path.join(src, name)}?"
+                break
+    numbered = (_NUMBERED.fullmatch(name) for name in directories)
+    for match in itertools.islice(filter(None, numbered), _MOST_LISTED):
+        with contextlib.suppress(OSError, ReshardError):
+            if any(_checkpoints(os.path.join(src, match[0]))):
+                hint = f"if their numbers are the ranks, name them so: '{os.path.join(src, match[1] + RANK)}'"
                 break
     files = [os.path.basename(path) for path in _checkpoints(src)]
     if files:

@@ -32,6 +32,7 @@ _LONGEST = 300
     """
 reshard inspect ckpt/
 reshard inspect ckpt/ --strategy src_strategy.ckpt
+reshard inspect ckpt/rank_0
 reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
@@ -46,7 +47,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 def inspect(
     path: str, strategy: Optional[str], step: str, file_suffix: Optional[str], as_json: bool, verbose: bool
 ) -> None:
-    """Show what is in a checkpoint file, or the ranks and steps of a rank tree, at PATH.
+    """Show what is in a checkpoint file, a rank directory or a rank tree at PATH.
 
     Contents of tensors are never read. Of a tree, every file's name and size is looked at, and the
     headers of the newest step, or of --step. With --strategy, steps are judged as a conversion
@@ -238,15 +239,20 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     size = byte_size(sum(item.nbytes for item in tree.steps))
-    held = len({rank for item in tree.steps for rank in item.ranks})
-    say(f"{tree.path}: {plural(held, 'rank')}, {plural(len(tree.steps), 'step')}, {size}")
+    held = {rank for item in tree.steps for rank in item.ranks}
+    of_whom = f"rank {tree.ranks[0]}" if tree.one_rank else plural(len(held), "rank")
+    say(f"{tree.path}: {of_whom}, {plural(len(tree.steps), 'step')}, {size}")
     judged = tree.strategy is not None
     shown = tree.steps if verbose else tree.steps[:_MOST_ROWS]
     rows = []
     for item in shown:
         told = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
         rows.append([*told, _state(item, judged)])
-    table("", ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"], rows)
+    heads = ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"]
+    if tree.one_rank:
+        # Of whole steps one rank tells nothing.
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    table("", heads, rows)
     if len(shown) < len(tree.steps):
         say(f"... and {plural(len(tree.steps) - len(shown), 'older step')}; -v shows all")
     for item in tree.steps:
@@ -255,6 +261,9 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
             _show_lines(item.missing, verbose)
     if judged and step == "latest":
         say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
+    elif tree.one_rank:
+        whole = os.path.dirname(os.path.abspath(tree.path))
+        say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
         say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
     _show_findings(tree.findings, verbose)

@@ -19,9 +19,9 @@ from typing import Optional
 from reshard.checkpoints import FileHandles, SourceTree, Step, find_checkpoints, reading_error
 from reshard.checkpoints.steps import saved_at_fault
 from reshard.checkpoints.storage import storage_of
-from reshard.checkpoints.tree import passed_over
+from reshard.checkpoints.tree import find_rank, passed_over
 from reshard.defaults import MOST_DEVICES
-from reshard.errors import CheckpointError, InputError
+from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.inspection.file import told_by_name
 from reshard.messages import listing
@@ -103,6 +103,7 @@ class InspectedTree:
         ranks: ranks that have a directory or a file, ascending.
         steps: newest first; names without a step last.
         findings: what a user should know.
+        one_rank: it is the directory of one rank, which is looked at alone.
         strategy: the strategy's path, ``none``, or None where there was none to judge by.
         latest: the step that ``latest`` takes; None where it was not asked for or there is none.
     """
@@ -111,6 +112,7 @@ class InspectedTree:
     ranks: tuple[int, ...]
     steps: list[InspectedStep]
     findings: list[Finding]
+    one_rank: bool = False
     strategy: Optional[str] = None
     latest: Optional[InspectedStep] = None
 
@@ -118,25 +120,34 @@ class InspectedTree:
 def inspect_tree(
     path: str, step: str = "latest", file_suffix: Optional[str] = None, strategy: Optional[Strategy] = None
 ) -> InspectedTree:
-    """What is in a rank tree.
+    """What is in a rank tree, or in the directory of one rank.
 
     Args:
-        path: a directory of rank directories, or a path with ``{rank}`` and wildcards.
+        path: a directory of rank directories, or a path with ``{rank}`` and wildcards; or one rank directory.
         step: whose headers are read; ``"latest"`` for the newest.
         file_suffix: look only at files whose stem ends so.
         strategy: what the tree was saved with; it decides which steps are complete.
 
     Raises:
         InputError: there is nothing there to inspect, or no such step.
-        UsageError: ``step`` is no step.
+        UsageError: ``step`` is no step, or a strategy goes with one rank directory.
         RetryableError: listing or reading failed.
     """
+    one_rank = None
     try:
         tree = find_checkpoints(path, file_suffix)
     except CheckpointError as error:
-        raise _other_directory(path) or error from error
+        one_rank = find_rank(path, file_suffix)
+        if one_rank is None:
+            raise _other_directory(path) or error from error
+        tree = one_rank
+    if one_rank is not None and strategy is not None:
+        raise UsageError(
+            f"{path} is the directory of one rank; --strategy goes with a rank tree",
+            hint=f"name the directory that holds all ranks, {os.path.dirname(os.path.abspath(path))}",
+        )
     named = None if step == "latest" else tree.named(step)
-    return _Inspection(tree, strategy).run(named)
+    return _Inspection(tree, strategy, one_rank is not None).run(named)
 
 
 def _other_directory(path: str) -> Optional[CheckpointError]:
@@ -167,12 +178,14 @@ def _converted(path: str) -> bool:
 class _Inspection:
     """One look at a tree."""
 
-    def __init__(self, tree: SourceTree, strategy: Optional[Strategy]) -> None:
+    def __init__(self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
         self._tree = tree
+        self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
         # Where nobody says how many ranks there are, the highest is taken for the last.
-        ranks: Collection[int] = range(tree.ranks[-1] + 1) if tree.ranks[-1] < MOST_DEVICES else tree.ranks
+        last = tree.ranks[-1]
+        ranks: Collection[int] = tree.ranks if one_rank or last >= MOST_DEVICES else range(last + 1)
         if strategy is not None:
             self._groups = [group.ranks for group in replicas_of_strategy(strategy).groups]
             ranks = range(strategy.device_count)
@@ -185,6 +198,7 @@ class _Inspection:
         """Everything, with the headers that ``named`` or the lack of it asks for."""
         self._look_at_names()
         found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
+        found.one_rank = self._one_rank
         with FileHandles() as handles:
             if self._strategy is not None:
                 found.strategy = self._strategy.path

@@ -18,6 +18,7 @@ from typing import BinaryIO, Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.near_names import path_meant
+from reshard.other_files import kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 
@@ -169,4 +170,4 @@ def _kind_by_head(head: bytes, size: int) -> Optional[str]:
         # A message in field 1, where a strategy has a number. Its length takes up to ten bytes.
         length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
         return "a checkpoint" if head[length + 1 : length + 2] in _VALUE_PARTS else None
-    return None
+    return kind_by_head(head)
