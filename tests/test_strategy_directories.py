@@ -330,7 +330,7 @@ def test_rank_directories_are_passed_over_where_strategies_lie_beside_them(tmp_p
 def test_rank_directories_that_disagree_are_named(tmp_path: Path) -> None:
     of_ranks(tmp_path)
     write_strategy(tmp_path / "rank_3" / "ckpt_strategy.ckpt", 0, {**FIRST, "shared": layout([2, 2], [1, -1])})
-    refused(tmp_path, "rank_3/ckpt_strategy.ckpt disagree on the layout of shared")
+    refused(tmp_path, "rank_3/ckpt_strategy.ckpt disagree on the layout of 'shared'")
     for rank in range(4, 8):
         (tmp_path / f"rank_{rank}" / "ckpt_strategy.ckpt").unlink()
     write_strategy(tmp_path / "rank_3" / "ckpt_strategy.ckpt", 2, SECOND)
