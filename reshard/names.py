@@ -59,3 +59,8 @@ def kind_of(name: str, elements: int) -> str:
     if _OTHER.fullmatch(name) or belongs_to_rank(name) or (elements == 1 and "." not in name):
         return "other values"
     return "optimizer state" if _OPTIMIZER_STATE.fullmatch(name) else "weights"
+
+
+def is_weight(name: str) -> bool:
+    """Whether a parameter that a strategy lists is a weight by its name."""
+    return kind_of(name, elements=2) == "weights"

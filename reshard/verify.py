@@ -10,7 +10,6 @@ from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.errors import CheckpointError
 from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
-from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import StepSelector
 from reshard.records import Manifest
 from reshard.report import Report
@@ -159,7 +158,6 @@ def step_files(
     Raises:
         IncompleteSourceError: no step has it all.
     """
-    choice = ReplicaChoice(source, target)
-    selector = StepSelector(source, target, ranks, filters, choice, handles, report)
+    selector = StepSelector(source, target, ranks, filters, handles, report)
     selected = selector.select(tree.candidates(step)).step
     return {rank: path for rank, path in selected.files.items() if rank not in selected.damaged}

@@ -22,7 +22,7 @@ COLUMNS = [1, 2, 3, 4, 6, 8, 12]
 DEVICES = [4, 2, 6, 3, 8, 4, 2, 6, 8, 1, 5, 7]
 DTYPES = [
     "Float32", "Float16", "BFloat16", "Int8", "UInt8", "Bool", "Int16", "UInt16", "Int32", "UInt32",
-    "Int64", "UInt64", "Float64", "Int4",
+    "Int64", "UInt64", "Float64", "Complex64", "Int4",
 ]  # fmt: skip
 #: Names of which some hold what has confused parsers: dashes, a number, a dot, no ASCII.
 NAMES = ["w", "adam_m.w", "w-0-b", "embedding-table", "块.权重", "moments.b"]

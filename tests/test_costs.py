@@ -190,7 +190,7 @@ def test_headers_are_parsed_once_per_stage(tmp_path: Path, costs: Costs) -> None
     assert len(costs.parsed) == 3
 
 
-def test_one_rank_reads_only_the_files_it_needs_and_of_them_only_what_it_needs(
+def test_one_rank_reads_contents_of_the_files_it_needs_only_and_of_them_only_what_it_needs(
     tmp_path: Path, costs: Costs, no_windows: None
 ) -> None:
     old, new = rows(2, 8), rows(1, 4)
@@ -203,8 +203,7 @@ def test_one_rank_reads_only_the_files_it_needs_and_of_them_only_what_it_needs(
     needed = {str(tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt") for rank in listed}
     assert len(needed) == 2
     assert {path for path, _ in costs.reads} == needed <= set(costs.opened)
-    # Of a few more the header is read, to see which parameters were saved; never of all sixteen.
-    assert len(costs.opened) <= 2 * len(needed)
+    # Of the others the header is read, to decide as a run for all ranks does.
     assert set(costs.opened.values()) == {1}
     assert costs.bytes_read == SIZE // 4
 

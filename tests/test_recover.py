@@ -180,6 +180,77 @@ def test_a_tied_slice_that_nobody_can_be_known_to_hold_is_told(tmp_path: Path) -
     done(*words, "--ranks", "0-2")
 
 
+def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
+    """A stage of one listed and one of four ranks, which hold halves of the tied ``emb`` unlisted: recover's words.
+
+    Args:
+        kept: which half each rank of the last stage that is left holds.
+    """
+    strategy: Strategy = [
+        {"devices": 1, "layouts": {"emb": layout([1], [-1, -1])}},
+        {"devices": 4, "layouts": {"b": layout([4], [-1, -1])}},
+    ]
+    full = {name: value(name, (4, 6)) for name in ("emb", "b")}
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    for local, half in kept.items():
+        saved[1 + local]["emb"] = Value("Float32", full["emb"].array[half * 2 : half * 2 + 2])
+    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank == 0 or rank - 1 in kept})
+    return [
+        "recover", tmp_path / "src", tmp_path / "dst", "--strategy", write_strategy(tmp_path / "strategy", strategy)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", ["", "2", "4", "2,4"])
+def test_agreement_of_those_that_are_left_proves_nothing(ranks: str, tmp_path: Path) -> None:
+    """Ranks 0 and 2 of the stage agree: optimizer shards lie so, and the others hold what nobody has."""
+    words = tied(tmp_path, {0: 0, 2: 0})
+    fails(3, *words, *(["--ranks", ranks] if ranks else []), says=["emb", "certain"])
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("left, half", [({0: 0, 1: 1, 2: 0}, 1), ({0: 0, 1: 0, 2: 1}, 1), ({1: 1, 2: 0, 3: 1}, 0)])
+@pytest.mark.parametrize("options", [(), ("--ranks",), ("--lost-only",)])
+def test_a_slice_is_given_back_where_all_layouts_that_fit_give_the_same(
+    left: dict[int, int], half: int, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    (lost,) = {1, 2, 3, 4} - {local + 1 for local in left}
+    done(*tied(tmp_path, left), *options, *([lost] if "--ranks" in options else []))
+    right = value("emb", (4, 6)).array[half * 2 : half * 2 + 2]
+    (path,) = (tmp_path / "dst" / f"rank_{lost}").iterdir()
+    assert read_checkpoint(path)["emb"].array.tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {0: ["emb"], 1: [], 2: ["b", "emb"], 3: ["c"]},
+        {0: ["emb"], 1: [], 2: ["b", "c", "emb"], 3: []},
+        {0: [], 1: ["emb"], 2: [], 3: ["emb", "b", "c"]},
+    ],
+)
+def test_a_deduplicated_save_of_which_nothing_is_lost_comes_back_whole(
+    kept: dict[int, list[str]], tmp_path: Path
+) -> None:
+    """The tied parameter that its stage does not list is whole on one of its ranks."""
+    strategy: Strategy = [
+        {"devices": 2, "layouts": {"emb": layout([2], [-1, -1])}},
+        {"devices": 2, "layouts": {name: layout([2], [-1, -1]) for name in ("b", "c")}},
+    ]
+    full = {name: value(name, (4, 6)) for name in ("emb", "b", "c")}
+    for rank, names in kept.items():
+        write_checkpoint(
+            tmp_path / "src" / f"rank_{rank}" / "net-1_1.safetensors",
+            {name: full[name] for name in names},
+            metadata={"remove_redundancy": "True"},
+        )
+    done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", write_strategy(tmp_path / "strategy", strategy))
+    stages = [["emb"], ["emb"], ["emb", "b", "c"], ["emb", "b", "c"]]
+    same_ranks(
+        {rank: read_checkpoint(next((tmp_path / "dst" / f"rank_{rank}").iterdir())) for rank in range(4)},
+        {rank: {name: full[name] for name in names} for rank, names in enumerate(stages)},
+    )
+
+
 def test_only_lost_ranks_are_written_when_asked(world: World) -> None:
     saved = cut(world)
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.running import done, fails, warns
-from tests.small import COPIED, TARGET, World, tensors
+from tests.small import COPIED, PLAIN_TARGET, SOURCE, TARGET, World, tensors
 from tests.trees import (
     Checkpoint,
     cut_ranks,
@@ -19,6 +19,7 @@ from tests.trees import (
     value,
     write_checkpoint,
     write_strategy,
+    write_tree,
 )
 
 OLD, NEW = tensors("old "), tensors("new ")
@@ -185,20 +186,167 @@ def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: 
     assert_same(plain, OLD)
 
 
-def test_by_rank_judges_only_what_its_target_needs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["by-rank", "--ranks"])
+def test_some_ranks_take_the_step_that_all_would_take(command: str, tmp_path: Path) -> None:
+    """Rank 1 has all it needs of the newest step: taking it would mix steps among the ranks."""
     world = World(tmp_path, TARGET, TARGET)
     world.save(OLD, "rank_{rank}/net-1_9.ckpt")
     world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
-    world.by_rank(1)
+    result = world.by_rank(1) if command == "by-rank" else world.convert("--ranks", "1")
+    warns(result, "1_10 is not complete and is passed over", "give every rank --step 1_9")
+    same_ranks(world.found(), {1: world.expected(OLD)[1]})
+
+
+def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(tmp_path: Path) -> None:
+    """Only the files of a rank list were fetched."""
+    world = World(tmp_path, TARGET, TARGET)
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt", ranks=[1])
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
+    warns(world.by_rank(1), "holds 2 steps, and step 1_10 is taken; give every rank --step 1_10")
     same_ranks(world.found(), {1: world.expected(NEW)[1]})
+    fails(3, *world.words(), says=["no step", "1_10", "rank 0"])
 
 
-def test_chosen_ranks_judge_only_what_they_need(tmp_path: Path) -> None:
+def test_one_rank_with_one_step_is_not_warned_of_others(tmp_path: Path) -> None:
     world = World(tmp_path, TARGET, TARGET)
     world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
-    world.convert("--ranks", "1")
-    same_ranks(world.found(), {1: world.expected(NEW)[1]})
+    assert "warning" not in world.by_rank(1).err
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    other = World(tmp_path / "other", TARGET, TARGET)
+    other.src = world.src
+    assert "warning" not in other.by_rank(1, "--step", "1_9").err
+
+
+def test_a_step_that_is_passed_over_is_warned_of_under_quiet(plain: World) -> None:
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    warns(plain.convert("--quiet"), "warning: step 1_12 is not complete and is passed over")
+    assert_same(plain, OLD)
+
+
+@pytest.mark.parametrize("command", ["transform-dir", "plan", "by-rank", "recover"])
+def test_no_older_step_is_taken_where_that_is_refused(command: str, plain: World) -> None:
+    plain.save(OLD)
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    words = plain.words(*([0] if command == "by-rank" else []), "--no-fallback", command=command)
+    if command == "recover":
+        words = [command, plain.src, plain.dst, "--strategy", plain.old, "--no-fallback"]
+    fails(3, *words, says=["1_12", "--no-fallback"])
+    assert not plain.dst.exists()
+    plain.save(NEW, "rank_{rank}/net-1_12.ckpt")
+    done(*words)
+
+
+def test_lost_optimizer_shards_do_not_matter_to_a_target_without_them(tmp_path: Path) -> None:
+    world = World(tmp_path, SOURCE, PLAIN_TARGET)
+    world.save(NEW, ranks=[0, 1])
+    warns(world.convert(), "what it lacks is not in the target strategy", "m.w")
+    assert_same(world, {name: NEW[name] for name in ("w", "v")})
+
+
+def test_an_older_whole_step_is_taken_before_one_that_lacks_optimizer_shards(tmp_path: Path) -> None:
+    world = World(tmp_path, SOURCE, PLAIN_TARGET)
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save(NEW, ranks=[0, 1])
+    warns(world.convert(), "1_10 is not complete and is passed over")
+    assert_same(world, {name: OLD[name] for name in ("w", "v")})
+
+
+@pytest.mark.parametrize("left", [[0], [0, 1]])
+def test_the_mark_of_a_deduplicated_save_decides_even_in_the_only_file_that_is_left(
+    left: list[int], plain: World
+) -> None:
+    """Each file holds another parameter; nothing but the mark tells that others were saved."""
+    held = cut_ranks(plain.source, NEW)
+    for rank in left:
+        write_checkpoint(plain.src / f"rank_{rank}" / "net-1_12.safetensors", {"w": held[rank]["w"]},
+                         metadata={"remove_redundancy": "True"})  # fmt: skip
+    says = ["v", "3"]
+    plain.refuses(3, *says)
+    fails(3, *plain.words(0, command="by-rank"), says=says)
+    fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, says=says)
+
+
+def test_weights_that_only_an_absent_rank_can_have_saved_are_warned_of(plain: World) -> None:
+    plain.save({"w": NEW["w"]}, ranks=[0, 1, 2])
+    warns(plain.convert("--quiet"), "warning", "count as not saved: 'v'")
+
+
+@pytest.mark.parametrize("kind", ["whole", "slice"])
+def test_tensors_without_elements_never_make_a_step_incomplete(kind: str, tmp_path: Path) -> None:
+    """Their ranks are lost, or their files leave them out."""
+    made = layout([2, 2], [-1, 0]) if kind == "whole" else layout([4], [0, -1], uneven=[2, 0, 4, 0])
+    full = {"w": NEW["w"], "none": value("none", (0, 4) if kind == "whole" else (6, 2))}
+    world = World(tmp_path, single({"w": layout([2, 2] if kind == "whole" else [4], [-1, -1]), "none": made}), TARGET)
+    world.new = write_strategy(tmp_path / "new", single({n: layout([2], [-1, -1]) for n in full}))
+    saved = cut_ranks(world.source, full, COPIED)
+    held = {rank: {name: v for name, v in saved[rank].items() if v.array.size or kind == "whole"} for rank in saved}
+    write_tree(world.src, {rank: held[rank] for rank in ([0, 2] if kind == "whole" else range(4))})
+    world.convert()
+    found = world.found()
+    assert all(found[rank]["none"].same(full["none"]) for rank in (0, 1))
+
+
+def test_a_target_rank_that_gets_nothing_of_the_source_gets_its_file(tmp_path: Path) -> None:
+    """A stage of new parameters only."""
+    full = {"w": NEW["w"]}
+    target = [
+        {"devices": 1, "layouts": {"w": layout([1], [-1, -1])}},
+        {"devices": 1, "layouts": {"head": layout([1], [-1])}},
+    ]
+    world = World(tmp_path, single({"w": layout([2], [0, -1])}), target)
+    world.save(full)
+    world.convert()
+    whole = {path.relative_to(world.dst): path.read_bytes() for path in world.dst.glob("rank_*/*")}
+    assert len(whole) == 2
+    world.dst = tmp_path / "one"
+    for rank in (1, 0):
+        world.by_rank(rank)
+    assert {path.relative_to(world.dst): path.read_bytes() for path in world.dst.glob("rank_*/*")} == whole
+    assert (world.dst / "reshard-manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", ["by-rank", "--ranks"])
+def test_values_that_only_another_stage_holds_are_copied_to_each_rank_alone(command: str, tmp_path: Path) -> None:
+    stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1])}} for name in ("a", "b")]
+    world = World(tmp_path, stages, stages)
+    held = cut_ranks(stages, {name: value(name, (4, 2)) for name in ("a", "b")}, COPIED)
+    held[3]["loss_scale"] = scalar(1024, "Float32")
+    write_tree(world.src, held)
+    for rank in range(4):
+        world.by_rank(rank) if command == "by-rank" else world.convert("--ranks", str(rank))
+    assert all(found["loss_scale"].same(held[3]["loss_scale"]) for found in world.found().values())
+
+
+def test_how_gradients_are_read_does_not_depend_on_the_files_at_hand(tmp_path: Path) -> None:
+    """Tied, and only one of the two stages records optimizer shards: its files tell whether they are made."""
+    whole, shards = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1)
+    names = ("emb", "accu_grads.emb")
+    source = [
+        {"devices": 2, "layouts": {**dict.fromkeys(names, whole), "b": whole}},
+        {"devices": 2, "layouts": dict.fromkeys(names, shards)},
+    ]
+    target = [
+        {"devices": 2, "layouts": dict.fromkeys(names, shards)},
+        {"devices": 1, "layouts": {"b": layout([1], [-1, -1])}},
+    ]
+    world = World(tmp_path, source, target)
+    full = {name: value(name, (4, 2)) for name in (*names, "b")}
+    for plain in ((), ("accu_grads.emb",)):
+        held = cut_ranks(source, full, unsharded=plain)
+        world.src, world.dst = tmp_path / f"src{plain}", tmp_path / f"all{plain}"
+        write_tree(world.src, held)
+        world.convert()
+        found = world.found()
+        same_ranks(found, cut_ranks(target, full, unsharded=plain))
+        listed = done("rank-list", 0, "--src-strategy", world.old, "--dst-strategy", world.new, "--json").json["ranks"]
+        world.src, world.dst = tmp_path / f"few{plain}", tmp_path / f"one{plain}"
+        write_tree(world.src, {rank: held[rank] for rank in listed})
+        world.by_rank(0)
+        same_ranks(world.found(), {0: found[0]})
+        world.src, world.dst = tmp_path / f"fewer{plain}", tmp_path / f"none{plain}"
+        write_tree(world.src, {0: held[0]})
+        fails(3, *world.words(0, command="by-rank"), says=["accu_grads.emb", "ranks 2-3"])
 
 
 def test_filters_never_choose_the_step(plain: World) -> None:

@@ -35,6 +35,7 @@ ITEM_SIZES = {
     "Int64": 8,
     "UInt64": 8,
     "Float64": 8,
+    "Complex64": 8,
     "str": 4,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
@@ -55,6 +56,7 @@ SAFETENSORS_NAMES = {
     "Int64": "I64",
     "UInt64": "U64",
     "Float64": "F64",
+    "Complex64": "C64",
     "F8_E4M3": "F8_E4M3",
     "F8_E5M2": "F8_E5M2",
 }

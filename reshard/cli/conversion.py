@@ -58,6 +58,7 @@ def request_of(
         prefix=typed["prefix"],
         format=typed.get("format", "same"),
         step=typed["step"],
+        fallback=not typed["no_fallback"],
         file_suffix=typed["file_suffix"],
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
         strict=typed.get("strict", False),

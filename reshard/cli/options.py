@@ -241,6 +241,16 @@ def effort(command: F) -> F:
     )
 
 
+def fallback(command: F) -> F:
+    """--no-fallback."""
+    return option(
+        "Source",
+        "--no-fallback",
+        is_flag=True,
+        help="Refuse to take an older step where the newest is not complete.",
+    )(command)
+
+
 def writing(command: F) -> F:
     """How files are read and written."""
     return _all(
@@ -348,6 +358,7 @@ def conversion(command: F) -> F:
                 help="Format of the target files.",
             ),
             source,
+            fallback,
             selection,
             option(
                 "Parameters",

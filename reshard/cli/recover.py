@@ -33,6 +33,7 @@ cp -rf lost/rank_* ckpt/
 @option("Target", "--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
 @options.prefix(None, "names as in SRC")
 @options.source
+@options.fallback
 @options.writing
 @options.output
 def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:

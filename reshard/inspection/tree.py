@@ -28,7 +28,6 @@ from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
-from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Incomplete, Selection, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import begun_in
@@ -290,8 +289,7 @@ class _Inspection:
         """Judge steps as a conversion does, newest first; the one it takes."""
         assert self._strategy is not None
         whole = Strategy.none()
-        choice = ReplicaChoice(self._strategy, whole)
-        selector = StepSelector(self._strategy, whole, None, Filters(), choice, handles, Report())
+        selector = StepSelector(self._strategy, whole, None, Filters(), handles, Report())
         source: Optional[SourceStep] = None
         try:
             check_ranks(self._tree, self._strategy, whole, handles)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoints import can_hold
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.messages import listing
-from reshard.names import as_pattern, kind_of
+from reshard.names import as_pattern, is_weight
 from reshard.report import Report
 from reshard.strategies import Stage
 from reshard.wording import plural, quoted
@@ -68,7 +68,10 @@ def _check_anything(conversion: Conversion) -> None:
             f"strategy ({target.path})",
             hint="pass the target strategy of the same model",
         )
-    if not conversion.sorted.resharded and not conversion.copied:
+    # By all target ranks: where only some are asked for, one that gets nothing gets its empty file.
+    admit = conversion.request.filters.admit
+    resharded = any(admit(name) and (target.is_none or name in everywhere) for name in conversion.parameters)
+    if not resharded and not conversion.copied:
         raise CheckpointError(
             "nothing would be written: no parameter of the checkpoint is asked for",
             hint="check --include and --exclude, and that both strategies are of the same model",
@@ -82,7 +85,7 @@ def _warn_of_weights(conversion: Conversion, report: Report) -> None:
         (conversion.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
         (conversion.sorted.missing, "the target strategy lists and no source file holds (missing)"),
     ):
-        weights = [name for name in names if admit(name) and kind_of(name, elements=2) == "weights"]
+        weights = [name for name in names if admit(name) and is_weight(name)]
         if weights:
             report.warn(
                 f"{plural(len(weights), 'weight')} that {what}: " + listing(weights) + "; are both of the same model?"

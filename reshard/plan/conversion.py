@@ -12,6 +12,7 @@ The plan of all ranks is never held as objects; `Conversion.target_file` makes o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from reshard.checkpoints import (
     FileNames,
     OutputLayout,
     OutputTensor,
+    Step,
     StepFiles,
     can_hold,
     find_checkpoints,
@@ -61,6 +63,7 @@ class Request:
         prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
         format: ``same``, ``ckpt`` or ``safetensors``.
         step: ``latest`` or ``<epoch>_<step>``.
+        fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
         file_suffix: only source files whose stem ends so.
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
@@ -76,6 +79,7 @@ class Request:
     prefix: Optional[str] = DEFAULT_PREFIX
     format: str = "same"
     step: str = "latest"
+    fallback: bool = True
     file_suffix: Optional[str] = None
     filters: Filters = field(default_factory=Filters)
     strict: bool = False
@@ -147,12 +151,14 @@ def plan_as(kind: type[C], request: Request, handles: FileHandles, report: Repor
         ReshardError: the request cannot be met; nothing has been written.
     """
     choice = ReplicaChoice(request.source, request.target)
-    selector = StepSelector(request.source, request.target, request.ranks, request.filters, choice, handles, report)
-    selection = selector.select(_sound(_candidates(request, handles), request.excluded))
+    selector = StepSelector(request.source, request.target, request.ranks, request.filters, handles, report)
+    candidates, steps = _candidates(request, handles)
+    selection = selector.select(_sound(candidates, request.excluded), steps)
     return kind(request, choice, selection, handles, report)
 
 
-def _candidates(request: Request, handles: FileHandles) -> Iterable[StepFiles]:
+def _candidates(request: Request, handles: FileHandles) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
+    """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
     if not isinstance(request.src, str):
         beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
         if beyond:
@@ -163,10 +169,13 @@ def _candidates(request: Request, handles: FileHandles) -> Iterable[StepFiles]:
         for rank, path in request.src.items():
             if not os.path.lexists(path):
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
-        return [StepFiles(None, dict(request.src))]
+        return [StepFiles(None, dict(request.src))], ()
     tree = find_checkpoints(request.src, request.file_suffix)
     check_ranks(tree, request.source, request.target, handles)
-    return tree.candidates(request.step)
+    candidates = tree.candidates(request.step)
+    if request.step != "latest":
+        return candidates, ()
+    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps
 
 
 def _sound(candidates: Iterable[StepFiles], excluded: frozenset[str]) -> Iterator[StepFiles]:

@@ -2,8 +2,8 @@
 
 A step is complete when every stage has ranks with it and of every parameter found at that step
 every slice is found. A parameter that no file holds was not saved and does not count, except where
-the files of one stage hold different sets of parameters (a de-duplicated save) and a rank of that
-stage is absent, which may have been the one that held it.
+the save was de-duplicated and a rank of that stage is absent, which may have been the one that held
+it. What has no elements is never missed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage
         return []
     for stage in stages:
         absent = step.absent(stage)
-        if not absent or not step.saved_differently(stage):
+        if not absent or not step.deduplicated(stage):
             continue
         for name in stage.layouts:
             if name not in found:

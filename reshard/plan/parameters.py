@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor
-from reshard.errors import CheckpointError, InputError, LayoutError, one_error
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, LayoutError, one_error
 from reshard.layout import Layout
 from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.plan.replicas import Holding, whole
@@ -35,6 +35,8 @@ class Parameter:
         holdings: the stages that hold it, and how it really is cut there.
         plain: True for accumulated gradients whose recorded optimizer shard is not made.
         unsharded: True for accumulated gradients that no optimizer shard is recorded for.
+        undecided: the ranks whose files would tell whether the recorded optimizer shard is made, where none
+            of those read does; empty where that is known.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Parameter:
     holdings: tuple[Holding, ...]
     plain: bool = False
     unsharded: bool = False
+    undecided: tuple[int, ...] = ()
 
     def target_layout(self, recorded: Layout, in_pipeline: bool) -> Layout:
         """The layout it gets in a target stage whose strategy records ``recorded``.
@@ -58,7 +61,16 @@ class Parameter:
 
         Raises:
             LayoutError: the recorded layout does not fit the parameter.
+            IncompleteSourceError: what decides it is in files that were not read.
         """
+        if self.undecided and recorded.shards > 1:
+            raise IncompleteSourceError(
+                f"{quoted(self.name)}: whether its optimizer shards are made is told by the files of "
+                f"{rank_ranges(self.undecided)} only",
+                rank=self.undecided[0],
+                parameter=self.name,
+                hint=f"bring one of {rank_ranges(self.undecided)}",
+            )
         if self.plain or (self.unsharded and in_pipeline):
             recorded = recorded.without_shards()
         fitting = [
@@ -144,27 +156,45 @@ def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[s
         return None
     first = stored[0].tensors[0]
     _check_dtypes(name, stored, step)
-    readings = []
-    for plain in (False, True):
-        readings += _fitting_readings(name, stored, plain)
+    accumulated = name.startswith(ACCUMULATED_GRADIENTS)
+    # What the strategy records, not what of it the files at hand are cut by, so that every run reads it alike.
+    sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
+    by_shape: dict[tuple[int, ...], _Reading] = {}
+    for plain in (False, True) if accumulated and sharded else (False,):
+        for reading in _fitting_readings(stored, plain):
+            # Where both give one shape it has no rows, and a shard of nothing is nothing.
+            by_shape.setdefault(reading.shape, reading)
+    readings = list(by_shape.values())
     if not readings:
         raise _contradiction(name, stored, step)
+    deciding = any(held.stage is stage for held in stored for stage in sharded)
+    undecided: tuple[int, ...] = ()
+    if accumulated and sharded and not deciding:
+        undecided = tuple(rank for stage in sharded for rank in stage.ranks)
     reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
-    shape, layouts, plain = reading
-    unsharded = name.startswith(ACCUMULATED_GRADIENTS) and not any(held.layout.shards > 1 for held in stored)
-    holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, layouts))
-    return Parameter(name, first.dtype, first.item_size, shape, holdings, plain, unsharded)
+    holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, reading.layouts))
+    unsharded = accumulated and not sharded
+    return Parameter(
+        name, first.dtype, first.item_size, reading.shape, holdings, reading.plain, unsharded, undecided
+    )
 
 
-_Reading = tuple[tuple[int, ...], list[Layout], bool]
+class _Reading(NamedTuple):
+    """One way to read what the stages store.
+
+    Attributes:
+        shape: full shape.
+        layouts: how each stage cuts it.
+        plain: without the optimizer shards that are recorded.
+    """
+
+    shape: tuple[int, ...]
+    layouts: list[Layout]
+    plain: bool
 
 
-def _fitting_readings(name: str, stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
+def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
     """Every full shape that the slices in the files allow, with the layouts that give it."""
-    accumulated = name.startswith(ACCUMULATED_GRADIENTS)
-    sharded = any(held.layout.shards > 1 for held in stored)
-    if plain and not (accumulated and sharded):
-        return []
     by_shape: dict[tuple[int, ...], list[Layout]] = {}
     for number, held in enumerate(stored):
         recorded = held.layout.without_shards() if plain else held.layout
@@ -175,8 +205,7 @@ def _fitting_readings(name: str, stored: Sequence[_Stored], plain: bool) -> list
             layouts = by_shape.setdefault(shape, [])
             if len(layouts) == number:
                 layouts.append(layout)
-    complete = [(shape, layouts) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
-    return [(shape, layouts, plain) for shape, layouts in complete]
+    return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
 
 
 def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
@@ -205,10 +234,10 @@ def _decide(
 ) -> _Reading:
     """Choose between readings by the shape of the parameter that accumulated gradients belong to."""
     owner = known.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
-    matching = [reading for reading in readings if owner is not None and reading[0] == owner.shape]
+    matching = [reading for reading in readings if owner is not None and reading.shape == owner.shape]
     if len(matching) == 1:
         return matching[0]
-    shapes = " or ".join(str(list(shape)) for shape, _, _ in readings)
+    shapes = " or ".join(str(list(reading.shape)) for reading in readings)
     path = step.files[stored[0].ranks[0]]
     where = f"{path}: {quoted(name)} on rank {stored[0].ranks[0]}"
     if owner is not None:
@@ -220,13 +249,14 @@ def _decide(
             parameter=name,
             hint="leave it out with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
         )
+    expanded = any(held.layout.expandable for held in stored)
+    cure = "pass the protobuf strategy, which tells, or" if expanded else "if it is not needed,"
     raise CheckpointError(
         f"{where} can be a slice of a tensor of shape {shapes}, and nothing in the files tells which",
         file=path,
         rank=stored[0].ranks[0],
         parameter=name,
-        hint="pass the protobuf strategy, which tells, or leave it out with --exclude "
-        f"{as_pattern(name)} if it is not needed",
+        hint=f"{cure} leave it out with --exclude {as_pattern(name)}",
     )
 
 

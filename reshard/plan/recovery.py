@@ -3,7 +3,8 @@
 A rank whose file holds everything that its stage has at this step keeps that file, byte for byte,
 whatever else it holds. Any other rank gets the file that a conversion to the same strategy would
 write, parameter by parameter from whichever ranks have its slices; and what ranks of its stage hold
-although only another stage's strategy lists it (tied embeddings), from a rank that must hold the same.
+although only another stage's strategy lists it (tied embeddings): its own, where its file has it, or
+that of a rank that is known to hold the same.
 
 Files are named as in the source, so that they can be put back into it.
 """
@@ -11,11 +12,12 @@ Files are named as in the source, so that they can be put back into it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints import FileHandles, FileNames, lay_out_copy
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.layout.candidates import cuts_of, possible_holders
 from reshard.messages import listing
 from reshard.names import belongs_to_rank
 from reshard.plan.conversion import Conversion, Request
@@ -40,8 +42,7 @@ class Recovery(Conversion):
     ) -> None:
         self._intact: dict[tuple[int, int], bool] = {}
         self._held: dict[int, tuple[Counter[str], int]] = {}
-        self._same: dict[tuple[str, int], bool] = {}
-        self._slices: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._holders: dict[tuple[str, int], dict[int, int]] = {}
         super().__init__(request, choice, selection, handles, report)
 
     def intact(self, rank: int) -> bool:
@@ -56,7 +57,8 @@ class Recovery(Conversion):
         key = (stage.number, id(index.tensors))
         if key not in self._intact:
             counts, ranks = self._held_in(stage)
-            wanted = set(self.resharded_of(stage))
+            # What has no elements is left out of most .ckpt files.
+            wanted = {name for name in self.resharded_of(stage) if not self._may_be_empty(name, stage)}
             wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
             self._intact[key] = wanted <= index.tensors.keys()
         return self._intact[key]
@@ -65,6 +67,10 @@ class Recovery(Conversion):
         """Names as in the source, lost ranks' as their siblings have, unless others were asked for."""
         found = self.step.found.names
         return super()._names() if found is None or self.request.prefix is not None else found
+
+    def _may_be_empty(self, name: str, stage: Stage) -> bool:
+        uneven = stage.layouts[name].uneven if name in stage.layouts else None
+        return 0 in self.parameters[name].shape or (uneven is not None and 0 in uneven)
 
     @property
     def lost(self) -> list[int]:
@@ -102,7 +108,7 @@ class Recovery(Conversion):
         return [
             IncompleteSourceError(
                 f"{rank_ranges(nowhere)} held " + listing(names) + ", which the strategy lists for another stage only, "
-                "and no rank is left that must hold the same",
+                "and of no rank that is left it is certain that it holds the same",
                 rank=min(nowhere),
                 parameter=names[0],
                 hint="recover the other ranks with --ranks",
@@ -177,41 +183,64 @@ class Recovery(Conversion):
         stage = strategy.stage_of(rank)
         counts, ranks = self._held_in(stage)
         listed = {name for other in strategy.stages if other is not stage for name in other.layouts}
-        # What not all the others hold need not have been on the lost one.
-        names = sorted(name for name in listed - stage.layouts.keys() if counts[name] >= max(1, ranks - 1))
-        return {name: self._holder(name, rank, stage) for name in names}
+        # What not all the others hold need not have been on the lost one, unless no rank holds all it had.
+        least = 1 if self.step.deduplicated(stage) else max(1, ranks - 1)
+        names = sorted(name for name in listed - stage.layouts.keys() if counts[name] >= least)
+        return {name: self._unlisted_holder(name, rank, stage) for name in names}
 
-    def _holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
-        """A rank of the stage that must hold the same tensor: the whole one, or a twin's."""
-        full = self.parameters[name].shape if name in self.parameters else None
-        holders = [r for r in self.step.loaded(stage) if r != rank and name in self.step.indexes[r].tensors]
-        for other in holders:
-            if self.step.indexes[other].tensors[name].shape == full:
-                return other
-        signatures = self._signatures(stage)
-        twins = [other for other in holders if signatures[other] == signatures[rank]]
-        return twins[0] if twins and self._same_on_twins(name, holders, stage) else None
-
-    def _signatures(self, stage: Stage) -> dict[int, tuple[int, ...]]:
-        """Which slices each rank of a stage holds, of everything that the stage's strategy lists."""
-        if stage.number not in self._slices:
-            cuts = [layout.slice_of_rank.tolist() for layout in set(stage.layouts.values())]
-            self._slices[stage.number] = dict(zip(stage.ranks, zip(*cuts))) if cuts else dict.fromkeys(stage.ranks, ())
-        return self._slices[stage.number]
-
-    def _same_on_twins(self, name: str, holders: Sequence[int], stage: Stage) -> bool:
-        """Whether the tensor is the same on all twins that are left, and there are some.
-
-        Nothing records how it is cut. But all ranks of a stage cut it alike: what does not set other
-        twins apart does not set these apart.
-        """
+    def _unlisted_holder(self, name: str, rank: int, stage: Stage) -> Optional[int]:
+        """The rank whose tensor is what a rank must have held, itself first; None where none is known to be."""
+        own = self.step.indexes.get(rank)
+        if own is not None and name in own.tensors:
+            return rank
         key = (name, stage.number)
-        if key not in self._same:
-            first_of: dict[tuple[int, ...], int] = {}
-            pairs = []
-            for other in holders:
-                first = first_of.setdefault(self._signatures(stage)[other], other)
-                if first != other:
-                    pairs.append((first, other))
-            self._same[key] = bool(pairs) and all(self.copies.same(name, one, other) for one, other in pairs)
-        return self._same[key]
+        if key not in self._holders:
+            self._holders[key] = self._holders_of(name, stage)
+        return self._holders[key].get(rank)
+
+    def _holders_of(self, name: str, stage: Stage) -> dict[int, int]:
+        """Per rank of a stage a rank whose tensor it must hold too, as far as that is known for certain.
+
+        Nothing records how the tensor is cut; that some ranks agree proves nothing. But its slices follow
+        some layout: where all layouts that what is left allows give a rank the slice of the same
+        survivors, it held that.
+        """
+        holders = [rank for rank in self.step.loaded(stage) if name in self.step.indexes[rank].tensors]
+        if not holders or name not in self.parameters:
+            return {}
+        full = self.parameters[name]
+        shapes = {self.step.indexes[rank].tensors[name].shape for rank in holders}
+        cuts = cuts_of(full.shape, shapes.pop()) if len(shapes) == 1 else None
+        ways = None if cuts is None else possible_holders(stage.device_count, cuts)
+        if not ways:
+            return {}
+        content = self._contents(name, holders)
+        fitting = [way for way in ways if _explains(way, content, stage.first_rank)]
+        known = {}
+        for rank in stage.ranks:
+            same = {self._content_of(way, rank - stage.first_rank, content, stage.first_rank) for way in fitting}
+            only = same.pop() if len(same) == 1 else None
+            if only is not None:
+                known[rank] = only
+        return known
+
+    def _contents(self, name: str, holders: Sequence[int]) -> dict[int, int]:
+        """Per rank the lowest rank that holds an equal tensor of this name."""
+        first: list[int] = []
+        equal: dict[int, int] = {}
+        for rank in holders:
+            equal[rank] = next((other for other in first if self.copies.same(name, other, rank)), rank)
+            if equal[rank] == rank:
+                first.append(rank)
+        return equal
+
+    @staticmethod
+    def _content_of(way: Sequence[int], local: int, content: Mapping[int, int], first_rank: int) -> Optional[int]:
+        """The content, by its lowest holder, that one way gives a local rank; None where no survivor has it."""
+        return next((equal for rank, equal in content.items() if way[rank - first_rank] == way[local]), None)
+
+
+def _explains(way: Sequence[int], content: Mapping[int, int], first_rank: int) -> bool:
+    """Whether ranks to which a way gives the same slice hold equal tensors."""
+    of_slice: dict[int, int] = {}
+    return all(of_slice.setdefault(way[rank - first_rank], equal) == equal for rank, equal in content.items())

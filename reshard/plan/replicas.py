@@ -113,7 +113,7 @@ class ReplicaChoice:
         self.source = source
         self.target = target
         self._kinds: dict[int, list[_Kind]] = {}
-        self._kinds_of_name: dict[int, dict[str, list[_Kind]]] = {}
+        self._deciding: dict[int, dict[tuple[int, ...], Need]] = {}
         self._turns: dict[int, list[int]] = {}
 
     def ranks(self, target_rank: int, available: Optional[Collection[int]] = None) -> tuple[int, ...]:
@@ -164,22 +164,9 @@ class ReplicaChoice:
                     ranks = [rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n)]
                     found[key] = Need(kind.parameter, tuple(sorted(ranks)))
         distinct: dict[tuple[int, ...], Need] = {}
-        for need in found.values():
+        for need in (*found.values(), *self._deciding[stage.number].values()):
             distinct.setdefault(need.ranks, need)
         return list(distinct.values())
-
-    def needs_of(self, parameter: str, target_rank: int) -> list[frozenset[int]]:
-        """Per part of one parameter that a target rank needs, the source ranks that hold it."""
-        if self.source.is_none:
-            return [frozenset((0,))]
-        stage = self.target.stage_of(target_rank)
-        local = target_rank - stage.first_rank
-        self._kinds_of(stage)
-        return [
-            frozenset(rank for holding, n in zip(kind.holdings, cell.slices) for rank in holding.ranks(n))
-            for kind in self._kinds_of_name[stage.number].get(parameter, ())
-            for cell in kind.overlap.cells(int(kind.overlap.target.slice_of_rank[local]))
-        ]
 
     def turn(self, target_rank: int) -> int:
         """This rank's place among the ranks of its stage that have the same needs."""
@@ -225,26 +212,28 @@ class ReplicaChoice:
             for name, layout in held.layouts.items():
                 holders.setdefault(name, []).append(Holding(held, layout))
         names = holders if self.target.is_none else stage.layouts
-        of_name = self._kinds_of_name.setdefault(stage.number, {})
+        deciding = self._deciding.setdefault(stage.number, {})
         for name in names:
             if name not in holders:
                 continue
             holdings = holders[name]
             target = None if self.target.is_none else stage.layouts[name]
+            ranks = _told_by(name, holdings, target)
+            if ranks:
+                deciding.setdefault(ranks, Need(name, ranks))
             layouts = [holding.layout for holding in holdings]
             problem: Optional[LayoutError] = None
+            fits = False
             for sources, cut in readings(name, layouts, target):
                 key = (tuple((h.stage.number, source) for h, source in zip(holdings, sources)), cut)
-                if key in kinds:
-                    of_name.setdefault(name, []).append(kinds[key])
-                    continue
                 try:
-                    kinds[key] = self._kind(name, holdings, sources, cut)
-                    of_name.setdefault(name, []).append(kinds[key])
+                    if key not in kinds:
+                        kinds[key] = self._kind(name, holdings, sources, cut)
+                    fits = True
                 except LayoutError as error:
                     problem = error
             # Of two readings the untrue one need not even fit.
-            if problem is not None and not of_name.get(name):
+            if problem is not None and not fits:
                 raise StrategyError(
                     f"{quoted(name)}: {problem.message}\n"
                     f"(source strategy {self.source.path}, target strategy {self.target.path})",
@@ -293,6 +282,20 @@ def readings(
         if plain != result[0][0] or cut != target:
             result.append((plain, cut))
     return result
+
+
+def _told_by(name: str, holdings: Sequence[Holding], target: Optional[Layout]) -> tuple[int, ...]:
+    """The ranks of which one file must be read to tell whether recorded optimizer shards are made, ascending.
+
+    None where the target records none, and where every stage that holds the parameter records some, so
+    that any file tells.
+    """
+    if not name.startswith(ACCUMULATED_GRADIENTS) or target is None or target.shards == 1:
+        return ()
+    sharded = [holding for holding in holdings if holding.layout.shards > 1]
+    if len(sharded) == len(holdings):
+        return ()
+    return tuple(rank for holding in sharded for rank in holding.stage.ranks)
 
 
 def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:

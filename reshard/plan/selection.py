@@ -1,23 +1,31 @@
 """Which checkpoint of a source tree is converted.
 
 `latest`, the default, is the newest complete step. Steps are tried from the newest on; one that is
-not complete is passed over with a line saying why. Where only some target ranks are asked for, only
-the files that they need are read and judged, so that only those need be there.
+not complete is passed over with a warning that says why. What has to be there is judged in ever
+narrower *scopes*, the next one only where no step is complete in the one before:
+
+1. everything that was saved;
+2. what the target strategy lists: lost optimizer shards do not matter to a target without them;
+3. what the target ranks asked for need, so that only the files of their rank list need be there.
+
+So a run for some of the target ranks takes the step that a run for all of them takes, wherever there
+is one, and reads it alike: it looks at every file of the step that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from enum import Enum
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, StepFiles
-from reshard.errors import IncompleteSourceError
+from reshard.checkpoints import FileHandles, Step, StepFiles
+from reshard.errors import IncompleteSourceError, InputError
 from reshard.messages import block, joined, listing
 from reshard.name_filters import Filters
+from reshard.names import is_weight
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
 from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
-from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Stage, Strategy
@@ -33,6 +41,14 @@ class Selection(NamedTuple):
     step: SourceStep
     parameters: dict[str, Parameter]
     listed: set[str]
+
+
+class Scope(Enum):
+    """What of a step has to be there; see the head of this module."""
+
+    EVERYTHING = "everything"
+    TARGET = "what the target strategy lists"
+    ASKED = "what the target ranks asked for need"
 
 
 class Incomplete(NamedTuple):
@@ -55,6 +71,16 @@ class Incomplete(NamedTuple):
         return [*self.causes, *explain(self.lost, most)]
 
 
+class _Taken(NamedTuple):
+    """A candidate that is complete in some scope, how many are newer, and what it lacks in the widest scope."""
+
+    number: int
+    candidate: StepFiles
+    selection: Selection
+    scope: Scope
+    lacks: Optional[Incomplete]
+
+
 class StepSelector:
     """Finds the step to convert.
 
@@ -62,8 +88,7 @@ class StepSelector:
         source: strategy the checkpoint was saved with.
         target: strategy it is converted to.
         ranks: target ranks asked for; None for all of them.
-        written: names that will be written, given a name (filters and target strategy).
-        choice: replica choice between the two strategies.
+        filters: which names will be written.
         handles: open source files.
         report: told of steps passed over and files that count as absent.
     """
@@ -74,7 +99,6 @@ class StepSelector:
         target: Strategy,
         ranks: Optional[Sequence[int]],
         filters: Filters,
-        choice: ReplicaChoice,
         handles: FileHandles,
         report: Report,
     ) -> None:
@@ -82,34 +106,60 @@ class StepSelector:
         self._target = target
         self._ranks = ranks
         self._filters = filters
-        self._choice = choice
         self._handles = handles
         self._report = report
+        self._scopes = [Scope.EVERYTHING]
+        if not target.is_none:
+            self._scopes.append(Scope.TARGET)
+        if ranks is not None:
+            self._scopes.append(Scope.ASKED)
 
-    def select(self, candidates: Iterable[StepFiles]) -> Selection:
+    def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> Selection:
         """Take the newest complete candidate.
 
         Args:
             candidates: newest first; only one where the user named a step.
+            steps: all steps there are to choose from, where the user named none.
 
         Raises:
             IncompleteSourceError: no candidate is complete.
+            InputError: files contradict the strategy, or each other.
         """
-        passed: list[Incomplete] = []
-        for candidate in candidates:
-            step = SourceStep(candidate, self._handles, self._report)
-            selection, missing = self.judge(step)
-            if missing is None:
-                for other in passed:
-                    self._pass_over(other)
-                for note in candidate.notes:
-                    self._report.warn(note)
-                self._tell(selection, bool(passed))
-                return selection
-            passed.append(missing)
-        raise self._nothing_complete(passed)
+        taken: dict[Scope, _Taken] = {}
+        passed: list[dict[Scope, Incomplete]] = []
+        refused: Optional[InputError] = None
+        coming = iter(candidates)
+        while Scope.EVERYTHING not in taken:
+            try:
+                candidate = next(coming, None)
+                if candidate is None:
+                    break
+                selection = self._read(SourceStep(candidate, self._handles, self._report))
+            except InputError as error:
+                # An older step than one that will do may be what it likes.
+                refused = error
+                break
+            lacking = self._lacking(selection)
+            passed.append(lacking)
+            for scope in self._scopes:
+                if scope not in lacking:
+                    lacks = lacking.get(Scope.EVERYTHING)
+                    taken.setdefault(scope, _Taken(len(passed) - 1, candidate, selection, scope, lacks))
+        for scope in self._scopes:
+            if scope in taken:
+                found = taken[scope]
+                newer = passed[: found.number]
+                self._tell(found, [lacking[scope] for lacking in newer], steps)
+                return found.selection
+        if refused is not None:
+            raise refused
+        raise self._nothing_complete([lacking[self._scopes[-1]] for lacking in passed], steps)
 
-    def _nothing_complete(self, passed: Sequence[Incomplete]) -> IncompleteSourceError:
+    def _nothing_complete(
+        self, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]
+    ) -> IncompleteSourceError:
+        if not passed:
+            return IncompleteSourceError("no file of the checkpoint is readable")
         newest = passed[0]
         if len(passed) == 1:
             headline = f"{newest.label} in {newest.place} is not complete:"
@@ -118,66 +168,99 @@ class StepSelector:
         lines = ["  " + line for line in newest.lines(_MOST_PATTERNS)]
         for older in passed[1:]:
             lines += [f"{older.label}: " + line for line in older.lines(3)]
-        hint = cure(newest.lost)
-        if hint is not None and self._ranks is not None:
-            hint += "; `reshard rank-list` tells which ranks a target rank needs"
-        return IncompleteSourceError(block(headline, lines), hint=hint)
+        hints = [cure(newest.lost)]
+        if hints[0] is not None and self._ranks is not None:
+            hints.append("`reshard rank-list` tells which ranks a target rank needs")
+        if len(steps) > len(passed):
+            hints.append("without --no-fallback an older step may be taken")
+        return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
 
     def judge(self, step: SourceStep) -> tuple[Selection, Optional[Incomplete]]:
-        """Read a step and say what it lacks; None where it is complete.
+        """Read a step and say what it lacks of everything that was saved; None where it is complete.
 
         Raises:
             InputError: its files cannot be read, or contradict the strategy.
             RetryableError: reading failed.
         """
-        self._cuts = Cuts(self._target)
-        if self._ranks is None:
-            step.load(step.files)
-        else:
-            while step.load(self._needed_files(step, self._ranks)):
-                pass
         selection = self._read(step)
-        lost = self._lost(selection)
-        if self._ranks is not None and self._widen(selection, lost):
-            selection = self._read(step)
-            lost = self._lost(selection)
-        stages = self._empty_stages(selection)
+        return selection, self._lacks(selection, Scope.EVERYTHING)
+
+    def _lacking(self, selection: Selection) -> dict[Scope, Incomplete]:
+        """What a step lacks, per scope in which it is not complete."""
+        found = {}
+        for scope in self._scopes:
+            lacks = self._lacks(selection, scope)
+            if lacks is None:
+                # The narrower ones are then as well.
+                break
+            found[scope] = lacks
+        return found
+
+    def _lacks(self, selection: Selection, scope: Scope) -> Optional[Incomplete]:
+        step, parameters, _ = selection
+        wanted = self._wanted(scope)
+        if scope is Scope.ASKED:
+            lost = list(self._lost_to_asked(selection))
+        else:
+            lost = lost_slices((item for item in parameters.values() if wanted is None or item.name in wanted), step)
+        unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
+        lost += [item for item in unread if wanted is None or item.parameter in wanted]
+        stages = self._empty_stages(selection, wanted)
         if not stages and not lost:
-            return selection, None
+            return None
         causes = list(step.damaged.values())
         causes += [f"{index.path}: holds nothing" for index in step.indexes.values() if not index.tensors]
         absent = sorted(set(range(self._source.device_count)) - set(step.files))
         if absent:
             causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
-        return selection, Incomplete(step.label, step.place, [*causes, *stages], lost)
+        return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
-    def _empty_stages(self, selection: Selection) -> list[str]:
-        """Why a step lacks a whole stage, or everything."""
+    def _wanted(self, scope: Scope) -> Optional[set[str]]:
+        """Names that a scope asks for; None for all that there are."""
+        if scope is Scope.EVERYTHING or self._target.is_none:
+            return None
+        stages = self._target.stages if scope is Scope.TARGET else self._target_stages()
+        return set().union(*(stage.layouts for stage in stages))
+
+    def _empty_stages(self, selection: Selection, wanted: Optional[set[str]]) -> list[str]:
+        """Why a step lacks a whole stage of which something is wanted, or everything."""
         step, parameters, listed = selection
-        lines: list[str] = []
-        for stage in self._needed_stages():
-            where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
-            loaded = step.loaded(stage)
-            held = {name for rank in loaded for name in step.indexes[rank].tensors}
-            if not loaded and stage.layouts and stage.layouts.keys() <= parameters.keys():
+        stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
+        empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step)}
+        lines = []
+        for stage in stages:
+            if stage.number not in empty:
+                continue
+            names = stage.layouts.keys() - parameters.keys()
+            if stage.layouts and not names and not step.loaded(stage):
                 # All that it would hold is tied, and another stage's ranks hold it.
                 continue
-            if not loaded:
-                given = "; the strategy gives it " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
-                lines.append(f"no rank of {where} has a readable file" + given)
-            elif not held:
-                lines.append(f"the files of {where} hold nothing")
-            elif step.absent(stage) and stage.layouts and held.isdisjoint(stage.layouts):
-                lines.append(f"the files of {where} hold none of its parameters, and ranks are absent")
+            if wanted is None or any(name in wanted and self._only_in(name, empty) for name in names):
+                lines.append(empty[stage.number])
         if not lines and listed and not parameters:
             told = plural(len(listed), "parameter")
             lines.append(f"none of the {told} of {self._source.path} is in the files: they are of different models")
         return lines or ([] if step.indexes else ["no file is readable"])
 
-    def _pass_over(self, missing: Incomplete) -> None:
-        self._report.note(f"{missing.label} is not complete and is passed over: " + joined("; ", missing.lines(3)))
+    def _nothing_of(self, stage: Stage, step: SourceStep) -> Iterator[str]:
+        """Why nothing can be told of a stage's parameters, if so."""
+        where = f"pipeline stage {stage.number} ({rank_ranges(stage.ranks)})"
+        loaded = step.loaded(stage)
+        held = {name for rank in loaded for name in step.indexes[rank].tensors}
+        if not loaded:
+            names = "; the strategy gives it " + listing(stage.layouts, _MOST_PATTERNS) if stage.layouts else ""
+            yield f"no rank of {where} has a readable file" + names
+        elif not held:
+            yield f"the files of {where} hold nothing"
+        elif step.absent(stage) and stage.layouts and held.isdisjoint(stage.layouts):
+            yield f"the files of {where} hold none of its parameters, and ranks are absent"
+
+    def _only_in(self, name: str, stages: Collection[int]) -> bool:
+        """Whether only stages with these numbers list a parameter."""
+        return all(stage.number in stages for stage in self._source.stages if name in stage.layouts)
 
     def _read(self, step: SourceStep) -> Selection:
+        step.load(step.files)
         listed = listed_by_source(self._source, step)
         written = {name for name in listed if self._filters.admit(name) and self._in_target(name)}
         return Selection(step, read_parameters(self._source, step, listed, written), listed)
@@ -191,103 +274,71 @@ class StepSelector:
         stages = {self._target.stage_of(rank).number: self._target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
-    def _needed_files(self, step: SourceStep, ranks: Iterable[int]) -> set[int]:
-        """Source ranks whose files some target ranks need, as far as strategies tell."""
-        readable = step.readable
-        needed: set[int] = set()
-        for rank in ranks:
-            try:
-                needed.update(self._choice.ranks(rank, readable))
-            except IncompleteSourceError:
-                # What is lost may be parameters that were never saved: only the files can tell.
-                needed.update(readable)
-        if readable:
-            # Values outside the strategies come from the lowest rank, a few from the target's own.
-            needed.add(min(readable))
-            needed.update(rank for rank in ranks if rank in readable)
-        return needed
-
-    def _needed_stages(self) -> list[Stage]:
-        if self._ranks is None or self._source.is_none:
-            return [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
-        wanted: set[str] = set()
-        for stage in self._target_stages():
-            wanted.update(stage.layouts)
-        needed = []
-        for stage in self._source.stages:
-            others = [other for other in self._source.stages if other is not stage]
-            for name in stage.layouts:
-                asked = self._target.is_none or name in wanted
-                if asked and not any(name in other.layouts for other in others):
-                    needed.append(stage)
-                    break
-        return needed
-
-    def _lost(self, selection: Selection) -> list[Lost]:
+    def _lost_to_asked(self, selection: Selection) -> Iterator[Lost]:
+        """Parameters of which the targets asked for need a slice that no file has."""
         step, parameters, _ = selection
-        if self._ranks is None:
-            lost = lost_slices(parameters.values(), step)
-            return lost + unread_parameters(self._source, step, self._source.stages, set(parameters))
-        lost = []
+        cuts = Cuts(self._target)
         for parameter in parameters.values():
             if self._in_target(parameter.name):
-                missing = self._missing_ranks(parameter, step)
+                missing = frozenset(self._missing_ranks(parameter, step, cuts))
                 if missing:
-                    lost.append(Lost(parameter.name, missing))
-        unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
-        return lost + [item for item in unread if self._in_target(item.parameter)]
+                    yield Lost(parameter.name, missing)
 
-    def _missing_ranks(self, parameter: Parameter, step: SourceStep) -> frozenset[frozenset[int]]:
+    def _missing_ranks(self, parameter: Parameter, step: SourceStep, cuts: Cuts) -> Iterator[frozenset[int]]:
         """The ranks that would have held each slice that the targets asked for need and no file has."""
         present = [step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings]
-        missing: set[frozenset[int]] = set()
         for rank in self._ranks or ():
             stage = self._target.stage_of(rank)
             if not self._target.is_none and parameter.name not in stage.layouts:
                 continue
-            cut = self._cuts.of(parameter, stage)
+            cut = cuts.of(parameter, stage)
             for cell in cut.overlap.cells(cut.slice_of(rank - stage.first_rank)):
                 ranks = {r for holding, n in zip(cut.holdings, cell.slices) for r in holding.ranks(n)}
                 if not any(ranks & held for held in present):
-                    missing.add(frozenset(ranks))
-        return frozenset(missing)
+                    yield frozenset(ranks)
 
-    def _widen(self, selection: Selection, lost: Sequence[Lost]) -> bool:
-        """Read further replicas where the files read so far lack something; whether anything was read."""
-        step, parameters, _ = selection
-        more: set[int] = set()
-        for item in lost:
-            more |= item.ranks
-        for stage in self._source.stages:
-            for name in stage.layouts:
-                if name not in parameters and self._in_target(name):
-                    if step.absent(stage):
-                        # It may have been on an absent rank: only the others' files can tell.
-                        more.update(rank for rank in stage.ranks if rank in step.readable)
-                    for rank in self._ranks or ():
-                        for ranks in self._choice.needs_of(name, rank):
-                            more |= ranks
-        if any(step.saved_differently(stage) for stage in self._source.stages):
-            # A de-duplicated save: anything, global_step included, may be on any rank.
-            more |= step.readable
-        return step.load(more)
-
-    def _tell(self, selection: Selection, others: bool) -> None:
-        step, parameters, _ = selection
+    def _tell(self, taken: _Taken, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
+        """Say what was decided, and what newer steps lack."""
+        for other in passed:
+            self._report.warn(f"{other.label} is not complete and is passed over: " + joined("; ", other.lines(3)))
+        for note in taken.candidate.notes:
+            self._report.warn(note)
+        step = taken.selection.step
         absent = sorted(set(range(self._source.device_count)) - step.readable)
-        if self._ranks is None and absent:
+        if taken.scope is Scope.TARGET and taken.lacks is not None:
+            self._report.warn(
+                f"{step.label} is not complete, but what it lacks is not in the target strategy: "
+                + joined("; ", taken.lacks.lines(3))
+            )
+        elif taken.scope is Scope.ASKED:
+            self._report.note(
+                f"{step.label} has no file of {rank_ranges(absent)} here; the target ranks asked for need none of it, "
+                "and values outside the strategies are those of the files that are here"
+            )
+        elif absent:
             self._report.note(
                 f"{step.label} has no file of {rank_ranges(absent)}; replicas on {rank_ranges(step.readable)} are used"
             )
-        elif others:
+        elif passed:
             self._report.note(f"{step.label} is used")
-        if self._ranks is not None:
-            return
+        if self._ranks is not None and len(steps) > 1 and step.step is not None:
+            self._report.warn(
+                f"{step.place} holds {plural(len(steps), 'step')}, and {step.label} is taken; give every rank "
+                f"--step {step.step}, so that all of them take the same, whatever is saved meanwhile"
+            )
+        if taken.scope is Scope.EVERYTHING:
+            self._tell_not_saved(taken.selection)
+
+    def _tell_not_saved(self, selection: Selection) -> None:
+        """Name parameters that no file holds although only an absent rank may have saved them."""
+        step, parameters, _ = selection
         for stage in self._source.stages:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in parameters)
             if away and unseen:
-                self._report.note(
+                # Weights are always saved; of other parameters a strategy often lists more than there are.
+                tell = self._report.warn if any(is_weight(name) for name in unseen) else self._report.note
+                tell(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; had only {rank_ranges(away)} saved them (a de-duplicated "
                     "save), they would be lost"

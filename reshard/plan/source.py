@@ -7,7 +7,7 @@ warning; an encrypted or unreadable one is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Union
 
@@ -20,6 +20,8 @@ from reshard.wording import step_words
 
 # Reading headers from network storage is waiting, whatever the number of CPUs.
 _HEADERS_IN_FLIGHT = 16
+# In the metadata of .safetensors files.
+_DEDUPLICATED_KEY = "remove_redundancy"
 
 
 class SourceStep:
@@ -45,6 +47,7 @@ class SourceStep:
         self._set_of_tensors: dict[int, int] = {}
         self._known = KnownStructures(handles)
         self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+        self._marked = False
 
     @property
     def label(self) -> str:
@@ -75,6 +78,7 @@ class SourceStep:
                 self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
                 continue
             self.indexes[rank] = index
+            self._marked = self._marked or index.metadata.get(_DEDUPLICATED_KEY) == "True"
             # Files built alike share their tensors, so most sets of names are known by identity.
             number = self._set_of_tensors.get(id(index.tensors))
             if number is None:
@@ -136,11 +140,29 @@ class SourceStep:
             self._presence[key] = found
         return found
 
-    def saved_differently(self, stage: Stage) -> bool:
-        """Whether files of one stage hold different sets of its parameters: a de-duplicated save."""
-        numbers = {self._set_of_rank[rank] for rank in self.loaded(stage)}
+    def deduplicated(self, stage: Stage) -> bool:
+        """Whether each slice was saved by only some of the ranks of a stage that hold it.
+
+        It is where a file says so, be it the only one that is left; without a mark, which .ckpt files never
+        have, where files of the stage hold different sets of its parameters.
+        """
+        if self._marked:
+            return True
+        loaded = self.loaded(stage)
+        numbers = {self._set_of_rank[rank] for rank in loaded}
         sets = [names for names, number in self._sets.items() if number in numbers]
-        return len({frozenset(names & stage.layouts.keys()) for names in sets}) > 1
+        return any(
+            len({name in names for names in sets}) > 1 and not self._may_be_empty(name, stage, loaded)
+            for name in stage.layouts
+        )
+
+    def _may_be_empty(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
+        """Whether ranks of a stage may have nothing of a parameter; .ckpt files leave that out mostly."""
+        uneven = stage.layouts[name].uneven
+        if uneven is not None and 0 in uneven:
+            return True
+        tensors = (self.indexes[rank].tensors.get(name) for rank in loaded)
+        return any(tensor is not None and not tensor.nbytes for tensor in tensors)
 
     def names(self) -> set[str]:
         """Every tensor name in the files read so far."""

@@ -1,0 +1,107 @@
+"""All ways in which a stage's devices can hold the slices of a tensor whose layout nobody recorded.
+
+What is known of such a tensor is its full shape and the shape of a rank's slice: so into how many
+slices each dimension is cut. Which rank holds which slice then follows from a device matrix, the axes
+that each dimension is split over, and an optimizer shard; all of them are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+from reshard.errors import LayoutError
+from reshard.layout.layout import Layout
+
+MAX_CANDIDATES = 20_000
+"""Layouts that are tried at the most."""
+
+
+def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> Optional[tuple[int, ...]]:
+    """Into how many equal slices every dimension is cut; None where it is not cut so.
+
+    Args:
+        shape: of the full tensor.
+        slice_shape: of every slice.
+    """
+    if len(shape) != len(slice_shape) or any(part < 1 or size % part for size, part in zip(shape, slice_shape)):
+        return None
+    return tuple(size // part for size, part in zip(shape, slice_shape))
+
+
+def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[tuple[int, ...]]]:
+    """Every way in which devices can hold slices: which slice each of them has, in C order of ``cuts``.
+
+    Args:
+        device_count: devices of the stage.
+        cuts: slices per dimension, optimizer shards included.
+
+    Returns:
+        Each way once; None where there are too many layouts to try.
+    """
+    if device_count % math.prod(cuts):
+        return []
+    found: dict[tuple[int, ...], None] = {}
+    for tried, layout in enumerate(_layouts(device_count, cuts)):
+        if tried >= MAX_CANDIDATES:
+            return None
+        found.setdefault(tuple(layout.slice_of_rank.tolist()))
+    return list(found)
+
+
+def _layouts(device_count: int, cuts: tuple[int, ...]) -> Iterator[Layout]:
+    for matrix in _orders(Counter(_prime_factors(device_count))):
+        for shards in (count for count in range(1, cuts[0] + 1) if cuts[0] % count == 0) if cuts else (1,):
+            tensor_cuts = (cuts[0] // shards, *cuts[1:]) if cuts else ()
+            for tensor_map in _maps(matrix, tensor_cuts, frozenset(range(len(matrix)))):
+                try:
+                    yield Layout(matrix, tensor_map, shards if shards > 1 else 0)
+                except LayoutError:
+                    # The replicas do not divide into so many shards.
+                    continue
+
+
+def _maps(
+    matrix: tuple[int, ...], cuts: tuple[int, ...], free: frozenset[int]
+) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Tensor maps over axes that are free, which cut every dimension into so many slices."""
+    if not cuts:
+        yield ()
+        return
+    for axes in _chains(matrix, cuts[0], free):
+        for rest in _maps(matrix, cuts[1:], free.difference(axes)):
+            yield (axes, *rest)
+
+
+def _chains(matrix: tuple[int, ...], count: int, free: frozenset[int]) -> Iterator[tuple[int, ...]]:
+    """Ordered choices of axes, counted from the right, whose sizes multiply to ``count``."""
+    if count == 1:
+        yield ()
+        return
+    for axis in sorted(free):
+        size = matrix[len(matrix) - 1 - axis]
+        if count % size == 0:
+            for rest in _chains(matrix, count // size, free - {axis}):
+                yield (axis, *rest)
+
+
+def _orders(sizes: Counter[int]) -> Iterator[tuple[int, ...]]:
+    """Every distinct order of some sizes."""
+    if not sizes:
+        yield ()
+    for size in sorted(sizes):
+        for rest in _orders(sizes - Counter([size])):
+            yield (size, *rest)
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors = []
+    divisor = 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors + ([number] if number > 1 else [])

@@ -1,0 +1,40 @@
+"""Which ways there are to hold a tensor's slices, where nobody recorded the layout."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from reshard.layout.candidates import MAX_CANDIDATES, cuts_of, possible_holders
+from tests.layouts import layouts
+from tests.reference import boxes
+from tests.test_properties import examples
+
+
+@examples(40)
+@given(st.data())
+def test_every_layout_is_among_the_ways_to_hold_its_slices(data: st.DataObject) -> None:
+    devices = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+    shape = data.draw(st.sampled_from([(24,), (24, 12), (8, 4, 6), ()]))
+    made = data.draw(layouts(devices, shape))
+    assume(not made["uneven"])
+    held = boxes(made, shape)
+    numbers = {box: number for number, box in enumerate(sorted(set(held)))}
+    cuts = cuts_of(shape, [stop - start for start, stop in held[0]])
+    assert cuts is not None
+    ways = possible_holders(devices, cuts)
+    assert ways is not None and tuple(numbers[box] for box in held) in ways
+    assert len(set(ways)) == len(ways)
+
+
+def test_slices_that_do_not_divide_a_tensor_are_cut_in_no_known_way() -> None:
+    assert cuts_of((6, 4), (4, 4)) is None
+    assert cuts_of((6, 4), (0, 4)) is None
+    assert cuts_of((6, 4), (6,)) is None
+    assert possible_holders(4, (3,)) == []
+
+
+def test_more_layouts_than_can_be_tried_are_no_answer() -> None:
+    assert possible_holders(2**14, (2**7,)) is None
+    ways = possible_holders(4096, (2,))
+    assert ways is not None and len(ways) < MAX_CANDIDATES

@@ -1,0 +1,265 @@
+"""On every tree that transform-dir converts, one rank at a time gives the same bytes, verify agrees, and recover
+gives back what was there.
+
+The trees are what training leaves behind: de-duplicated, torn or cut short at the newest step, ranks lost, parameters
+tied, listed or not, accumulated gradients, tensors without elements, hand-split tables with empty slices, text,
+values on some of the ranks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from tests.layouts import holders, layouts, strategies, tensors
+from tests.reference import Strategy, names_of, rank_count
+from tests.running import Argument, done, reshard
+from tests.test_properties import FORMATS, examples, subset
+from tests.trees import (
+    Checkpoint,
+    Value,
+    cut_ranks,
+    layout,
+    read_tree,
+    same_checkpoints,
+    scalar,
+    text,
+    tree_bytes,
+    value,
+    write_strategy,
+    write_tree,
+)
+
+
+class Case(NamedTuple):
+    """A checkpoint as it lies on disk, and what was saved of it."""
+
+    source: Strategy
+    target: Strategy
+    full: dict[str, Value]
+    saved: dict[int, dict[str, Value]]
+    left: dict[int, dict[str, Value]]
+    deduplicated: bool
+    ending: str
+    plain: list[str]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Value]:
+    """Tensors, some of them without elements, one perhaps with accumulated gradients."""
+    full = draw(tensors())
+    if draw(st.integers(0, 3)) == 0:
+        full["nothing"] = value("nothing", draw(st.sampled_from([(0, 4), (4, 0), (0,)])))
+    for name in sorted(full):
+        if draw(st.integers(0, 3)) == 0:
+            full[f"accu_grads.{name}"] = value(f"accu_grads.{name}", full[name].array.shape)
+    return full
+
+
+def with_owners_layout(strategy: Strategy, full: Checkpoint) -> Strategy:
+    """Accumulated gradients, and nothing else, laid out as what they belong to, in the same stages."""
+    made = []
+    for stage in strategy:
+        own = dict(stage["layouts"])
+        own.update({f"accu_grads.{n}": m for n, m in stage["layouts"].items() if f"accu_grads.{n}" in full})
+        made.append({**stage, "layouts": own})
+    return made
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, full: dict[str, Value], most: int = 6) -> Strategy:
+    """A strategy of everything; perhaps with a table split by hand into slices of which one is empty."""
+    owners = {name: tensor for name, tensor in full.items() if not name.startswith("accu_grads.") and name != "table"}
+    strategy: Strategy = draw(strategies(owners, most))
+    for stage in strategy:
+        if "nothing" in stage["layouts"]:
+            # Boxes without elements are all alike, so that no step between shards can be told from them.
+            stage["layouts"]["nothing"].update(shard_size=0, shard_step=0)
+    strategy = with_owners_layout(strategy, full)
+    if "table" in full:
+        stage = draw(st.sampled_from(strategy))
+        devices, rows = stage["devices"], full["table"].array.shape[0]
+        made = draw(layouts(devices, full["table"].array.shape))
+        if devices > 1 and draw(st.booleans()):
+            uneven = [0] * devices
+            for _ in range(rows):
+                uneven[draw(st.integers(0, devices - 1))] += 1
+            made = layout([devices], [0, -1], uneven=uneven)
+        stage["layouts"]["table"] = made
+    return strategy
+
+
+@st.composite
+def values(draw: st.DrawFn, ranks: list[int], ending: str) -> dict[int, dict[str, Value]]:
+    """Values outside the strategies, each on all ranks or on some; equal wherever they are, but for cur_rank."""
+    there = {"global_step": scalar(7, shape=(1,)), "loss_scale": scalar(9, "Float32")}
+    if ending == "ckpt":
+        there["note"] = text("sävéd")
+    found: dict[int, dict[str, Value]] = {rank: {} for rank in ranks}
+    for name, held in there.items():
+        some = draw(st.sets(st.sampled_from(ranks), min_size=1)) if draw(st.integers(0, 3)) == 0 else ranks
+        for rank in some:
+            found[rank][name] = held
+    if draw(st.booleans()):
+        for rank in ranks:
+            found[rank]["cur_rank"] = scalar(rank)
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    full = draw(models())
+    if draw(st.integers(0, 2)) == 0:
+        full["table"] = value("table", (draw(st.integers(2, 7)), 3))
+    source = draw(laid_out(full, 8), label="source")
+    target = draw(laid_out(full), label="target")
+    gradients = sorted(name for name in full if name.startswith("accu_grads."))
+    plain = gradients if draw(st.booleans()) else []
+    ending = draw(st.sampled_from(FORMATS))
+    ranks = list(range(rank_count(source)))
+    saved = cut_ranks(source, full, unsharded=plain)
+    left = {rank: dict(held) for rank, held in saved.items()}
+    deduplicated = draw(st.integers(0, 2)) == 0
+    if deduplicated:
+        groups: dict[Any, list[int]] = {}
+        unsharded = [
+            {**stage, "layouts": {n: {**m, "shard_size": 0} if n in plain else m for n, m in stage["layouts"].items()}}
+            for stage in source
+        ]
+        groups = holders(unsharded, full)
+        for (_, name, _box), group in groups.items():
+            keeper = draw(st.sampled_from(group))
+            for other in group:
+                if other != keeper:
+                    del left[other][name]
+    if ending == "ckpt" and draw(st.booleans()):
+        # Synchronous saves leave out what has no elements.
+        left = {rank: {n: v for n, v in held.items() if v.array.size} for rank, held in left.items()}
+    for rank, held in draw(values(ranks, ending)).items():
+        left[rank].update(held)
+    for rank in draw(st.sets(st.sampled_from(ranks), max_size=min(2, len(ranks) - 1)), label="lost"):
+        del left[rank]
+    return Case(source, target, full, saved, left, deduplicated, ending, plain)
+
+
+def write_source(case: Case, root: Path) -> dict[str, Any]:
+    """Write what is left of a checkpoint; with what options."""
+    options: dict[str, Any] = {}
+    if case.ending == "safetensors":
+        options["metadata"] = {"remove_redundancy": str(case.deduplicated)}
+    write_tree(root / "src", case.left, f"rank_{{rank}}/net-3_10.{case.ending}", **options)
+    return options
+
+
+def write_steps(draw: st.DrawFn, case: Case, root: Path) -> list[Argument]:
+    """Write the source, perhaps with an older and a torn newer step; the options that name the strategies."""
+    options = write_source(case, root)
+    if draw(st.integers(0, 2)) == 0:
+        older = {rank: {n: v._replace(array=v.array ^ v.array) for n, v in h.items()} for rank, h in case.saved.items()}
+        write_tree(root / "src", older, f"rank_{{rank}}/net-3_9.{case.ending}")
+    if draw(st.integers(0, 2)) == 0:
+        some = draw(st.sets(st.sampled_from(sorted(case.left)), min_size=1, max_size=2), label="torn")
+        torn = {rank: {n: v._replace(array=~v.array) for n, v in case.left[rank].items()} for rank in some}
+        write_tree(root / "src", torn, f"rank_{{rank}}/net-3_11.{case.ending}", **options)
+    old = write_strategy(root / "old", case.source)
+    new = write_strategy(root / "new", case.target)
+    return ["--src-strategy", old, "--dst-strategy", new]
+
+
+@examples(60)
+@given(st.data())
+def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        words = data.draw(st.composite(write_steps)(case, root))
+        result = reshard("transform-dir", root / "src", root / "all", *words)
+        note(result.err)
+        if result.status:
+            assert result.status == 3
+            return
+        whole = tree_bytes(root / "all")
+        for rank in data.draw(st.permutations(range(rank_count(case.target)))):
+            done("by-rank", rank, root / "src", root / "one", *words)
+        assert tree_bytes(root / "one") == whole
+        assert (root / "one" / "reshard-manifest.json").exists()
+        some = data.draw(st.sets(st.sampled_from(range(rank_count(case.target))), min_size=1))
+        done("transform-dir", root / "src", root / "some", *words, "--ranks", ",".join(map(str, sorted(some))))
+        assert tree_bytes(root / "some").items() <= whole.items()
+
+
+@examples(25)
+@given(st.data())
+def test_the_files_of_a_rank_list_are_enough_for_its_rank(data: st.DataObject) -> None:
+    full = data.draw(models())
+    source, target = data.draw(laid_out(full, 8), label="source"), data.draw(laid_out(full), label="target")
+    gradients = [name for name in full if name.startswith("accu_grads.")]
+    plain = gradients if data.draw(st.booleans()) else []
+    copied = {"global_step": scalar(7, shape=(1,))}
+    ending = data.draw(st.sampled_from(FORMATS))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        words: list[Argument] = ["--src-strategy", old, "--dst-strategy", new]
+        pattern = f"rank_{{rank}}/net-3_10.{ending}"
+        write_tree(root / "src", cut_ranks(source, full, copied, plain), pattern)
+        done("transform-dir", root / "src", root / "all", *words)
+        whole = tree_bytes(root / "all")
+        rank = data.draw(st.sampled_from(range(rank_count(target))))
+        listed = done("rank-list", rank, *words, "--json").json["ranks"]
+        if not listed:
+            return
+        saved = cut_ranks(source, full, copied, plain)
+        write_tree(root / "few", {r: saved[r] for r in listed}, pattern)
+        done("by-rank", rank, root / "few", root / "one", *words)
+        assert tree_bytes(root / "one").items() <= whole.items()
+        assert len(tree_bytes(root / "one")) == 1
+
+
+@examples(30)
+@given(st.data())
+def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataObject) -> None:
+    """With a tied parameter that a stage's ranks hold unlisted, cut in a way that nobody recorded."""
+    case = data.draw(cases())
+    saved = {rank: dict(held) for rank, held in case.saved.items()}
+    left = case.left
+    others = [
+        (number, name)
+        for number, stage in enumerate(case.source)
+        for name, tensor in case.full.items()
+        if name not in stage["layouts"] and tensor.array.size and not name.startswith("accu_grads.")
+    ]
+    if others and not case.deduplicated and data.draw(st.booleans()):
+        number, name = data.draw(st.sampled_from(others), label="tied and unlisted")
+        first = sum(stage["devices"] for stage in case.source[:number])
+        stage = case.source[number]
+        made = data.draw(layouts(stage["devices"], case.full[name].array.shape), label="its layout there")
+        tied = cut_ranks([{**stage, "layouts": {name: made}}], subset(case.full, [name]))
+        for local, part in tied.items():
+            saved[first + local].update(part)
+            if first + local in left:
+                left[first + local].update(part)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_source(case, root)
+        strategy = write_strategy(root / "strategy", case.source)
+        result = reshard("recover", root / "src", root / "whole", "--strategy", strategy, "--prefix", "checkpoint_")
+        note(result.err)
+        if result.status:
+            assert result.status == 3
+            return
+        found = read_tree(root / "whole")
+        listed = names_of(case.source)
+        skipped = {name for held in left.values() for name in held if name not in listed}
+        # What has no elements need not be there.
+        skipped |= {name for name in case.full if not case.full[name].array.size} | {"table"}
+        for rank, held in saved.items():
+            same_checkpoints(without(found[rank], skipped), without(held, skipped), f"rank {rank}")
+
+
+def without(checkpoint: Checkpoint, names: set[str]) -> Checkpoint:
+    return {name: held for name, held in checkpoint.items() if name not in names}
