@@ -1,46 +1,66 @@
-"""The recorded CRCs of source files, checked before anything is made of them."""
+"""Recorded CRCs of source files, checked before anything is made of them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Callable
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.plan.conversion import Conversion
+from reshard.plan.source import SourceStep
+from reshard.records import SourceFile, source_file
 from reshard.report import Report
 from reshard.wording import plural, some_names
 
-
-def files_to_check(conversion: Conversion, report: Report) -> list[CheckpointIndex]:
-    """The source files that record a CRC and are read whole; says of which others only a part is read."""
-    indexes = {index.path: index for index in conversion.step.indexes.values()}
-    read = conversion.files_read()
-    partly = [path for path, all_of_it in read.items() if not all_of_it]
-    if partly:
-        report.note(
-            f"the CRC of {plural(len(partly), 'source file')} was not checked, because only a part of the file is "
-            f"read: {some_names(partly, 3)}"
-        )
-    return [indexes[path] for path, all_of_it in read.items() if all_of_it]
+Check = Callable[[Sequence[CheckpointIndex]], Mapping[str, DamagedCheckpointError]]
+"""Checks files; gives the errors of those that are damaged, by path."""
 
 
-def check_source_crcs(
-    indexes: Sequence[CheckpointIndex],
-    execution: ExecutionOptions,
-    handles: FileHandles,
-    report: Report,
-    progress: Progress,
-) -> None:
-    """Check the CRCs of source files.
+class SourceCrcs:
+    """Which source files are damaged by the CRCs that they record; each is checked once.
 
-    Raises:
-        DamagedCheckpointError: a file's bytes are not those its CRC was made of.
+    Args:
+        damaged: what is known to be damaged, and why, by path.
+        report: warned of damaged files, and told of those that are not checked.
+
+    Attributes:
+        damaged: why files count as absent, by path.
+        files: those that were found damaged here, as they were found.
     """
-    for error in damaged_files(indexes, execution, handles, report, progress, stop_at_first=True).values():
-        raise error
+
+    def __init__(self, damaged: Mapping[str, str], report: Report) -> None:
+        self.damaged = dict(damaged)
+        self.files: list[SourceFile] = []
+        self._report = report
+        self._checked: set[str] = set()
+
+    def find(self, step: SourceStep, indexes: Iterable[CheckpointIndex], check: Check) -> bool:
+        """Check files of a step that were not checked before; whether any is damaged.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
+        new = [index for index in indexes if index.crc is not None and index.path not in self._checked]
+        found = check(new) if new else {}
+        self._checked.update(index.path for index in new)
+        for rank, index in sorted(step.indexes.items()):
+            if index.path in found:
+                self._report.warn(f"{found[index.path].message}; rank {rank} counts as absent at {step.label}")
+                self.files.append(source_file(rank, index, {}))
+        self.damaged.update((path, error.message) for path, error in found.items())
+        return bool(found)
+
+    def note_unchecked(self, paths: Iterable[str]) -> None:
+        """Say which files are not checked, of those of which only a part is read."""
+        unchecked = [path for path in paths if path not in self._checked]
+        if unchecked:
+            self._report.note(
+                f"the CRC of {plural(len(unchecked), 'source file')} was not checked, because only a part of the file "
+                f"is read: {some_names(unchecked, 3)}"
+            )
 
 
 def damaged_files(
@@ -49,7 +69,6 @@ def damaged_files(
     handles: FileHandles,
     report: Report,
     progress: Progress,
-    stop_at_first: bool = False,
 ) -> dict[str, DamagedCheckpointError]:
     """Files whose bytes are not those their CRC was made of, with the error of each, by path."""
     stop = threading.Event()
@@ -71,8 +90,6 @@ def damaged_files(
             return
         except DamagedCheckpointError as error:
             found[index.path] = error
-            if stop_at_first:
-                stop.set()
             return
         if not outcome.checked:
             report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")

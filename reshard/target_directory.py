@@ -48,14 +48,24 @@ class TargetDirectory:
         adding: other ranks of the same conversion may stay beside what is replaced.
         checksum: the manifest shall have a checksum of every file, as it has where any other run asked for them.
         part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
+        damaged: source files that count as absent, because their contents are damaged.
     """
 
     def __init__(
-        self, conversion: Conversion, report: Report, *, overwrite: bool, adding: bool, checksum: bool, part: bool
+        self,
+        conversion: Conversion,
+        report: Report,
+        *,
+        overwrite: bool,
+        adding: bool,
+        checksum: bool,
+        part: bool,
+        damaged: Sequence[SourceFile],
     ) -> None:
         self._adding = adding
         self._part = part
         self._checksum = checksum
+        self._damaged = damaged
         request = conversion.request
         self._conversion = conversion
         self._overwrite = overwrite
@@ -148,7 +158,16 @@ class TargetDirectory:
                 if not self._ledger.done():
                     self._ledger.forget_sources()
             self._ledger.add_sources(self._sources)
+            self._ledger.add_damaged(self._damaged)
         return left
+
+    def suspects(self) -> list[int]:
+        """Source ranks whose files an earlier run into this directory found damaged; they may be sound by now.
+
+        Runs that read only parts of them, and so would not check them, are to agree with that run.
+        """
+        damaged = {found._replace(modified=0) for found in self._ledger.damaged()}
+        return [source.rank for source in self._sources if source._replace(modified=0) in damaged]
 
     def tidy(self) -> None:
         """Remove temporary files that killed runs left in the directories of the ranks asked for."""

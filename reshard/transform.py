@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.defaults import MAX_MEMORY
-from reshard.errors import RetryableError, UsageError
+from reshard.errors import DamagedCheckpointError, IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, check_disjoint, check_space, space_for
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
@@ -21,7 +20,7 @@ from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
 from reshard.plan.shares import share_of
 from reshard.report import Report
-from reshard.source_crcs import check_source_crcs, damaged_files, files_to_check
+from reshard.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.target_directory import TargetDirectory
 from reshard.wording import plural, rank_ranges
 
@@ -154,11 +153,11 @@ class Workers(Protocol):
             ReshardError: they cannot.
         """
 
-    def check_crcs(self, files: Sequence[CheckpointIndex]) -> None:
-        """Check the CRCs of source files.
+    def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
+        """Check the CRCs of source files; errors of those whose bytes are not what their CRC was made of, by path.
 
         Raises:
-            ReshardError: a file's bytes are not those its CRC was made of, or it could not be checked.
+            ReshardError: a file could not be checked.
         """
 
     def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
@@ -224,6 +223,7 @@ class Prepared:
         conversion: the plan; its ranks are those that are still to be written.
         execution: how bytes will be moved.
         asked: target ranks that were asked for, ascending.
+        sizes: size of the file of every target rank that was still to be written when this was planned, in bytes.
     """
 
     def __init__(
@@ -233,53 +233,94 @@ class Prepared:
         self._options = options
         self._handles = handles
         self._report = report
+        self._request = request
+        self._progress = progress
+        self._crcs = SourceCrcs(request.damaged, report)
         check_target_ranks(request)
         _check_prefix(request)
         if isinstance(request.src, str):
             check_disjoint(request.src, (), request.dst)
-        self.conversion = conversion = (
-            _plan_recovery(request, options, handles, report, progress)
-            if options.recover
-            else plan(request, handles, report)
-        )
-        if options.lost_only and isinstance(conversion, Recovery):
-            lost = set(conversion.lost)
-            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)
-        if options.share is not None:
-            conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
-        if options.part is not None:
-            conversion.ranks = tuple(rank for rank in conversion.ranks if rank in options.part.ranks)
-        check_disjoint(request.src, conversion.step.files.values(), request.dst)
+        self._plan()
+        self._planned = time.monotonic()
+
+    def _plan(self) -> None:
+        """Plan with the source files that are not known to be damaged, and look at the target directory."""
+        options = self._options
+        while True:
+            conversion = self._conversion()
+            request = conversion.request
+            check_disjoint(request.src, conversion.step.files.values(), request.dst)
+            if options.lost_only and isinstance(conversion, Recovery):
+                lost = set(conversion.lost)
+                conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)
+            if options.share is not None:
+                conversion.ranks = share_of(conversion.data_bytes_by_rank(), *options.share)
+            if options.part is not None:
+                conversion.ranks = tuple(rank for rank in conversion.ranks if rank in options.part.ranks)
+            directory = self._directory_of(conversion)
+            if directory is None or options.crc == "never":
+                break
+            suspects = [conversion.step.indexes[rank] for rank in directory.suspects()]
+            if not self._crcs.find(conversion.step, suspects, self._check_here(conversion, self._progress)):
+                break
+        self.conversion = conversion
         self.execution = _execution(conversion, options)
         # Every thread may have a whole group of targets open, beside its sources.
-        conversion.most_together = max(1, min(conversion.most_together, handles.limit // (4 * self.execution.threads)))
+        most_open = self._handles.limit // (4 * self.execution.threads)
+        conversion.most_together = max(1, min(conversion.most_together, most_open))
         self.asked = conversion.ranks
-        self._directory = None
-        if not request.exact_file:
-            self._directory = TargetDirectory(
-                conversion,
-                report,
-                overwrite=options.overwrite,
-                adding=options.adding,
-                checksum=options.checksum == "crc32",
-                part=options.part is not None,
-            )
-            if options.part is not None and options.part.sources != self._directory.sources:
+        self._directory = directory
+        if directory is not None:
+            if options.part is not None and options.part.sources != directory.sources:
                 raise RetryableError(
                     f"{request.src}: source files are not as they were when the conversion was begun",
                     hint="wait until nothing writes the source any more, then give the same command again",
                 )
-            conversion.ranks = tuple(self._directory.survey())
-        self._planned = time.monotonic()
+            conversion.ranks = tuple(directory.survey())
+        self.sizes = conversion.file_bytes(conversion.ranks)
 
-    @functools.cached_property
-    def sizes(self) -> dict[int, int]:
-        """Size of the file of every target rank that was still to be written when this was prepared, in bytes."""
-        return self.conversion.file_bytes(self.conversion.ranks)
+    def _conversion(self) -> Conversion:
+        """The plan; that of a recovery is made of files that are sound, as far as they record a CRC."""
+        options = self._options
+        while True:
+            request = replace(self._request, damaged=dict(self._crcs.damaged))
+            try:
+                conversion = (
+                    plan_as(Recovery, request, self._handles, self._report)
+                    if options.recover
+                    else plan(request, self._handles, self._report)
+                )
+            except IncompleteSourceError as error:
+                if self._crcs.damaged:
+                    error.hint = "; ".join(filter(None, [error.hint, "with --crc never CRCs are not checked"]))
+                raise
+            if not options.recover or options.crc == "never" or options.dry_run:
+                return conversion
+            # What is lost, and so what is asked for, depends on it.
+            check = self._check_here(conversion, self._progress)
+            if not self._crcs.find(conversion.step, conversion.step.indexes.values(), check):
+                return conversion
 
-    @functools.cached_property
+    def _directory_of(self, conversion: Conversion) -> Optional[TargetDirectory]:
+        if conversion.request.exact_file:
+            return None
+        return TargetDirectory(
+            conversion,
+            self._report,
+            overwrite=self._options.overwrite,
+            adding=self._options.adding,
+            checksum=self._options.checksum == "crc32",
+            part=self._options.part is not None,
+            damaged=self._crcs.files,
+        )
+
+    def _check_here(self, conversion: Conversion, progress: Progress) -> Check:
+        execution = _execution(conversion, self._options)
+        return lambda files: damaged_files(files, execution, self._handles, self._report, progress)
+
+    @property
     def space(self) -> list[Space]:
-        """What files of these sizes need on every file system below the target directory, and what is free."""
+        """What the files to be written need on every file system below the target directory, and what is free."""
         return space_for((os.path.dirname(self.conversion.path(rank)), size) for rank, size in self.sizes.items())
 
     def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
@@ -292,25 +333,20 @@ class Prepared:
         Raises:
             ReshardError: it failed; nothing half-written is left.
         """
-        conversion, options = self.conversion, self._options
         progress = progress or Progress()
         manifest = None
         checked = self._planned
-        if workers is not None and conversion.ranks:
-            workers.check(conversion)
-        if options.dry_run:
-            written = sum(self.sizes.values())
+        if self._options.dry_run:
+            if workers is not None and self.conversion.ranks:
+                workers.check(self.conversion)
             for space in self.space:
                 if space.problem is not None:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
+            conversion = self.conversion
+            written = sum(self.sizes.values())
         else:
-            check_space(self.space)
-            if options.crc != "never" and not options.recover and conversion.ranks:
-                files = files_to_check(conversion, self._report)
-                if workers is None:
-                    check_source_crcs(files, self.execution, self._handles, self._report, progress)
-                else:
-                    workers.check_crcs(files)
+            self._settle(progress, workers)
+            conversion = self.conversion
             checked = time.monotonic()
             run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress, workers)
             written = run.write()
@@ -339,8 +375,30 @@ class Prepared:
                 writing=ended - checked,
             ),
             seconds=ended - self._started,
-            dry_run=options.dry_run,
+            dry_run=self._options.dry_run,
         )
+
+    def _settle(self, progress: Progress, workers: Optional[Workers]) -> None:
+        """Check what can be checked before writing; source files that are damaged are planned without.
+
+        Raises:
+            ReshardError: it cannot be written, or not be made of sound files.
+        """
+        while True:
+            conversion = self.conversion
+            if workers is not None and conversion.ranks:
+                workers.check(conversion)
+            check_space(self.space)
+            if self._options.crc == "never" or self._options.recover or not conversion.ranks:
+                # Those that a recovery is made of were checked before it was planned.
+                return
+            check = self._check_here(conversion, progress) if workers is None else workers.check_crcs
+            read = conversion.files_read()
+            whole = [index for index in conversion.step.indexes.values() if read.get(index.path)]
+            if not self._crcs.find(conversion.step, whole, check):
+                self._crcs.note_unchecked(path for path, all_of_it in read.items() if not all_of_it)
+                return
+            self._plan()
 
 
 class _Run:
@@ -433,26 +491,6 @@ class _Run:
         finally:
             self._progress.end()
         return counted.file_bytes
-
-
-def _plan_recovery(
-    request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
-) -> Recovery:
-    """Plan a recovery from files that are sound, as far as they record a CRC."""
-    checked: set[str] = set()
-    while True:
-        recovery = plan_as(Recovery, request, handles, report)
-        if options.crc == "never" or options.dry_run:
-            return recovery
-        indexes = [index for index in recovery.step.indexes.values() if index.crc is not None]
-        new = [index for index in indexes if index.path not in checked]
-        damaged = damaged_files(new, _execution(recovery, options), handles, report, progress)
-        if not damaged:
-            return recovery
-        for error in damaged.values():
-            report.warn(f"{error.message}; it counts as absent")
-        checked.update(index.path for index in new)
-        request = replace(request, excluded=request.excluded | frozenset(damaged))
 
 
 def _execution(conversion: Conversion, options: Options) -> ExecutionOptions:

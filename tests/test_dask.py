@@ -20,7 +20,8 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.plan.shares import bundles
 from tests.dask_cluster import DaskCluster, ended, until
 from tests.running import Argument, done, fails, reshard, warns
-from tests.small import World, tensors
+from tests.small import PLAIN, World, tensors
+from tests.trees import layout, single
 
 MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
 OLD, NEW = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=6)
@@ -253,6 +254,29 @@ def test_a_source_that_is_saved_again_meanwhile_is_an_error(cluster: DaskCluster
     warns(result, src, "not as they were when the conversion was begun", "not written: rank")
     assert 0 < len(list(dst.glob("rank_*/checkpoint_*"))) < 24
     assert not list(dst.rglob(".reshard-tmp-*"))
+
+
+@pytest.mark.long
+def test_workers_write_without_files_whose_crc_is_wrong_as_a_local_run_does(
+    cluster: DaskCluster, tmp_path: Path
+) -> None:
+    world = World(tmp_path, PLAIN, single({"w": layout([2], [0, -1])}))
+    for step in ("1_9", "1_10"):
+        world.save(tensors(step, ["w"]), f"rank_{{rank}}/net-{step}.ckpt", crc=True)
+    cluster.workers(2)
+    for rank, step in ((1, "1_10"), (3, "1_9")):
+        path = world.src / f"rank_{rank}" / "net-1_10.ckpt"
+        with FileHandles() as handles:
+            ((place, _),) = read_index(handles, str(path)).tensors["w"].extents
+        sound = path.read_bytes()
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        result = cluster.run(*world.words("--json"))
+        assert (result.status, result.json["step"]) == (0, step), result.err
+        warns(result, f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step 1_10")
+        made = files(world.dst)
+        world.convert("--overwrite")
+        assert files(world.dst) == made
+        shutil.rmtree(world.dst)
 
 
 @pytest.mark.long

@@ -345,8 +345,10 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     if sources is None:
         with FileHandles() as handles:
             conversion = plan(request, handles, Report())
-            options = {"overwrite": True, "adding": True, "checksum": False, "part": True}
-            sources = TargetDirectory(conversion, Report(), **options).sources
+            directory = TargetDirectory(
+                conversion, Report(), overwrite=True, adding=True, checksum=False, part=True, damaged=()
+            )
+            sources = directory.sources
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 
 

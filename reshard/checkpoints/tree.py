@@ -15,8 +15,8 @@ import os
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
@@ -82,6 +82,7 @@ class StepFiles:
         notes: what a user should know about them, in whole sentences.
         root: the directory that they are named relative to.
         named: the same files by what their names tell; none where they were not found by name.
+        damaged: why a rank's file counts as absent, where that is known without reading it.
     """
 
     step: Optional[Step]
@@ -89,6 +90,7 @@ class StepFiles:
     notes: tuple[str, ...] = ()
     root: str = ""
     named: tuple[RankFile, ...] = ()
+    damaged: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def names(self) -> Optional[FileNames]:

@@ -125,6 +125,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     counts = f"{plural(request.source.device_count, 'rank')} to {request.target.device_count}"
     lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({conversion.format})"]
     if summary.ranks:
+        spaces = prepared.space
         written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         memory, buffers = byte_size(_expected_memory(prepared.execution)), byte_size(prepared.execution.buffer_bytes)
         lines += [
@@ -132,7 +133,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
             f"source {rank_ranges(moved.read)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {plural(prepared.execution.threads, 'thread')}",
-            *(_room(space, several=len(prepared.space) > 1) for space in prepared.space),
+            *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
         lines.append("  write    nothing: all targets asked for are there")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pydoc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Callable, Optional
@@ -17,7 +17,7 @@ from reshard.checkpoints import CheckpointIndex
 from reshard.cluster.address import check_address
 from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
-from reshard.errors import InputError, ReshardError, RetryableError, UnwritableError
+from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError
 from reshard.execute import Progress
 from reshard.plan.conversion import Conversion, Request
 from reshard.plan.shares import bundles
@@ -77,16 +77,23 @@ class Cluster:
         paths = list(conversion.step.files.values())
         self._check_seen({paths[0], paths[-1]})
 
-    def check_crcs(self, files: Sequence[CheckpointIndex]) -> None:
+    def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
         """Check the CRCs of source files, each in a task of its own; see `transform.Workers`."""
         paths = [_absolute(index.path) for index in files]
         tasks = [(check_crc, path, self._options.max_memory) for path in paths]
+        damaged: dict[str, DamagedCheckpointError] = {}
         with Running(self._client, self._address, self._report, tasks) as running:
-            for number, notes in running.outcomes():
-                if isinstance(notes, ReshardError):
-                    raise notes
-                for note in notes:
-                    self._report.note(note.replace(paths[number], files[number].path))
+            for number, outcome in running.outcomes():
+                path = files[number].path
+                if isinstance(outcome, DamagedCheckpointError):
+                    outcome.message = outcome.message.replace(paths[number], path)
+                    damaged[path] = outcome
+                elif isinstance(outcome, ReshardError):
+                    raise outcome
+                else:
+                    for note in outcome:
+                        self._report.note(note.replace(paths[number], path))
+        return damaged
 
     def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
         """Write and record every target of a conversion, in tasks; see `transform.Workers`."""
@@ -173,6 +180,7 @@ def _elsewhere(conversion: Conversion) -> Request:
         request,
         src=_absolute(src) if isinstance(src, str) else {rank: _absolute(path) for rank, path in src.items()},
         dst=_absolute(request.dst),
+        damaged={_absolute(path): why for path, why in request.damaged.items()},
         step=request.step if conversion.step.step is None else str(conversion.step.step),
     )
 

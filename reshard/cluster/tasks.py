@@ -19,7 +19,7 @@ from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.conversion import Request
 from reshard.report import Report
-from reshard.source_crcs import check_source_crcs
+from reshard.source_crcs import damaged_files
 from reshard.transform import Options, Part, prepare
 from reshard.wording import some_names
 
@@ -80,12 +80,14 @@ def not_seen(paths: Sequence[str], worker: str) -> InputError:
 
 
 def check_crc(version: str, path: str, max_memory: int) -> Union[list[str], ReshardError]:
-    """Check a source file's CRC; returns what is to be noted."""
+    """Check a source file's CRC; returns what is to be noted, or the error where the file is damaged."""
 
     def check() -> list[str]:
         report = Report()
         with FileHandles() as handles:
-            check_source_crcs([read_index(handles, path)], ExecutionOptions(1, max_memory), handles, report, Progress())
+            indexes = [read_index(handles, path)]
+            for error in damaged_files(indexes, ExecutionOptions(1, max_memory), handles, report, Progress()).values():
+                raise error
         return report.notes
 
     return _answer(version, check)

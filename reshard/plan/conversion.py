@@ -68,7 +68,7 @@ class Request:
         filters: which parameters are written.
         strict: missing parameters and unlisted tied ones are errors.
         exact_file: ``dst`` is the file itself.
-        excluded: source files that count as absent.
+        damaged: source files that count as absent whatever their headers say, and why, by path.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -84,7 +84,7 @@ class Request:
     filters: Filters = field(default_factory=Filters)
     strict: bool = False
     exact_file: bool = False
-    excluded: frozenset[str] = frozenset()
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 class Kind(NamedTuple):
@@ -153,7 +153,7 @@ def plan_as(kind: type[C], request: Request, handles: FileHandles, report: Repor
     choice = ReplicaChoice(request.source, request.target)
     selector = StepSelector(request.source, request.target, request.ranks, request.filters, handles, report)
     candidates, steps = _candidates(request, handles)
-    selection = selector.select(_sound(candidates, request.excluded), steps)
+    selection = selector.select(_with_damage(candidates, request.damaged), steps)
     return kind(request, choice, selection, handles, report)
 
 
@@ -178,12 +178,11 @@ def _candidates(request: Request, handles: FileHandles) -> tuple[Iterable[StepFi
     return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps
 
 
-def _sound(candidates: Iterable[StepFiles], excluded: frozenset[str]) -> Iterator[StepFiles]:
-    """Candidates without excluded files; one that has no others is none."""
+def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
+    """Candidates that know which of their files are damaged, given why, by path."""
     for candidate in candidates:
-        files = {rank: path for rank, path in candidate.files.items() if path not in excluded}
-        if files:
-            yield replace(candidate, files=files)
+        known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
+        yield replace(candidate, damaged=known)
 
 
 class Conversion:

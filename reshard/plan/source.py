@@ -39,7 +39,7 @@ class SourceStep:
         self.step = found.step
         self.files: dict[int, str] = dict(found.files)
         self.indexes: dict[int, CheckpointIndex] = {}
-        self.damaged: dict[int, str] = {}
+        self.damaged: dict[int, str] = dict(found.damaged)
         self._handles = handles
         self._report = report
         self._sets: dict[frozenset[str], int] = {}

@@ -2,10 +2,11 @@
 
 ``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (shared by every
 run that is writing), and empty files whose *names* are the records: one per finished target in
-``done/``, one per source file that a run has read in ``sources/``. An empty file is made in one step
-on every file system, so a record is there whole or not at all, two machines cannot tear each other's,
-and one listing tells everything. ``DST/.reshard/lock`` is held while a run begins or ends, so that
-nobody decides on what another is changing.
+``done/``, one per source file that a run has read in ``sources/``, and in ``damaged/`` one per source
+file whose contents were found damaged, be it of a newer step. An empty file is made in one step on
+every file system, so a record is there whole or not at all, two machines cannot tear each other's, and
+one listing tells everything. ``DST/.reshard/lock`` is held while a run begins or ends, so that nobody
+decides on what another is changing.
 
 A new target is recorded after its bytes are on disk under the temporary name and before it gets its
 final one, so no finished target is ever without a record. A record without its target, or with one
@@ -220,16 +221,14 @@ class Ledger:
             TargetError: a file has another size or other headers.
         """
         before: dict[int, list[SourceFile]] = {}
-        for name in _listed(os.path.join(self._own, "sources")):
-            with contextlib.suppress(ValueError):
-                rank, size, headers, modified = name.split(".")
-                before.setdefault(int(rank), []).append(SourceFile(int(rank), int(size), headers, int(modified)))
+        for known in _sources_in(os.path.join(self._own, "sources")):
+            before.setdefault(known.rank, []).append(known)
         touched, changed = [], []
         for source in sources:
-            known = before.get(source.rank, [])
-            if any((one.size, one.headers) != (source.size, source.headers) for one in known):
+            same_rank = before.get(source.rank, [])
+            if any((one.size, one.headers) != (source.size, source.headers) for one in same_rank):
                 changed.append(source.rank)
-            elif known and not any(_same_time(source.modified, one.modified) for one in known):
+            elif same_rank and not any(_same_time(source.modified, one.modified) for one in same_rank):
                 touched.append(source.rank)
         if changed:
             raise TargetError(
@@ -246,6 +245,21 @@ class Ledger:
         known = set(_listed(os.path.join(self._own, "sources")))
         for source in sources:
             self._mark("sources", ".".join(map(str, source)), known)
+
+    def damaged(self) -> set[SourceFile]:
+        """Source files that a conversion into this directory found damaged, be it one of an older step."""
+        return {
+            found
+            for name in filter(_OURS.fullmatch, _listed(self._root))
+            for found in _sources_in(os.path.join(self._root, name, "damaged"))
+        }
+
+    def add_damaged(self, sources: Iterable[SourceFile]) -> None:
+        """Remember source files whose contents are damaged."""
+        for source in sources:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(os.path.join(self._own, "damaged"))
+            self._mark("damaged", ".".join(map(str, source)), ())
 
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
@@ -365,7 +379,7 @@ def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
 
 def _remove_records(path: str) -> None:
     """Remove a conversion's records, and nothing else that may lie there."""
-    for directory in (os.path.join(path, "done"), os.path.join(path, "sources"), path):
+    for directory in (*(os.path.join(path, name) for name in ("done", "sources", "damaged")), path):
         temporary.remove_dead(directory)
         for name in _listed(directory):
             ours = directory != path or name in ("lock", "plan.json") or name.startswith("replacing.")
@@ -397,6 +411,13 @@ def _parsed(name: str) -> Optional[DoneRecord]:
         return DoneRecord(int(rank), int(size), int(modified), digest, checksum)
     except ValueError:
         return None
+
+
+def _sources_in(directory: str) -> Iterator[SourceFile]:
+    for name in _listed(directory):
+        with contextlib.suppress(ValueError):
+            rank, size, headers, modified = name.split(".")
+            yield SourceFile(int(rank), int(size), headers, int(modified))
 
 
 def _listed(directory: str) -> list[str]:

@@ -1,0 +1,226 @@
+"""Source files whose contents are not what their recorded CRC was made of count as absent, as truncated ones do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard import source_crcs, transform_checkpoint_by_rank
+from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, read_index
+from tests.reference import Strategy
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import PLAIN, PLAIN_TARGET, World, tensors
+from tests.trees import layout, read_checkpoint, same_checkpoints, same_ranks, single, tree_bytes
+
+OLD, NEW = tensors("old", ["w", "v"]), tensors("new", ["w", "v"])
+W = tensors("new", ["w"])
+WHOLE = single({"w": layout([1], [-1, -1]), "v": layout([1], [-1])})
+TWICE = single({"w": layout([2], [-1, -1]), "v": layout([2], [-1])})
+# Rank 0 needs everything, rank 1 one parameter.
+STAGES: Strategy = [
+    {"devices": 1, "layouts": {"w": layout([1], [-1, -1]), "v": layout([1], [-1])}},
+    {"devices": 1, "layouts": {"w": layout([1], [-1, -1])}},
+]
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> World:
+    """Four ranks to one, which reads one of ranks 0 and 2 whole, and one of ranks 1 and 3."""
+    return World(tmp_path, PLAIN, WHOLE)
+
+
+@pytest.fixture
+def fallen(tmp_path: Path) -> World:
+    """The newest step is damaged on all ranks that hold one half; the step before is sound."""
+    world = World(tmp_path, PLAIN, single({"w": layout([2], [0, -1]), "v": layout([2], [-1])}))
+    world.save(OLD, "rank_{rank}/net-1_9.ckpt", crc=True)
+    world.save(NEW, "rank_{rank}/net-1_10.ckpt", crc=True)
+    for path in saved(world, 1, 3):
+        damage(path)
+    return world
+
+
+def saved(world: World, *ranks: int) -> list[Path]:
+    """Files of the newest step."""
+    return [world.src / f"rank_{rank}" / "net-1_10.ckpt" for rank in ranks]
+
+
+def damage(path: Path) -> None:
+    """Change a bit of ``w`` and nothing else, not even the time; another time mends it."""
+    with FileHandles() as handles:
+        ((offset, _),) = read_index(handles, str(path)).tensors["w"].extents
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[offset] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def sources_of(world: World, rank: int) -> set[int]:
+    """Source ranks that a target rank reads when all are converted."""
+    targets = done(*world.words("--json", command="plan")).json["targets"]
+    return {source["rank"] for target in targets if target["rank"] == rank for source in target["sources"]}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
+    """How often each file was checked against its CRC."""
+    times: Counter[Path] = Counter()
+    plain = check_crc
+
+    def counting(handles: FileHandles, index: CheckpointIndex, *arguments: Any) -> Any:
+        times[Path(index.path)] += 1
+        return plain(handles, index, *arguments)
+
+    monkeypatch.setattr(source_crcs, "check_crc", counting)
+    return times
+
+
+@pytest.mark.parametrize("command", ["transform-dir", "by-rank", "--ranks", "--shard"])
+def test_a_replica_stands_in_and_no_file_is_checked_twice(joined: World, checked: Counter[Path], command: str) -> None:
+    joined.save(W, crc=True)
+    rank = min(sources_of(joined, 0))
+    (path,) = saved(joined, rank)
+    damage(path)
+    words: dict[str, list[Argument]] = {
+        "transform-dir": joined.words(),
+        "by-rank": joined.words(0, command="by-rank"),
+        "--ranks": joined.words("--ranks", "0"),
+        "--shard": joined.words("--shard", "0/1"),
+    }
+    warns(done(*words[command]), f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step")
+    same_ranks(joined.found(), joined.expected(W))
+    assert len(checked) == 3 and set(checked.values()) == {1}
+
+
+def test_without_a_sound_replica_it_is_an_error_that_names_the_files(joined: World) -> None:
+    joined.save(W, crc=True)
+    for path in saved(joined, 1, 3):
+        damage(path)
+    for step in ("latest", "1_10"):
+        says: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "bring back one of ranks 1,3", "--crc never"]
+        joined.refuses(3, *says, options=("--step", step))
+    assert not joined.dst.exists()
+    joined.convert("--crc", "never")
+
+
+def test_when_all_files_are_damaged_those_that_were_needed_are_named(joined: World) -> None:
+    joined.save(W, crc=True)
+    paths = saved(joined, 0, 1, 2, 3)
+    for path in paths:
+        damage(path)
+    result = joined.refuses(3, "its CRC is", "is not complete")
+    assert sum(str(path) in result.err for path in paths) >= 2
+    for path in paths[:2]:
+        path.write_bytes(path.read_bytes()[:-3])
+    joined.refuses(3, *paths, "no rank of pipeline stage 0 (ranks 0-3) has a readable file")
+
+
+def test_a_target_file_of_its_own_is_made_of_sound_files_too(joined: World) -> None:
+    joined.save(W, crc=True)
+    first = min(sources_of(joined, 0))
+    damage(*saved(joined, first))
+    files = {rank: str(path) for rank, path in enumerate(saved(joined, 0, 1, 2, 3))}
+    target = joined.root / "whole.ckpt"
+    transform_checkpoint_by_rank(0, files, str(target), str(joined.old), str(joined.new))
+    same_checkpoints(read_checkpoint(target), joined.expected(W)[0])
+
+
+def test_latest_falls_back_to_an_older_step_with_warnings(fallen: World) -> None:
+    result = fallen.convert("--json")
+    assert result.json["step"] == "1_9"
+    warns(result, *saved(fallen, 1, 3), "counts as absent at step 1_10", "step 1_10 is not complete")
+    same_ranks(fallen.found(), fallen.expected(OLD))
+
+
+def test_the_same_command_goes_on_with_the_step_it_fell_back_to(fallen: World, checked: Counter[Path]) -> None:
+    fallen.convert()
+    whole = tree_bytes(fallen.dst)
+    assert "nothing is left to write" in fallen.convert().err
+    shutil.rmtree(fallen.dst / "rank_1")
+    checked.clear()
+    plan = done(*fallen.words("--json", command="plan")).json
+    assert (plan["step"], plan["ranks"], plan["done_before"]) == ("1_9", [1], [0])
+    # Only what was found damaged is looked at again.
+    assert checked == Counter(saved(fallen, 1, 3))
+    assert fallen.by_rank(1, "--json").json["step"] == "1_9"
+    assert {name: data for name, data in tree_bytes(fallen.dst).items() if name in whole} == whole
+
+
+def test_a_run_that_replaces_targets_goes_on_with_the_step_it_fell_back_to(
+    fallen: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallen.convert()
+    before = (fallen.dst / "rank_0" / "checkpoint_0.ckpt").stat().st_ino
+    fallen.convert("--overwrite")
+    assert (fallen.dst / "rank_0" / "checkpoint_0.ckpt").stat().st_ino != before
+    same_ranks(fallen.found(), fallen.expected(OLD))
+
+
+def test_a_newer_step_that_is_sound_again_is_another_conversion(fallen: World) -> None:
+    fallen.convert()
+    for path in saved(fallen, 1, 3):
+        damage(path)
+    fails(3, *fallen.words(), says=["holds another conversion", "the step (1_9 there, 1_10 here)"])
+    assert fallen.convert("--overwrite", "--json").json["step"] == "1_10"
+    same_ranks(fallen.found(), fallen.expected(NEW))
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> World:
+    """Two replicas of everything, of which target rank 0 reads one whole, and rank 1 a part of the same."""
+    world = World(tmp_path, TWICE, STAGES)
+    world.save(NEW, crc=True)
+    return world
+
+
+def test_ranks_that_read_only_a_part_agree_with_an_earlier_run_that_found_the_file_damaged(
+    staged: World, checked: Counter[Path]
+) -> None:
+    (first,) = sources_of(staged, 0)
+    assert sources_of(staged, 1) == {first}
+    (path,) = saved(staged, first)
+    damage(path)
+    warns(staged.by_rank(0), path, "counts as absent")
+    result = staged.by_rank(1)
+    warns(result, f"{path}: is damaged: its CRC is", f"rank {first} counts as absent")
+    staged.convert()
+    same_ranks(staged.found(), staged.expected(NEW))
+    # Once it is sound again, nobody takes it for damaged.
+    shutil.rmtree(staged.dst / "rank_1")
+    damage(path)
+    assert "damaged" not in staged.by_rank(1).err
+
+
+def test_a_part_of_a_file_is_not_checked_and_that_is_said(staged: World) -> None:
+    (first,) = sources_of(staged, 1)
+    damage(*saved(staged, first))
+    warns(staged.by_rank(1), "was not checked, because only a part of the file is read", *saved(staged, first))
+
+
+def test_records_of_damage_do_not_stay_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined.save(W, crc=True)
+    damage(*saved(joined, min(sources_of(joined, 0))))
+    monkeypatch.setattr(os, "rename", _refused)
+    assert reshard(*joined.words()).status == 1
+    assert not joined.dst.exists()
+
+
+def _refused(*_: object) -> None:
+    raise OSError("not today")
+
+
+def test_recover_checks_every_file_once(tmp_path: Path, checked: Counter[Path]) -> None:
+    world = World(tmp_path, PLAIN, PLAIN_TARGET)
+    world.save(NEW, crc=True)
+    damage(*saved(world, 2))
+    words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old, "--lost-only"]
+    result = done(*words, "--json")
+    assert result.json["recovered"] == [2] and result.json["ranks"] == [2]
+    warns(result, *saved(world, 2), "rank 2 counts as absent at step 1_10")
+    assert checked == Counter(saved(world, 0, 1, 2, 3))
+    done(*words, "--checksum", "crc32", "--overwrite")
