@@ -440,6 +440,8 @@ class _Run:
         try:
             self._conversion.ranks = tuple(self._directory.begin())
             written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
+            # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
+            self._handles.check_unchanged(index.path for index in self._conversion.step.indexes.values())
             self.manifest = self._directory.complete()
             return written
         finally:

@@ -8,15 +8,17 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
+
+_CHANGED = "it was replaced or changed while it was read"
 
 # Errors that the same call will give again; anything else (stale handle, I/O error) may pass.
 _LASTING = {
@@ -43,12 +45,46 @@ def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
     )
 
 
+def changed_meanwhile(path: str, how: str) -> RetryableError:
+    """The error to show for a file that is no longer what was read of it."""
+    return RetryableError(
+        f"{path}: {how}; nothing that was made of it is kept",
+        file=path,
+        hint="wait until nothing writes the source any more, then give the same command again",
+    )
+
+
 def reading_error(path: str, error: OSError) -> ReshardError:
     """The error to show for a failed read of ``path``: lasting, or worth a retry."""
     lasting = _LASTING.get(error.errno or 0)
     if lasting is not None:
         return CheckpointError(f"{path}: {lasting}", file=path)
     return RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path)
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from another that was put in its place, and from itself before it was written to.
+
+    A writer can set the time of last modification, but not that of last change.
+
+    Attributes:
+        device: what it lies on, as this machine numbers it.
+        inode: its number there.
+        size: bytes.
+        modified: time of last modification, in nanoseconds.
+        changed: time of last change, of its attributes and names too, in nanoseconds.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileVersion:
+        """The version of a file with this status."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class _Handle:
@@ -77,8 +113,8 @@ class FileHandles:
         self.opened = 0
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
-        # Size and time of every file when it was first opened.
-        self._first_seen: dict[str, tuple[int, int]] = {}
+        # Of every file when it was first opened.
+        self._first_seen: dict[str, FileVersion] = {}
 
     @contextlib.contextmanager
     def borrow(self, path: str) -> Iterator[int]:
@@ -144,11 +180,38 @@ class FileHandles:
 
     def _check_unchanged(self, path: str, status: os.stat_result) -> None:
         """Refuse a file of which the header, or a part of the contents, was read when it was another one."""
-        seen = (status.st_size, status.st_mtime_ns)
+        seen = FileVersion.of(status)
         with self._lock:
             first_seen = self._first_seen.setdefault(path, seen)
         if seen != first_seen:
-            raise OSError(errno.ESTALE, "it was replaced or changed while it was read", path)
+            raise OSError(errno.ESTALE, _CHANGED, path)
+
+    def version(self, path: str) -> Optional[FileVersion]:
+        """A file as it was when it was first opened here; None where it never was."""
+        return self._first_seen.get(path)
+
+    def check_unchanged(self, paths: Iterable[str]) -> None:
+        """Insist that files are still what they were when they were first opened, by name and where they are open.
+
+        What was read of them till now is then of one version.
+
+        Raises:
+            ReshardError: a file was written to, replaced or removed meanwhile, or cannot be looked at.
+        """
+        for path in paths:
+            first_seen = self._first_seen.get(path)
+            if first_seen is None:
+                continue
+            try:
+                versions = [FileVersion.of(os.stat(path))]
+                with self._lock:
+                    handle = self._handles.get(path)
+                    if handle is not None and handle.fd is not None:
+                        versions.append(FileVersion.of(os.fstat(handle.fd)))
+            except OSError as error:
+                raise changed_meanwhile(path, f"cannot be looked at any more: {error.strerror or error}") from error
+            if any(version != first_seen for version in versions):
+                raise changed_meanwhile(path, _CHANGED)
 
     def _close_idle(self, keep: int) -> None:
         """Close the longest unused descriptors until ``keep`` are left, as far as they are idle."""

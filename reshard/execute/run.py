@@ -280,6 +280,11 @@ class _Run:
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():
             return
+        if writer.error is None:
+            try:
+                self._handles.check_unchanged(writer.target.source_paths)
+            except ReshardError as error:
+                writer.fail(error)
         try:
             writer.commit()
         except TargetError as error:

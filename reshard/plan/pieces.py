@@ -82,3 +82,8 @@ class TargetFile:
     path: str
     layout: OutputLayout
     tensors: tuple[TargetTensor, ...]
+
+    @property
+    def source_paths(self) -> set[str]:
+        """The source files that its bytes come from."""
+        return {piece.source.path for tensor in self.tensors for piece in tensor.pieces}
