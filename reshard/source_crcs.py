@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc
+from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.source import SourceStep
@@ -69,41 +67,13 @@ def damaged_files(
     handles: FileHandles,
     report: Report,
     progress: Progress,
-) -> dict[str, DamagedCheckpointError]:
+) -> Mapping[str, DamagedCheckpointError]:
     """Files whose bytes are not those their CRC was made of, with the error of each, by path."""
-    stop = threading.Event()
-    found: dict[str, DamagedCheckpointError] = {}
-
-    telling = threading.Lock()
-
-    def go_on(count: int) -> None:
-        if stop.is_set():
-            raise CancelledError
-        with telling:
-            progress.wrote(count)
-
-    def check(index: CheckpointIndex) -> None:
-        try:
-            go_on(0)
-            outcome = check_crc(handles, index, execution.block_bytes, go_on)
-        except CancelledError:
-            return
-        except DamagedCheckpointError as error:
-            found[index.path] = error
-            return
-        if not outcome.checked:
-            report.note(f"{index.path}: its CRC was not checked: {outcome.reason}")
-
-    progress.begin(sum(index.size for index in indexes if index.crc is not None), "checking CRCs")
-    with ThreadPoolExecutor(execution.threads) as pool:
-        try:
-            for future in [pool.submit(check, index) for index in indexes]:
-                future.result()
-        except BaseException:
-            # Also Ctrl-C: nobody waits for terabytes to be read.
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        finally:
-            progress.end()
-    return dict(sorted(found.items()))
+    progress.begin(sum(index.size for index in indexes), "checking CRCs")
+    try:
+        checks = check_crcs(handles, indexes, execution.threads, execution.block_bytes, progress.wrote)
+    finally:
+        progress.end()
+    for path, reason in sorted(checks.unchecked.items()):
+        report.note(f"{path}: its CRC was not checked: {reason}")
+    return checks.damaged

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from reshard import source_crcs, transform_checkpoint_by_rank
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, read_index
+from reshard import transform_checkpoint_by_rank
+from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, crc, read_index
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
 from tests.small import PLAIN, PLAIN_TARGET, World, tensors
@@ -76,7 +76,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
         times[Path(index.path)] += 1
         return plain(handles, index, *arguments)
 
-    monkeypatch.setattr(source_crcs, "check_crc", counting)
+    monkeypatch.setattr(crc, "check_crc", counting)
     return times
 
 

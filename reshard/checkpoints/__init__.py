@@ -7,7 +7,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 """
 
 from reshard.checkpoints.alike import KnownStructures
-from reshard.checkpoints.crc import CrcCheck, check_crc, crc_of_file
+from reshard.checkpoints.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.dtypes import can_hold
 from reshard.checkpoints.files import FileHandles, cut_short, reading_error
 from reshard.checkpoints.naming import FileNames
@@ -41,6 +41,7 @@ __all__ = [
     "Tensor",
     "can_hold",
     "check_crc",
+    "check_crcs",
     "crc_of_file",
     "cut_short",
     "find_checkpoints",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
 from reshard.checkpoints.ckpt_index import TRAILER_SIZE
@@ -61,9 +64,74 @@ def check_crc(
         raise DamagedCheckpointError(
             f"{index.path}: is damaged: its CRC is {stream.crc:08x}, but {index.crc:08x} is recorded",
             file=index.path,
-            hint="take another replica's file or another step; --crc never skips this check",
         )
     return outcome
+
+
+class CrcChecks(NamedTuple):
+    """What came of checking several files, by path.
+
+    Attributes:
+        damaged: errors of files whose bytes are not those that their CRC was made of.
+        unchecked: why the CRCs of files say nothing.
+    """
+
+    damaged: dict[str, DamagedCheckpointError]
+    unchecked: dict[str, str]
+
+
+def check_crcs(
+    handles: FileHandles,
+    indexes: Iterable[CheckpointIndex],
+    threads: int,
+    block_bytes: int = 8 << 20,
+    on_block: Callable[[int], None] = lambda count: None,
+) -> CrcChecks:
+    """Compare checkpoint files with the CRCs that they record, those that do.
+
+    Args:
+        handles: where to borrow the files from.
+        indexes: the files' indexes.
+        threads: files read at a time.
+        block_bytes: memory of each thread.
+        on_block: called with the bytes read since the last time, by one thread at a time.
+
+    Raises:
+        CheckpointError: a file may not be read.
+        RetryableError: reading failed in a way that may pass, or a file changed meanwhile.
+    """
+    stop = threading.Event()
+    telling = threading.Lock()
+    checks = CrcChecks({}, {})
+
+    def go_on(count: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+        with telling:
+            on_block(count)
+
+    def check(index: CheckpointIndex) -> None:
+        try:
+            go_on(0)
+            outcome = check_crc(handles, index, block_bytes, go_on)
+        except CancelledError:
+            return
+        except DamagedCheckpointError as error:
+            checks.damaged[index.path] = error
+            return
+        if not outcome.checked:
+            checks.unchecked[index.path] = outcome.reason
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for future in [pool.submit(check, index) for index in indexes if index.crc is not None]:
+                future.result()
+        except BaseException:
+            # Also Ctrl-C: nobody waits for terabytes to be read.
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return checks
 
 
 def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int], None] = lambda count: None) -> int:
