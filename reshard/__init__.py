@@ -6,10 +6,10 @@ The functions here have MindSpore's own names and signatures, so that a script c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from reshard._version import __version__
 
+# Not typing's: nothing is loaded before signals are handled (`reshard.entry`).
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reshard.mindspore_api import (
         merge_pipeline_strategys,

@@ -1,5 +1,5 @@
 """`python -m reshard`."""
 
-from reshard.cli.main import main
+from reshard.entry import main
 
 main()

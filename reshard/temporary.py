@@ -3,7 +3,8 @@
 A temporary file lies in its final file's directory, so that renaming it is atomic, and is locked by
 the process that writes it. One of this machine whose lock can be had belongs to a process that is
 gone. Locks may not reach other machines, so a file of another one must also have lain untouched for
-a while.
+a while. Those of this process that are not renamed or removed when it ends are removed then, unless it is
+killed: no moment at which a signal comes is a bad one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import platform
 import re
 import time
 
+from reshard import signals
+
 _UNTOUCHED_SECONDS = 3600.0
 _NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+
+_unfinished: set[str] = set()
 
 
 def create(directory: str) -> tuple[int, str]:
@@ -34,7 +39,12 @@ def create(directory: str) -> tuple[int, str]:
     """
     while True:
         path = os.path.join(directory, f".reshard-tmp-{_machine()}-{os.getpid()}-{os.urandom(6).hex()}")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _unfinished.add(path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError:
+            _unfinished.discard(path)
+            raise
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
@@ -51,7 +61,34 @@ def create(directory: str) -> tuple[int, str]:
 def _drop(fd: int, path: str) -> None:
     os.close(fd)
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        remove(path)
+
+
+def rename(path: str, final: str) -> None:
+    """Give a temporary file its final name.
+
+    Raises:
+        OSError: it cannot have it.
+    """
+    os.rename(path, final)
+    _unfinished.discard(path)
+
+
+def remove(path: str) -> None:
+    """Remove a temporary file of this process.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    os.unlink(path)
+    _unfinished.discard(path)
+
+
+@signals.at_end
+def _remove_unfinished() -> None:
+    for path in list(_unfinished):
+        with contextlib.suppress(OSError):
+            remove(path)
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -66,10 +103,10 @@ def write_whole(path: str, data: bytes) -> None:
         while done < len(data):
             done += os.pwrite(fd, data[done:], done)
         os.fsync(fd)
-        os.rename(unnamed, path)
+        rename(unnamed, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(unnamed)
+            remove(unnamed)
         raise
     finally:
         os.close(fd)

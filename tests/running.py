@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Union
 
 from tests.corpus import ROOT
 
-LAUNCHER = "import sys; from reshard.cli.main import main; sys.exit(main())"
+LAUNCHER = "from reshard.entry import main; main()"
 Argument = Union[str, Path, int]
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint_writing import header_bytes, record, write_ckpt, write_sparse
-from tests.running import LAUNCHER, Argument, Result, done, fails, reshard
+from tests.running import Argument, Result, done, fails, reshard
 from tests.small import World, tensors
 from tests.strategy_writing import layout, layout_message, numbers, protobuf
 from tests.wire import field, varint
@@ -375,7 +375,7 @@ def test_absurd_strategies_are_refused_at_once(tmp_path: Path, case: str) -> Non
 def measured(*words: Argument) -> tuple[Result, int]:
     """A command in a process of its own, and the most memory it took, in MiB."""
     report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
-    code = LAUNCHER.replace("sys.exit(main())", f"\ntry: main()\nfinally: {report}")
+    code = f"import sys; from reshard.cli.main import main\ntry: main()\nfinally: {report}"
     process = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
     )

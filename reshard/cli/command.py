@@ -8,6 +8,7 @@ from typing import Any, Optional, TypeVar
 import click
 
 from reshard.cli import advice
+from reshard.signals import unwinding
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -77,6 +78,11 @@ class Command(click.Command):
                 given = f"{names} {'is' if len(by_option) == 1 else 'are'} given by option"
                 raise click.UsageError(f"{error.message.rstrip('.')}: {given}", ctx) from error
             raise
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Do the work, which ends in good order when a signal comes."""
+        with unwinding():
+            return super().invoke(ctx)
 
     def _takes_value(self, word: str) -> bool:
         return any(word in param.opts for param in self.params if isinstance(param, click.Option) and not param.is_flag)

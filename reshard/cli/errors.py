@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import traceback
-from types import FrameType
-from typing import Any, NoReturn, Optional
+from typing import Any, NoReturn
 
 import click
 
@@ -15,14 +13,11 @@ from reshard.cli.command import Group
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError
 from reshard.messages import is_shortened
+from reshard.signals import Stopped
 from reshard.wording import printable
 
 # Below the first line of an error; of more the first line is said again at the end.
 _MANY_LINES = 8
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived."""
 
 
 class ReshardGroup(Group):
@@ -30,15 +25,13 @@ class ReshardGroup(Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command and turn what it raises into an exit status."""
-        _exit_on_sigterm()
         try:
             return super().invoke(ctx)
         except ReshardError as error:
             _finish(ctx, _said(ctx, error), error.status)
-        except KeyboardInterrupt:
-            _finish(ctx, "interrupted; nothing half-written was left behind", 130)
-        except Terminated:
-            _finish(ctx, "terminated; nothing half-written was left behind", 143)
+        except KeyboardInterrupt as interrupt:
+            stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(signal.SIGINT)
+            _finish(ctx, str(stopped), stopped.status)
         except MemoryError:
             _finish(ctx, "out of memory; try a smaller --max-memory or fewer --jobs", 1)
         except click.UsageError as error:
@@ -49,10 +42,6 @@ class ReshardGroup(Group):
             ctx.exit(error.exit_code)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except BrokenPipeError:
-            # Whoever read our output has enough of it, as in `reshard inspect FILE | head`.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            ctx.exit(0)
         except OSError as error:
             name = f"{error.filename}: " if error.filename else ""
             _finish(ctx, f"{name}{error.strerror or error}", 1)
@@ -93,14 +82,3 @@ def _said(ctx: click.Context, error: ReshardError) -> str:
     if ctx.find_root().meta.get("reshard.verbose"):
         return error.full
     return f"{error}\n-v names every parameter" if is_shortened(error.message) else str(error)
-
-
-def _exit_on_sigterm() -> None:
-    def terminate(number: int, frame: Optional[FrameType]) -> None:
-        raise Terminated
-
-    try:
-        signal.signal(signal.SIGTERM, terminate)
-    except ValueError:
-        # Not the main thread: whoever embeds the command handles signals.
-        return

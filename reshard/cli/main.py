@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import Optional
 
 import click
@@ -89,21 +87,5 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point of the `reshard` command."""
-    _open_closed_streams()
+    """Run the command line of this process, and raise SystemExit; `reshard.entry` is the program."""
     cli(prog_name="reshard")
-
-
-def _open_closed_streams() -> None:
-    """Give standard streams that were closed, as by `>&-`, to the null device.
-
-    Else the first file to be opened gets the number of the stream, and what some library prints. And click before 8.1
-    needs a stream.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-
-
-if __name__ == "__main__":
-    main()

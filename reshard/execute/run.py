@@ -10,6 +10,8 @@ reads, and nothing else that grows with the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -141,6 +143,9 @@ class _Run:
         # When set, nothing more is begun and nothing more committed.
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        # Threads that have ended, and a sign to the one that waits for them.
+        self._ended: set[threading.Thread] = set()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._error: Optional[BaseException] = None
         # Files that were given up, while others are finished.
         self._failures: dict[int, ReshardError] = {}
@@ -151,19 +156,17 @@ class _Run:
             threading.Thread(target=self._work, name=f"reshard-{number}", daemon=True)
             for number in range(self._options.threads)
         ]
-        started = []
         try:
             for thread in threads:
                 thread.start()
-                started.append(thread)
-            _join(started)
+            self._wait_for(threads)
         except BaseException as error:
             self._fail(error)
         finally:
             # Also when asked to hurry: they may still be writing.
-            while any(thread.is_alive() for thread in started):
+            while self._at_work(threads):
                 try:
-                    _join(started)
+                    self._wait_for(threads)
                 except BaseException as error:
                     self._fail(error)
             left = self._schedule.unfinished()
@@ -185,6 +188,19 @@ class _Run:
             self._write_parts()
         except BaseException as error:
             self._fail(error)
+        finally:
+            self._ended.add(threading.current_thread())
+            self._wake.put(None)
+
+    def _at_work(self, threads: Iterable[threading.Thread]) -> bool:
+        # Not is_alive: until Python 3.13, a thread whose join was interrupted by a signal is said to be dead.
+        return any(thread.ident is not None and thread not in self._ended for thread in threads)
+
+    def _wait_for(self, threads: Iterable[threading.Thread]) -> None:
+        """Wait for threads, with a timeout each time, so that a signal is handled while waiting."""
+        while self._at_work(threads):
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=0.2)
 
     def _write_parts(self) -> None:
         options = self._options
@@ -307,13 +323,6 @@ class _Run:
             if self._error is None:
                 self._error = error
         self._stop.set()
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads, with a timeout each time, so that a signal is handled while waiting."""
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)
 
 
 def _together(failures: list[tuple[int, ReshardError]]) -> ReshardError:

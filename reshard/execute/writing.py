@@ -132,7 +132,7 @@ class TargetWriter:
         if self._made_directory:
             temporary.sync_directory(os.path.dirname(directory) or ".")
         self._finish(self.target, status, crc, False)
-        os.rename(self._temporary, self.target.path)
+        temporary.rename(self._temporary, self.target.path)
         self._temporary = ""
         temporary.sync_directory(directory)
         self._finish(self.target, status, crc, True)
@@ -145,7 +145,7 @@ class TargetWriter:
             fd = self._idle_descriptor()
         if path:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                temporary.remove(path)
                 if self._made_directory:
                     os.rmdir(os.path.dirname(path))
         _close(fd)

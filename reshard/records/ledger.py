@@ -188,7 +188,7 @@ class Ledger:
             yield path
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                temporary.remove(path)
             os.close(fd)
 
     def end(self) -> None:

@@ -9,10 +9,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
 from reshard.messages import listing
@@ -21,6 +19,7 @@ from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.stages import StageRecord, records_of
+from reshard.temporary import write_whole
 from reshard.wording import quoted
 
 _WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
@@ -131,20 +130,8 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
 
 
 def _write_at_once(target: str, data: bytes) -> None:
-    parent, name = os.path.split(target)
-    temporary: Optional[str] = None
     try:
-        os.makedirs(parent, exist_ok=True)
-        temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.tmp")
-        # Mode 0666 less the umask, unlike what tempfile makes.
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        temporary = None
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        write_whole(target, data)
     except OSError as error:
         raise RetryableError(f"{target} cannot be written: {error.strerror}", file=target) from error
-    finally:
-        if temporary is not None and os.path.lexists(temporary):
-            os.unlink(temporary)

@@ -1,0 +1,267 @@
+"""A signal ends a run with 130 or 143 at whatever moment it comes, with nothing half-written and no traceback.
+
+`tests/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from reshard.transform import usable_cpus
+from tests.conftest import LONG
+from tests.dask_cluster import until
+from tests.running import Argument, Result, done
+from tests.small import World, tensors
+from tests.trees import same_ranks, tree_bytes
+
+FULL = tensors()
+SOME = 1500 if LONG else 15
+
+# Sends itself a signal at the so-manieth call or return since it handles signals, up to the very last one; says how
+# many there were where it has not come to that.
+AT_EVENT = """
+import os, signal, sys
+number, at = map(int, sys.argv[1:3]); del sys.argv[1:3]
+events, plain = 0, os._exit
+def leave(status):
+    if events < at:
+        os.write(2, b"%d events" % events)
+    plain(status)
+def count(frame, event, arg):
+    global events
+    if events or callable(signal.getsignal(signal.SIGTERM)):
+        events += 1
+        if events == at:
+            sys.setprofile(None)
+            os.kill(os.getpid(), number)
+os._exit = leave
+sys.setprofile(count)
+from reshard.entry import main
+main()
+"""
+
+# Says when it leaves, in nanoseconds, as its last word.
+WITH_TIME = """
+import os, time
+plain = os._exit
+def leave(status):
+    os.write(2, b"left at %d" % time.monotonic_ns())
+    plain(status)
+os._exit = leave
+from reshard.entry import main
+main()
+"""
+
+
+def python(script: str, *words: Argument) -> Result:
+    """Run a Python script."""
+    process = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True, timeout=120
+    )
+    return Result(process.returncode, process.stdout, process.stderr)
+
+
+@contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process, which is gone afterwards."""
+    with subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(status: int, said: str, number: int) -> None:
+    """A run ended as signals end it."""
+    assert status == 128 + number, said
+    assert re.search("terminated|interrupted", said)
+    assert not re.search("Traceback|ignored|Aborted", said), said
+
+
+def nothing_half_written(dst: Path, whole: dict[str, bytes]) -> None:
+    """What stands under a final name is whole, and no temporary file is left."""
+    assert not list(dst.rglob(".reshard-tmp-*"))
+    for path in dst.glob("rank_*/*"):
+        name = str(path.relative_to(dst))
+        assert path.read_bytes() == whole[name], name
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    """Whether a process handles a signal by now."""
+    caught = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{process}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) & 1 << (number - 1))
+
+
+@pytest.mark.parametrize("command", ["convert", "verify", "show"])
+def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
+    world.save(FULL)
+    world.convert()
+    whole = tree_bytes(world.dst)
+
+    def run(number: int, at: int, dst: Path) -> Result:
+        words: dict[str, list[Argument]] = {
+            "convert": [dst if word == world.dst else word for word in world.words("--jobs", "2")],
+            "verify": ["verify", world.dst],
+            "show": ["strategy", "show", world.old],
+        }
+        return python(AT_EVENT, number, at, *words[command])
+
+    found = re.search(r"(\d+) events", run(signal.SIGTERM, 1 << 60, world.root / "first").err)
+    assert found is not None
+    events = int(found[1])
+
+    def stop(seed: int) -> bool:
+        chance = random.Random(seed)
+        at = chance.choice([chance.randint(1, events), events - chance.randint(0, 200)])
+        number, dst = chance.choice([signal.SIGINT, signal.SIGTERM]), world.root / f"dst{seed}"
+        result = run(number, at, dst)
+        if "events" in result.err:
+            # It was a little less to do this time.
+            return False
+        ended(result.status, result.err, number)
+        nothing_half_written(dst, whole)
+        return True
+
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        assert sum(pool.map(stop, range(SOME // 3))) > SOME // 6
+
+
+def test_a_signal_at_any_time_ends_the_run(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    whole = tree_bytes(world.dst)
+    begun = time.monotonic()
+    python(WITH_TIME, *world.words("--overwrite"))
+    life = time.monotonic() - begun
+
+    def stop(seed: int) -> bool:
+        chance = random.Random(seed)
+        number, dst = chance.choice([signal.SIGINT, signal.SIGTERM]), world.root / f"dst{seed}"
+        words = [str(dst if word == world.dst else word) for word in world.words("--jobs", "2")]
+        with started("-c", WITH_TIME, *words) as process:
+            until(lambda: process.poll() is not None or handles(process.pid, signal.SIGTERM))
+            time.sleep(chance.uniform(0, 1.2 * life))
+            process.send_signal(number)
+            sent = time.monotonic_ns()
+            _, said = process.communicate(timeout=60)
+        left = re.search(r"left at (\d+)", said)
+        assert left is not None, said
+        nothing_half_written(dst, whole)
+        if process.returncode == 0:
+            assert int(left[1]) < sent, said
+            return False
+        ended(process.returncode, said, number)
+        done(*words)
+        assert tree_bytes(dst).keys() == whole.keys()
+        nothing_half_written(dst, whole)
+        return True
+
+    # One more than there are CPUs, so that there are delays of every length.
+    with ThreadPoolExecutor(usable_cpus() + 1) as pool:
+        assert sum(pool.map(stop, range(SOME))) > SOME // 4
+
+
+def test_what_is_ignored_stays_ignored(world: World) -> None:
+    """As in `reshard ... &` of a shell script, where Ctrl-C is meant for others."""
+    world.save(FULL)
+    result = python(
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_EVENT, 2, 100_000, *world.words()
+    )
+    assert result.status == 0 and "events" not in result.err, result.err
+    same_ranks(world.found(), world.expected(FULL))
+
+
+LOST = {
+    "in a destructor": """
+    class Last:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+    last = Last()
+    del last
+    time.sleep(60)
+""",
+    "in code that goes on after anything": """
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        time.sleep(60)
+""",
+    "in code that goes on, and is nearly done": """
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+""",
+    "in code that makes another error of it": """
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as error:
+        raise ReshardError("something else") from error
+""",
+}
+
+
+@pytest.mark.parametrize("where", LOST)
+def test_an_exception_that_gets_lost_does_not_save_the_run(where: str) -> None:
+    script = f"""
+import os, signal, time
+from reshard import signals
+from reshard.errors import ReshardError
+signals._PATIENCE = 0.5
+signals.install()
+try:
+  with signals.unwinding():{LOST[where]}
+except signals.Stopped as stop:
+    os.write(2, str(stop).encode())
+    signals.leave(stop.status)
+"""
+    result = python(script)
+    ended(result.status, result.err, signal.SIGTERM)
+
+
+# The disk takes a minute to flush a target.
+SLOW_DISK = """
+import os, sys, threading, time
+from reshard import signals
+signals._PATIENCE = float(sys.argv.pop(1))
+plain = os.fsync
+def flush(fd):
+    if threading.current_thread() is threading.main_thread():
+        return plain(fd)
+    print("flushing")
+    time.sleep(60)
+os.fsync = flush
+from reshard.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize("insists", [True, False], ids=["insists", "too long"])
+def test_nobody_waits_for_a_slow_disk_who_insists_or_waited_long(world: World, insists: bool) -> None:
+    world.save(FULL)
+    words = ["-c", SLOW_DISK, "60" if insists else "1", *map(str, world.words())]
+    with started(*words) as process:
+        assert process.stdout is not None and process.stdout.readline() == "flushing\n"
+        process.send_signal(signal.SIGTERM)
+        if insists:
+            # At once, a second one is but the same one from another sender.
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.5)
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    ended(process.returncode, said, signal.SIGTERM)
+    nothing_half_written(world.dst, {})

@@ -1,0 +1,122 @@
+"""Standard output and standard error: the status is that of the work, whoever listens and in whatever encoding."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Optional
+
+import pytest
+
+from tests import cases
+from tests.running import LAUNCHER, Argument, Result
+from tests.small import World, tensors
+from tests.trees import same_ranks
+
+FULL = tensors()
+
+
+def run(*words: Argument, out: Optional[int] = None, err: Optional[int] = None, **environment: str) -> Result:
+    """Run a command with descriptors as its standard output and standard error; what it says otherwise."""
+    process = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, *map(str, words)],
+        stdout=subprocess.PIPE if out is None else out,
+        stderr=subprocess.PIPE if err is None else err,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+    return Result(process.returncode, (process.stdout or b"").decode(), (process.stderr or b"").decode())
+
+
+@pytest.fixture
+def nobody() -> int:
+    """A pipe that nobody reads from."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    return writes
+
+
+@pytest.fixture
+def full() -> int:
+    """A device that is always full."""
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def test_a_conversion_nobody_listens_to_is_done(world: World, nobody: int) -> None:
+    world.save(FULL)
+    assert run(*world.words("-v", "--json"), out=nobody, err=nobody).status == 0
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("listens", ["nobody", "full"])
+def test_the_status_is_that_of_the_work(world: World, listens: str, request: pytest.FixtureRequest) -> None:
+    lost: int = request.getfixturevalue(listens)
+    world.save(FULL)
+    world.convert("--checksum", "crc32")
+    target = world.dst / "rank_0" / "checkpoint_0.ckpt"
+    target.write_bytes(target.read_bytes()[::-1])
+    words: dict[int, list[Argument]] = {
+        4: ["verify", world.dst],
+        3: ["inspect", world.root / "nothing"],
+        2: ["inspect", "--no-such-option"],
+        1: ["merge-pipeline", cases.case_directory("08_pp2dp2mp2") / "strategy", "/dev/null/merged.ckpt"],
+    }
+    for status, line in words.items():
+        assert run(*line, out=lost, err=lost).status == status, line
+    assert run("verify", world.dst, "--json", out=lost).status == 4
+
+
+@pytest.mark.parametrize("words", [["--help"], ["inspect", "OLD"], ["rank-list", "0"], ["rank-list", "0", "--json"]])
+def test_information_that_is_lost_is_a_failure_unless_nobody_wants_it(
+    world: World, words: list[str], nobody: int, full: int
+) -> None:
+    world.save(FULL)
+    strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
+    line: list[Argument] = [world.src / "rank_0" / "net-1_10.ckpt" if word == "OLD" else word for word in words]
+    line += strategies if words[0] == "rank-list" else []
+    assert run(*line, out=nobody).status == 0
+    result = run(*line, out=full)
+    assert result.status == 1
+    assert result.err == "reshard: error: standard output: cannot be written: No space left on device\n"
+
+
+def test_a_summary_that_is_lost_on_standard_error_is_no_failure(world: World, full: int) -> None:
+    world.save(FULL)
+    assert run(*world.words(), err=full).status == 0
+
+
+def test_a_summary_that_is_lost_as_json_is_one(world: World, full: int) -> None:
+    world.save(FULL)
+    assert run(*world.words("--json"), out=full).status == 1
+    same_ranks(world.found(), world.expected(FULL))
+    # What the next run says.
+    assert json.loads(run(*world.words("--json")).out)["ranks"] == []
+
+
+def test_a_reader_who_takes_his_time_gets_everything(world: World) -> None:
+    """A program on the other side of a terminal or of ssh may have made the pipe one that does not block."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before = b"." * fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writes, before)
+    said = b""
+
+    def read() -> None:
+        nonlocal said
+        time.sleep(1)
+        while part := os.read(reads, 1000):
+            said += part
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    result = run("transform-dir", "--help", out=writes)
+    os.close(writes)
+    reader.join()
+    os.close(reads)
+    assert result == Result(0, "", "")
+    assert said[len(before) :].decode() == run("transform-dir", "--help").out
