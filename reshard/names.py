@@ -26,14 +26,17 @@ def as_pattern(name: str) -> str:
 CURRENT_RANK = "cur_rank"
 """A value that end-of-life saves hold."""
 
-KINDS = ("weights", "optimizer state", "accumulated gradients", "other values")
+WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER = "weights", "optimizer state", "accumulated gradients", "other values"
+KINDS = (WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER)
 
 # What MindSpore's and MindFormers' optimizers put before the name of the parameter they belong to.
-_OPTIMIZER_STATE = re.compile(
-    r"(accum(_update)?|(adam|lamb|muon)_[mv]|delta|exp_(avg|inf)|(max_)?exp_avg_sq(_col|_row)?|linear|mean_(grad|square)|"
-    r"moment[12s]|prev|rms|square_average|stat|vhat)\..+",
-    re.DOTALL,
+STATE_PREFIXES = (
+    *("accum.", "accum_update.", "adam_m.", "adam_v.", "delta.", "exp_avg.", "exp_avg_sq.", "exp_avg_sq_col."),
+    *("exp_avg_sq_row.", "exp_inf.", "lamb_m.", "lamb_v.", "linear.", "max_exp_avg_sq.", "max_exp_avg_sq_col."),
+    *("max_exp_avg_sq_row.", "mean_grad.", "mean_square.", "moment1.", "moment2.", "moments.", "muon_m.", "muon_v."),
+    *("prev.", "rms.", "square_average.", "stat.", "vhat."),
 )
+_STATE = re.compile(f"({'|'.join(map(re.escape, STATE_PREFIXES))}).+", re.DOTALL)
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
     r"weight_decay|beta[12]_power|loss_scale|scale_sense|state_step(\..*)?)"
@@ -42,7 +45,7 @@ _OTHER = re.compile(
 
 def state_prefix(name: str) -> str:
     """``adam_m.`` of ``adam_m.w``: what marks optimizer state and accumulated gradients; of others nothing."""
-    if name.startswith(ACCUMULATED_GRADIENTS) or _OPTIMIZER_STATE.fullmatch(name):
+    if name.startswith(ACCUMULATED_GRADIENTS) or _STATE.fullmatch(name):
         return name[: name.index(".") + 1]
     return ""
 
@@ -55,12 +58,12 @@ def kind_of(name: str, elements: int) -> str:
         elements: how many it has; a single value whose name is no path is no weight.
     """
     if name.startswith(ACCUMULATED_GRADIENTS):
-        return "accumulated gradients"
+        return GRADIENTS
     if _OTHER.fullmatch(name) or belongs_to_rank(name) or (elements == 1 and "." not in name):
-        return "other values"
-    return "optimizer state" if _OPTIMIZER_STATE.fullmatch(name) else "weights"
+        return OTHER
+    return OPTIMIZER_STATE if _STATE.fullmatch(name) else WEIGHTS
 
 
 def is_weight(name: str) -> bool:
     """Whether a parameter that a strategy lists is a weight by its name."""
-    return kind_of(name, elements=2) == "weights"
+    return kind_of(name, elements=2) == WEIGHTS

@@ -14,6 +14,7 @@ from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.errors import IncompleteSourceError, UsageError
+from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.report import Report
@@ -79,6 +80,7 @@ def fingerprint(
             check_ranks(found, source, Strategy.none(), handles)
             files = _files(found, source, ranks, typed["step"], filters, handles, report)
             tree = read_tree(files, source, handles, filters.admit)
+            warn_of_unmatched(filters, (source.parameters, *(index.tensors for index in tree.indexes.values())), report)
             for rank, damage in tree.damaged.items():
                 report.warn(f"{damage}; rank {rank} counts as absent")
             if ranks is None:

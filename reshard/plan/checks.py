@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoints import can_hold
 from reshard.errors import CheckpointError, InputError, one_error
+from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import listing
 from reshard.names import as_pattern, is_weight
 from reshard.report import Report
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 def check(conversion: Conversion, report: Report) -> None:
     """Find every problem there is before anything is written."""
     problems: list[InputError] = []
+    request = conversion.request
+    names = (conversion.step.names(), request.source.parameters, request.target.parameters)
+    warn_of_unmatched(request.filters, names, report)
     _check_anything(conversion)
     for stage in conversion.stages.values():
         for name in conversion.resharded_of(stage):

@@ -174,9 +174,7 @@ def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[s
     reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
     holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, reading.layouts))
     unsharded = accumulated and not sharded
-    return Parameter(
-        name, first.dtype, first.item_size, reading.shape, holdings, reading.plain, unsharded, undecided
-    )
+    return Parameter(name, first.dtype, first.item_size, reading.shape, holdings, reading.plain, unsharded, undecided)
 
 
 class _Reading(NamedTuple):

@@ -155,9 +155,7 @@ class StepSelector:
             raise refused
         raise self._nothing_complete([lacking[self._scopes[-1]] for lacking in passed], steps)
 
-    def _nothing_complete(
-        self, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]
-    ) -> IncompleteSourceError:
+    def _nothing_complete(self, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> IncompleteSourceError:
         if not passed:
             return IncompleteSourceError("no file of the checkpoint is readable")
         newest = passed[0]

@@ -1,0 +1,146 @@
+"""--include and --exclude that match nothing: warned of, with what would match."""
+
+from __future__ import annotations
+
+import shlex
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from tests.running import Argument, done, warns
+from tests.small import COPIED, World, without
+from tests.trees import cut_ranks, layout, single, value, write_tree
+
+WEIGHTS = [
+    *(f"model.layers.{number}.attention.{kind}.weight" for number in range(3) for kind in ("wq", "wo")),
+    *(f"model.layers.{number}.Norm.gamma" for number in range(3)),
+    "lm_head.weight",
+]
+STATE = [prefix + name for prefix in ("adam_m.", "adam_v.") for name in WEIGHTS]
+LISTED = [*WEIGHTS, *STATE]
+EVERYTHING = [*LISTED, *COPIED]
+
+
+@pytest.fixture
+def adam(tmp_path: Path) -> World:
+    rows, whole = layout([2], [0]), layout([1], [-1])
+    world = World(tmp_path, single(dict.fromkeys(LISTED, rows)), single(dict.fromkeys(LISTED, whole)))
+    write_tree(world.src, cut_ranks(world.source, {name: value(name, (4,)) for name in LISTED}, COPIED))
+    return world
+
+
+def warnings(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [
+        # Regular expressions.
+        ("adam.*", "adam_*"),
+        ("^adam", "adam*"),
+        (r"adam_m\..*", "adam_m.*"),
+        ("adam_(m|v).*", "adam_m* adam_v*"),
+        (r"model\.layers\.\d+\.attention\..*", "model.layers.*.attention.*"),
+        ("adam_m.*|adam_v.*", "adam_m* adam_v*"),
+        # Stars forgotten.
+        ("adam", "adam*"),
+        ("*adam", "adam*"),
+        ("adam_m.", "adam_m.*"),
+        ("attention.wq", "*attention.wq*"),
+        ("*.wq", "*.wq*"),
+        # Separators, capitals, spelling.
+        ("adam_m_*", "adam_m.*"),
+        ("adam-v.*", "adam_v.*"),
+        ("model/layers/*", "model.layers.*"),
+        ("*norm*", "*Norm*"),
+        ("ADAM_M.*", "adam_m.*"),
+        ("adm_m.*", "adam_m.*"),
+        ("model.layer.*", "model.layers.*"),
+        ("global-step", "global_step"),
+        # Several in one; what this program prints itself.
+        ("{adam_m,adam_v}.*", "adam_m.* adam_v.*"),
+        ("adam_m.*,adam_v.*", "adam_m.* adam_v.*"),
+        ("adam_m.* adam_v.*", "adam_m.* adam_v.*"),
+        ("'adam_m.*'", "adam_m.*"),
+        ("model.layers.{0-2}.attention.wq.weight", "model.layers.*.attention.wq.weight"),
+        # Another optimizer's names, or nobody's.
+        ("moment1.*", "adam_m.* adam_v.*"),
+        ("optimizer", "adam_m.* adam_v.*"),
+    ],
+)
+def test_what_was_meant_by_a_pattern_that_matches_nothing_is_told(adam: World, typed: str, suggested: str) -> None:
+    (warning,) = warnings(adam.convert("-n", "-q", "--exclude", typed).err)
+    head, _, advice = warning.partition("; ")
+    assert head == f"warning: --exclude '{typed}' matches no parameter or value of the checkpoint"
+    options, _, rest = advice.partition(" would match ")
+    assert options == " ".join(f"--exclude '{pattern}'" for pattern in suggested.split())
+    # True, and typed as it is printed it is warned of no more.
+    matched = [name for name in EVERYTHING if any(fnmatchcase(name, pattern) for pattern in suggested.split())]
+    assert int(rest.split()[0]) == len(matched) > 0
+    assert not warnings(adam.convert("-n", "-q", *shlex.split(options)).err)
+
+
+@pytest.mark.parametrize("typed", ["backbone.*", "lr", "", "x" * 3000, "[", "((((", "{{", "\\"])
+def test_where_nothing_is_near_the_names_beginnings_are_told(adam: World, typed: str) -> None:
+    (warning,) = warnings(adam.convert("-n", "-q", f"--exclude={typed}").err)
+    assert "names there begin with 'adam_m.' (10), 'adam_v.' (10), 'model.' (9), " in warning
+    assert len(warning) < 500
+
+
+def test_every_pattern_is_looked_at_by_itself(adam: World) -> None:
+    result = adam.convert("-n", "-q", "--include", "model.*", "--include", "lm-head.*", "--exclude", "adam")
+    assert [line.split(" matches")[0] for line in warnings(result.err)] == [
+        "warning: --include 'lm-head.*'",
+        "warning: --exclude 'adam'",
+    ]
+    assert not warnings(adam.convert("-n", "-q", "--exclude", "adam_*", "--exclude", "global_step").err)
+
+
+def test_nothing_to_write_comes_with_what_would_match(adam: World) -> None:
+    says = ("nothing would be written", "--include 'lm_head.*' would match 1")
+    adam.refuses(3, *says, options=("--include", "lm-head.*"))
+
+
+def test_a_pattern_for_what_only_a_strategy_lists_is_no_mistake(adam: World) -> None:
+    """Weights alone were saved; scripts leave optimizer state out all the same."""
+    weights = without(adam.source, *STATE)
+    write_tree(adam.src, cut_ranks(weights, {name: value(name, (4,)) for name in WEIGHTS}, COPIED))
+    assert not warnings(adam.convert("-n", "-q", "--exclude", "adam_m.*").err)
+
+
+def test_every_command_with_filters_warns(adam: World) -> None:
+    strategies: list[Argument] = ["--src-strategy", adam.old, "--dst-strategy", adam.new]
+    commands: list[list[Argument]] = [
+        ["plan", adam.src, adam.dst, *strategies],
+        ["by-rank", 0, adam.src, adam.dst, "-n", *strategies],
+        ["fingerprint", adam.src, "--strategy", adam.old],
+        ["fingerprint", adam.src, "--strategy", adam.old, "--ranks", "1"],
+    ]
+    for words in commands:
+        said = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
+        assert [line for line in said if "partial" not in line] == [
+            "warning: --exclude 'adam' matches no parameter or value of the checkpoint; "
+            "--exclude 'adam*' would match 20"
+        ]
+
+
+def test_leaving_out_what_there_is_none_of_is_only_noted(tmp_path: Path) -> None:
+    """As scripts do that are for any checkpoint; but state of another optimizer is there, and would stay."""
+    weights = single(dict.fromkeys(WEIGHTS, layout([2], [0])))
+    world = World(tmp_path, weights, single(dict.fromkeys(WEIGHTS, layout([1], [-1]))))
+    write_tree(world.src, cut_ranks(weights, {name: value(name, (4,)) for name in WEIGHTS}, COPIED))
+    result = world.convert("-n", "--exclude", "adam_*", "--exclude", "accu_grads.*")
+    assert not warnings(result.err)
+    warns(
+        result,
+        "note: --exclude 'adam_*' matches no parameter or value of the checkpoint, which holds no optimizer state",
+    )
+    warns(
+        result, "'accu_grads.*' matches no parameter or value of the checkpoint, which holds no accumulated gradients"
+    )
+
+
+def test_state_of_another_optimizer_is_warned_of(adam: World) -> None:
+    assert len(warnings(adam.convert("-n", "--exclude", "moment[12].*").err)) == 1
