@@ -9,7 +9,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.source import SourceStep
-from reshard.records import SourceFile, source_file
+from reshard.records import SourceFile, SourceSampler
 from reshard.report import Report
 from reshard.wording import plural, some_names
 
@@ -23,16 +23,18 @@ class SourceCrcs:
     Args:
         damaged: what is known to be damaged, and why, by path.
         report: warned of damaged files, and told of those that are not checked.
+        sampler: looks at files that are damaged, so that another run knows them.
 
     Attributes:
         damaged: why files count as absent, by path.
         files: those that were found damaged here, as they were found.
     """
 
-    def __init__(self, damaged: Mapping[str, str], report: Report) -> None:
+    def __init__(self, damaged: Mapping[str, str], report: Report, sampler: SourceSampler) -> None:
         self.damaged = dict(damaged)
         self.files: list[SourceFile] = []
         self._report = report
+        self._sampler = sampler
         self._checked: set[str] = set()
 
     def find(self, step: SourceStep, indexes: Iterable[CheckpointIndex], check: Check) -> bool:
@@ -47,7 +49,7 @@ class SourceCrcs:
         for rank, index in sorted(step.indexes.items()):
             if index.path in found:
                 self._report.warn(f"{found[index.path].message}; rank {rank} counts as absent at {step.label}")
-                self.files.append(source_file(rank, index, {}))
+                self.files += self._sampler.look_at({rank: index})
         self.damaged.update((path, error.message) for path, error in found.items())
         return bool(found)
 

@@ -28,8 +28,8 @@ from reshard.records import (
     Manifest,
     ManifestFile,
     SourceFile,
+    SourceSampler,
     header_digest,
-    source_file,
     strategy_digest,
 )
 from reshard.records.identity import short_digest
@@ -43,17 +43,20 @@ class TargetDirectory:
 
     Args:
         conversion: what is written.
+        sampler: looks at source files.
         report: told what was found.
         overwrite: existing targets may be replaced.
         adding: other ranks of the same conversion may stay beside what is replaced.
         checksum: the manifest shall have a checksum of every file, as it has where any other run asked for them.
         part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
         damaged: source files that count as absent, because their contents are damaged.
+        accept_changed_source: go on though what is there was made of other source files.
     """
 
     def __init__(
         self,
         conversion: Conversion,
+        sampler: SourceSampler,
         report: Report,
         *,
         overwrite: bool,
@@ -61,7 +64,9 @@ class TargetDirectory:
         checksum: bool,
         part: bool,
         damaged: Sequence[SourceFile],
+        accept_changed_source: bool,
     ) -> None:
+        self._accept_changed_source = accept_changed_source
         self._adding = adding
         self._part = part
         self._checksum = checksum
@@ -73,10 +78,7 @@ class TargetDirectory:
         self._root = request.dst
         self._everything = range(request.target.device_count)
         self._asked = conversion.ranks
-        structures: dict[int, str] = {}
-        self._sources: list[SourceFile] = [
-            source_file(rank, index, structures) for rank, index in sorted(conversion.step.indexes.items())
-        ]
+        self._sources = sampler.look_at(conversion.step.indexes)
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=strategy_digest(request.target),
@@ -166,8 +168,8 @@ class TargetDirectory:
 
         Runs that read only parts of them, and so would not check them, are to agree with that run.
         """
-        damaged = {found._replace(modified=0) for found in self._ledger.damaged()}
-        return [source.rank for source in self._sources if source._replace(modified=0) in damaged]
+        damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
+        return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
     def tidy(self) -> None:
         """Remove temporary files that killed runs left in the directories of the ranks asked for."""
@@ -183,7 +185,7 @@ class TargetDirectory:
     def sources(self) -> str:
         """A digest of the source files, as they were when this was made."""
         # Not every machine sees fractions of seconds.
-        found = [source._replace(modified=source.modified // 10**9) for source in self._sources]
+        found = [(*source.content, source.modified // 10**9) for source in self._sources]
         return short_digest(repr(found).encode())
 
     @contextlib.contextmanager
@@ -232,11 +234,24 @@ class TargetDirectory:
         self._ledger.record(record, flush=not named)
 
     def complete(self) -> Optional[str]:
-        """Write the manifest if every rank is there; returns its path."""
+        """Write the manifest if every rank is there; returns its path.
+
+        Raises:
+            RetryableError: targets that were asked for are not there as they were written.
+        """
         if self._part:
             return None
         if self._overwrite:
             self._ledger.end_replacing(self._asked)
+        lost = set(self._asked) - self.recorded(self._asked)
+        if lost:
+            raise RetryableError(
+                f"{self._root}: the targets of {rank_ranges(lost)}, or their records, were removed or changed by "
+                "somebody else while this ran",
+                file=self._root,
+                rank=min(lost),
+                hint="the same command writes again what is missing; what was changed is replaced with --overwrite",
+            )
         # A look that costs little first, for one of many by-rank runs.
         if len(self._ledger.done()) < len(self._everything):
             return None
@@ -347,21 +362,38 @@ class TargetDirectory:
         live = guarded and self._ledger.in_use
         if not bound and not live:
             return
-        touched = self._ledger.check_sources(self._sources)
-        if touched and not bound:
+        changes = self._ledger.compare_sources(self._sources)
+        changed = [*changes.content, *changes.time]
+        if changed and not bound:
             raise TargetError(
-                f"another run is writing to {self._root} from source files of {rank_ranges(touched)} that were changed "
+                f"another run is writing to {self._root} from source files of {rank_ranges(changed)} that were changed "
                 "since",
                 file=self._root,
-                rank=touched[0],
+                rank=min(changed),
                 hint="wait until it has ended, or stop it, and convert everything with --overwrite",
             )
-        if touched:
-            self._report.warn(
-                f"source files of {rank_ranges(touched)} have another time than when the conversion in {self._root} "
-                "was begun, though the same sizes and headers; unless they were only copied, convert everything "
-                "again with --overwrite"
+        if changes.content and not self._accept_changed_source:
+            raise TargetError(
+                f"the source files of {rank_ranges(changes.content)} are not those that the conversion in {self._root} "
+                "was begun with: sizes, headers or contents differ",
+                file=self._root,
+                rank=changes.content[0],
+                hint="choose another DST, convert everything again with --overwrite, or, if targets of both may stand "
+                "beside each other, go on with --accept-changed-source",
             )
+        if changes.content:
+            self._report.warn(
+                f"the source files of {rank_ranges(changes.content)} are not those that the conversion in {self._root} "
+                "was begun with; targets of both stand beside each other"
+            )
+        for ranks, what in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):
+            if ranks:
+                than = "than when" if ranks is changes.time else "since"
+                self._report.warn(
+                    f"source files of {rank_ranges(ranks)} {what} {than} the conversion in {self._root} was begun, "
+                    "though sizes, headers and samples of the contents are the same; unless they were only copied, "
+                    "convert everything again with --overwrite"
+                )
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         path = self._conversion.path(ranks[0])

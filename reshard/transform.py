@@ -19,6 +19,7 @@ from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
 from reshard.plan.shares import share_of
+from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.target_directory import TargetDirectory
@@ -65,6 +66,7 @@ class Options:
             planned as for all of them.
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
+        accept_changed_source: go on though existing targets were made of other source files.
     """
 
     jobs: int = field(default_factory=usable_cpus)
@@ -79,6 +81,7 @@ class Options:
     part: Optional[Part] = None
     recover: bool = False
     lost_only: bool = False
+    accept_changed_source: bool = False
 
 
 @dataclass
@@ -235,7 +238,8 @@ class Prepared:
         self._report = report
         self._request = request
         self._progress = progress
-        self._crcs = SourceCrcs(request.damaged, report)
+        self._sampler = SourceSampler(handles)
+        self._crcs = SourceCrcs(request.damaged, report, self._sampler)
         check_target_ranks(request)
         _check_prefix(request)
         if isinstance(request.src, str):
@@ -306,12 +310,14 @@ class Prepared:
             return None
         return TargetDirectory(
             conversion,
+            self._sampler,
             self._report,
             overwrite=self._options.overwrite,
             adding=self._options.adding,
             checksum=self._options.checksum == "crc32",
             part=self._options.part is not None,
             damaged=self._crcs.files,
+            accept_changed_source=self._options.accept_changed_source,
         )
 
     def _check_here(self, conversion: Conversion, progress: Progress) -> Check:

@@ -14,10 +14,9 @@ from typing import Callable
 import pytest
 
 from reshard.execute import writing
-from tests.conftest import LONG
-from tests.running import LAUNCHER, fails
+from tests.running import LAUNCHER, Result, done, fails, reshard, warns
 from tests.small import World, tensors
-from tests.trees import Value, layout, read_tree, single, value
+from tests.trees import Value, layout, read_tree, scalar, single, value
 
 NEW, OTHER = tensors("new "), tensors("other ")
 # Each target rank takes what the source rank of its number holds.
@@ -103,13 +102,7 @@ def test_sources_that_change_after_their_targets_are_written_end_in_no_manifest(
     """Another checkpoint is copied over the source: rank 0's target is of the one, rank 1's would be of the other."""
     world = World(tmp_path, TWO, TWO)
     world.save(NEW)
-    original = writing.TargetWriter.commit
-
-    def commit(self: writing.TargetWriter) -> None:
-        original(self)
-        in_place(world.src / f"rank_{self.target.rank}" / "net-1_10.ckpt", b"\xff")
-
-    monkeypatch.setattr(writing.TargetWriter, "commit", commit)
+    at_commit(monkeypatch, lambda path: in_place(world.src / path.parent.name / "net-1_10.ckpt", b"\xff"))
     fails(1, *world.words("--jobs", "1"), says=["rank_0", "replaced or changed"])
     assert not (world.dst / "reshard-manifest.json").exists()
 
@@ -127,6 +120,105 @@ def test_a_changed_source_is_noticed_with_fewer_handles_than_files(
     assert not list(world.dst.glob("rank_*/*"))
 
 
+def other_source(world: World, full: dict[str, Value], same_times: bool) -> Path:
+    """A second source tree, alike in names, sizes and headers, perhaps also in times."""
+    first, world.src = world.src, world.root / "other"
+    world.save(full)
+    second, world.src = world.src, first
+    if same_times:
+        for path in first.rglob("*.ckpt"):
+            status = path.stat()
+            os.utime(second / path.relative_to(first), ns=(status.st_atime_ns, status.st_mtime_ns))
+    return second
+
+
+@pytest.mark.parametrize("same_times", [False, True])
+@pytest.mark.parametrize("command", ["--ranks", "by-rank"])
+def test_targets_of_two_sources_never_stand_beside_each_other_unasked(
+    same_times: bool, command: str, world: World
+) -> None:
+    def convert(rank: int, *options: str) -> Result:
+        words = world.words(rank, *options, command=command) if command == "by-rank" else world.words(
+            command, str(rank), *options
+        )  # fmt: skip
+        return reshard(*words)
+
+    world.save(NEW)
+    first, second = world.src, other_source(world, OTHER, same_times)
+    assert convert(0).status == 0
+    world.src = second
+    refused = convert(1)
+    assert refused.status == 3 and "--accept-changed-source" in " ".join(refused.err.split())
+    assert not (world.dst / "rank_1").exists()
+    warns(convert(1, "--accept-changed-source"), "targets of both stand beside each other")
+    assert [world.found()[rank]["w"].same(full["w"]) for rank, full in enumerate(expected(world))] == [True, True]
+    world.src = first
+    assert convert(1).status == 3, "the first source is now the other one"
+
+
+def expected(world: World) -> list[dict[str, Value]]:
+    return [world.expected(NEW)[0], world.expected(OTHER)[1]]
+
+
+def test_a_value_such_as_the_step_tells_sources_apart(world: World) -> None:
+    world.save(NEW, copied={"global_step": scalar(100)})
+    world.convert("--ranks", "0")
+    world.save(NEW, copied={"global_step": scalar(101)})
+    fails(3, *world.words(), says=["sizes, headers or contents differ"])
+
+
+def test_a_copy_of_the_source_goes_on_with_a_warning(world: World) -> None:
+    """Other times, other inodes, the same contents: only told."""
+    world.save(NEW)
+    world.convert("--ranks", "0")
+    world.src = Path(shutil.copytree(world.src, world.root / "copy", copy_function=shutil.copyfile))
+    warns(world.convert(), "have another time than when")
+    assert sorted(world.found()) == [0, 1]
+
+
+def test_a_file_that_was_replaced_by_one_of_equal_time_is_noticed(world: World) -> None:
+    world.save(NEW)
+    world.convert("--ranks", "0")
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    renamed_with_the_same_time(path, path.read_bytes())
+    warns(world.convert(), "source files of rank 0 were replaced or touched")
+
+
+def at_commit(monkeypatch: pytest.MonkeyPatch, todo: Callable[[Path], None]) -> None:
+    """Do something with each target as soon as it stands there."""
+    original = writing.TargetWriter.commit
+
+    def commit(self: writing.TargetWriter) -> None:
+        original(self)
+        todo(Path(self.target.path))
+
+    monkeypatch.setattr(writing.TargetWriter, "commit", commit)
+
+
+@pytest.mark.parametrize(
+    "todo",
+    [
+        lambda path: path.unlink(),
+        lambda path: os.utime(path, ns=(0, 0)),
+        lambda path: path.write_bytes(b"x"),
+        lambda path: shutil.rmtree(path.parent.parent / ".reshard"),
+    ],
+    ids=["removed", "touched", "changed", "records removed"],
+)
+@pytest.mark.parametrize("options", [(), ("--ranks", "0")])
+def test_targets_that_somebody_else_removes_or_changes_meanwhile_are_no_success(
+    todo: Callable[[Path], None], options: tuple[str, ...], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(NEW)
+    with monkeypatch.context() as patch:
+        at_commit(patch, lambda path: todo(path) if path.parent.name == "rank_0" else None)
+        failed = reshard(*world.words(*options, "--jobs", "1"))
+    assert failed.status in (1, 3), failed.err
+    assert not (world.dst / "reshard-manifest.json").exists()
+    done(*world.words("--overwrite"))
+    assert (world.dst / "reshard-manifest.json").exists()
+
+
 @pytest.mark.long
 def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: Path) -> None:
     """Real processes: one converts, one writes another checkpoint of equal size over the source."""
@@ -137,7 +229,7 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
         world.src = tmp_path / label
         world.save(BIG[label])
         trees[label] = world.expected(BIG[label])
-    for number in range(40 if LONG else 4):
+    for number in range(40):
         shutil.rmtree(world.dst, ignore_errors=True)
         world.src = tmp_path / "src"
         shutil.copytree(tmp_path / "one", world.src, dirs_exist_ok=True)

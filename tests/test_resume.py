@@ -18,6 +18,7 @@ from reshard.errors import RetryableError
 from reshard.execute.writing import TargetWriter
 from reshard.plan.conversion import Request, plan
 from reshard.plan.pieces import TargetFile
+from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from reshard.target_directory import TargetDirectory
@@ -346,8 +347,9 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
         with FileHandles() as handles:
             conversion = plan(request, handles, Report())
             directory = TargetDirectory(
-                conversion, Report(), overwrite=True, adding=True, checksum=False, part=True, damaged=()
-            )
+                conversion, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False, part=True,
+                damaged=(), accept_changed_source=False,
+            )  # fmt: skip
             sources = directory.sources
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))
 

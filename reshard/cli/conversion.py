@@ -74,6 +74,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         crc=typed["crc"],
         checksum=typed["checksum"],
         overwrite=typed["overwrite"],
+        accept_changed_source=typed["accept_changed_source"],
         **{"dry_run": typed["dry_run"], **others},
     )
 

@@ -282,6 +282,12 @@ def writing(command: F) -> F:
                 help="Record checksums, which verify OUT compares.",
             ),
             option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
+            option(
+                "Target",
+                "--accept-changed-source",
+                is_flag=True,
+                help="Go on though targets that are there were made of other source files.",
+            ),
             option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing."),
         ],
     )

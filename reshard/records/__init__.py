@@ -1,8 +1,9 @@
 """What a target directory says of the conversion that fills it: its identity, what is done, the manifest."""
 
-from reshard.records.identity import Identity, SourceFile, header_digest, source_file, strategy_digest
+from reshard.records.identity import Identity, header_digest, strategy_digest
 from reshard.records.ledger import DoneRecord, Ledger
 from reshard.records.manifest import MANIFEST_NAME, Manifest, ManifestFile, read_manifest
+from reshard.records.sources import SourceFile, SourceSampler
 
 __all__ = [
     "MANIFEST_NAME",
@@ -12,8 +13,8 @@ __all__ = [
     "Manifest",
     "ManifestFile",
     "SourceFile",
+    "SourceSampler",
     "header_digest",
     "read_manifest",
-    "source_file",
     "strategy_digest",
 ]

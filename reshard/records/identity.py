@@ -1,8 +1,8 @@
 """What makes two runs the same conversion, so that one may go on where the other stopped.
 
 Strategies' content, step, filters, format and prefix are one part of it. The source files are the
-other: a run reads only those that its targets need, so each file is remembered by itself, and runs
-agree where they have read the same ones. Ranks, jobs and ways of reading are no part of it.
+other (`sources`): a run may have only some of them at hand, so each file is remembered by itself, and
+runs agree where they have read the same ones. Ranks, jobs and ways of reading are no part of it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileNames, Literal, OutputLayout, reading_error
+from reshard.checkpoints import FileNames, Literal, OutputLayout
 from reshard.layout import Layout
 from reshard.strategies import Strategy
 
@@ -96,47 +95,6 @@ class Identity:
                 said = "" if field.endswith("_strategy") else f" ({_said(theirs)} there, {_said(mine)} here)"
                 found.append(name + said)
         return found
-
-
-class SourceFile(NamedTuple):
-    """A source file as a run found it.
-
-    Attributes:
-        rank: source rank.
-        size: bytes.
-        headers: digest of what its headers say, its recorded CRC included.
-        modified: time of last change, in nanoseconds; only a hint, because files get copied.
-    """
-
-    rank: int
-    size: int
-    headers: str
-    modified: int
-
-
-def source_file(rank: int, index: CheckpointIndex, structures: dict[int, str]) -> SourceFile:
-    """A source file by what was read of it.
-
-    Args:
-        rank: its rank.
-        index: what is in it.
-        structures: digests of structures known so far, by identity of ``index.tensors``, which ranks
-            that are built alike share; added to.
-
-    Raises:
-        ReshardError: the file cannot be looked at any more.
-    """
-    structure = structures.get(id(index.tensors))
-    if structure is None:
-        parts = (repr(tuple(tensor)).encode() for tensor in index.tensors.values())
-        structure = short_digest(*parts)
-        structures[id(index.tensors)] = structure
-    headers = short_digest(repr((index.format, structure, index.crc, sorted(index.metadata.items()))).encode())
-    try:
-        modified = os.stat(index.path).st_mtime_ns
-    except OSError as error:
-        raise reading_error(index.path, error) from error
-    return SourceFile(rank, index.size, headers, modified)
 
 
 def strategy_digest(strategy: Strategy) -> str:

@@ -26,9 +26,9 @@ from typing import NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError
-from reshard.records.identity import Identity, SourceFile, short_digest
+from reshard.records.identity import Identity, short_digest
 from reshard.records.locks import Lock, locked, try_alone
-from reshard.wording import rank_ranges
+from reshard.records.sources import SourceFile
 
 DIRECTORY = ".reshard"
 
@@ -62,6 +62,20 @@ class DoneRecord(NamedTuple):
         if status is None:
             return False
         return status.st_size == self.size and _same_time(status.st_mtime_ns, self.modified)
+
+
+class SourceChanges(NamedTuple):
+    """Source ranks whose files are not as earlier runs found them.
+
+    Attributes:
+        content: of another size, with other headers or other contents.
+        time: of another time of modification, alike for the rest.
+        place: of another inode or time of change, alike for the rest.
+    """
+
+    content: list[int]
+    time: list[int]
+    place: list[int]
 
 
 class Ledger:
@@ -211,40 +225,34 @@ class Ledger:
             if self._made_destination:
                 os.rmdir(self._destination)
 
-    def check_sources(self, sources: Iterable[SourceFile]) -> list[int]:
-        """Compare source files with what earlier runs of this conversion read.
-
-        Returns:
-            Ranks whose files have another time than before, though the same size and headers.
-
-        Raises:
-            TargetError: a file has another size or other headers.
-        """
+    def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
+        """Compare source files with what earlier runs of this conversion read."""
         before: dict[int, list[SourceFile]] = {}
         for known in _sources_in(os.path.join(self._own, "sources")):
             before.setdefault(known.rank, []).append(known)
-        touched, changed = [], []
+        changes = SourceChanges([], [], [])
         for source in sources:
-            same_rank = before.get(source.rank, [])
-            if any((one.size, one.headers) != (source.size, source.headers) for one in same_rank):
-                changed.append(source.rank)
-            elif same_rank and not any(_same_time(source.modified, one.modified) for one in same_rank):
-                touched.append(source.rank)
-        if changed:
-            raise TargetError(
-                f"the source files of {rank_ranges(changed)} have changed since the conversion in "
-                f"{self._destination} was begun",
-                file=self._destination,
-                rank=changed[0],
-                hint="choose another DST, or convert everything again with --overwrite",
-            )
-        return touched
+            found = before.get(source.rank, [])
+            if any(one.content != source.content for one in found):
+                changes.content.append(source.rank)
+            elif found and not any(_same_time(source.modified, one.modified) for one in found):
+                changes.time.append(source.rank)
+            elif found and not any(one.place == source.place for one in found):
+                changes.place.append(source.rank)
+        return changes
 
     def add_sources(self, sources: Iterable[SourceFile]) -> None:
-        """Remember source files."""
-        known = set(_listed(os.path.join(self._own, "sources")))
+        """Remember source files, instead of those of the same ranks whose content is another."""
+        known: dict[int, list[SourceFile]] = {}
+        for found in _sources_in(os.path.join(self._own, "sources")):
+            known.setdefault(found.rank, []).append(found)
         for source in sources:
-            self._mark("sources", ".".join(map(str, source)), known)
+            others = known.get(source.rank, [])
+            if source not in others:
+                self._mark("sources", source.record, ())
+            for other in others:
+                if other.content != source.content:
+                    _remove(os.path.join(self._own, "sources", other.record))
 
     def damaged(self) -> set[SourceFile]:
         """Source files that a conversion into this directory found damaged, be it one of an older step."""
@@ -259,7 +267,7 @@ class Ledger:
         for source in sources:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(os.path.join(self._own, "damaged"))
-            self._mark("damaged", ".".join(map(str, source)), ())
+            self._mark("damaged", source.record, ())
 
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
@@ -414,10 +422,9 @@ def _parsed(name: str) -> Optional[DoneRecord]:
 
 
 def _sources_in(directory: str) -> Iterator[SourceFile]:
-    for name in _listed(directory):
-        with contextlib.suppress(ValueError):
-            rank, size, headers, modified = name.split(".")
-            yield SourceFile(int(rank), int(size), headers, int(modified))
+    """The source files whose records lie in a directory."""
+    return filter(None, map(SourceFile.parse, _listed(directory)))
+
 
 
 def _listed(directory: str) -> list[str]:

@@ -1,0 +1,171 @@
+"""Source files as a run found them, so that another run knows whether it has the same before it.
+
+Times tell little: files get copied, and another checkpoint can be given the times of this one. So a
+source file is known by its size, by what its headers say, and by samples of its contents: all of a
+few small values, such as ``global_step``, and some bytes of a few tensors, others in the file of each
+rank. Two steps of a training, or two models, differ in these; a copy does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, cut_short, reading_error
+from reshard.checkpoints.storage import storage_of
+from reshard.names import kind_of
+from reshard.records.identity import short_digest
+
+# Tensors of a file of which some bytes are looked at, and how many of each.
+_TENSORS = 8
+_BYTES = 256
+# Values outside the parameters that are looked at whole, and how large they may be.
+_VALUES = 8
+_VALUE_BYTES = 256
+# Steps of this part of a list never come twice to the same place soon, and are spread evenly.
+_GOLDEN = 0.6180339887498949
+_RECORD = re.compile(r"(\d{1,9})\.(\d{1,20})\.([0-9a-f]{16})\.([0-9a-f]{16})\.(-?\d{1,20})\.(\d{1,20})\.(-?\d{1,20})")
+
+
+class SourceFile(NamedTuple):
+    """A source file as a run found it.
+
+    Attributes:
+        rank: source rank.
+        size: bytes.
+        headers: digest of what its headers say, its recorded CRC included.
+        contents: digest of samples of its contents.
+        modified: time of last modification, in nanoseconds; only a hint, because files get copied.
+        inode: its number on its file system; likewise.
+        changed: time of last change, in nanoseconds; likewise, but no writer can set it.
+    """
+
+    rank: int
+    size: int
+    headers: str
+    contents: str
+    modified: int
+    inode: int
+    changed: int
+
+    @property
+    def content(self) -> tuple[int, str, str]:
+        """What has to be equal in the same file: size, headers and samples."""
+        return self.size, self.headers, self.contents
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What is another after the file was replaced, or written to and given its old time."""
+        return self.inode, self.changed
+
+    @property
+    def record(self) -> str:
+        """As text, the name of an empty file."""
+        return ".".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Optional[SourceFile]:
+        """What `record` made; None for other text."""
+        match = _RECORD.fullmatch(text)
+        if match is None:
+            return None
+        rank, size, headers, contents, *times = match.groups()
+        modified, inode, changed = map(int, times)
+        return cls(int(rank), int(size), headers, contents, modified, inode, changed)
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """What is to be looked at in files that are built alike.
+
+    Attributes:
+        digest: of their tensors' names, types, shapes and places.
+        values: small values, looked at whole.
+        tensors: all others that have contents, by name.
+    """
+
+    digest: str
+    values: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> _Structure:
+        filled = sorted((tensor for tensor in tensors.values() if tensor.nbytes), key=lambda tensor: tensor.name)
+        values = [tensor for tensor in filled if tensor.nbytes <= _VALUE_BYTES and _is_value(tensor)][:_VALUES]
+        chosen = {tensor.name for tensor in values}
+        return cls(
+            short_digest(*(repr(tuple(tensor)).encode() for tensor in tensors.values())),
+            tuple(values),
+            tuple(tensor for tensor in filled if tensor.name not in chosen),
+        )
+
+    def samples(self, rank: int) -> list[tuple[int, int]]:
+        """The (offset, bytes) runs that are looked at in a rank's file."""
+        found = [extent for tensor in self.values for extent in tensor.extents]
+        for number in range(min(_TENSORS, len(self.tensors))):
+            place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
+            tensor = self.tensors[int(place * len(self.tensors))]
+            offset, size = tensor.extents[len(tensor.extents) // 2]
+            count = min(_BYTES, size)
+            found.append((offset + (size - count) // 2, count))
+        return found
+
+
+def _is_value(tensor: Tensor) -> bool:
+    return kind_of(tensor.name, tensor.nbytes // tensor.item_size) == "other values"
+
+
+class SourceSampler:
+    """Looks at source files; what files that are built alike have in common is worked out once.
+
+    Args:
+        handles: open source files.
+    """
+
+    def __init__(self, handles: FileHandles) -> None:
+        self._handles = handles
+        self._structures: dict[int, _Structure] = {}
+
+    def look_at(self, indexes: Mapping[int, CheckpointIndex]) -> list[SourceFile]:
+        """The source files of these ranks, ascending.
+
+        Raises:
+            ReshardError: a file cannot be looked at or read any more.
+        """
+        ranks = sorted(indexes)
+        for index in indexes.values():
+            if id(index.tensors) not in self._structures:
+                self._structures[id(index.tensors)] = _Structure.of(index.tensors)
+        storage = storage_of(indexes[ranks[0]].path) if ranks else None
+        if storage is None or not storage.remote:
+            return [self._file(rank, indexes[rank]) for rank in ranks]
+        with ThreadPoolExecutor(4 * storage.in_flight) as pool:
+            return list(pool.map(lambda rank: self._file(rank, indexes[rank]), ranks))
+
+    def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
+        structure = self._structures[id(index.tensors)]
+        said = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
+        samples = []
+        try:
+            with self._handles.borrow(index.path) as fd:
+                for offset, count in structure.samples(rank):
+                    data = os.pread(fd, count, offset)
+                    if len(data) < count:
+                        raise cut_short(index.path, rank)
+                    samples.append(data)
+                status = os.fstat(fd)
+        except OSError as error:
+            raise reading_error(index.path, error) from error
+        return SourceFile(
+            rank,
+            index.size,
+            short_digest(said.encode()),
+            short_digest(*samples),
+            status.st_mtime_ns,
+            status.st_ino,
+            status.st_ctime_ns,
+        )
