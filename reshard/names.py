@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 ACCUMULATED_GRADIENTS = "accu_grads."
 """Begins the name of a parameter's accumulated gradients; the rest is the parameter's own name."""
@@ -28,6 +29,14 @@ CURRENT_RANK = "cur_rank"
 
 WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER = "weights", "optimizer state", "accumulated gradients", "other values"
 KINDS = (WEIGHTS, OPTIMIZER_STATE, GRADIENTS, OTHER)
+
+
+class Total(NamedTuple):
+    """How many names, and how many bytes of tensor contents."""
+
+    names: int
+    nbytes: int
+
 
 # What MindSpore's and MindFormers' optimizers put before the name of the parameter they belong to.
 STATE_PREFIXES = (

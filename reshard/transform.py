@@ -15,10 +15,12 @@ from reshard.defaults import MAX_MEMORY
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, check_disjoint, check_space, space_for
+from reshard.names import Total
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.recovery import Recovery
 from reshard.plan.shares import share_of
+from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.source_crcs import Check, SourceCrcs, damaged_files
@@ -114,6 +116,8 @@ class Summary:
         source_ranks: source ranks whose headers were read.
         recovered: ranks that were lost or damaged, when recovering.
         parameters: how many parameters were resharded.
+        kinds: what the files of all ranks asked for hold, whenever they were written, by kind: weights, optimizer
+            state, accumulated gradients, other values.
         copied: names of values copied as they are.
         left_out: parameters of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
@@ -135,6 +139,7 @@ class Summary:
     source_ranks: list[int]
     recovered: list[int]
     parameters: int
+    kinds: dict[str, Total]
     copied: list[str]
     left_out: list[str]
     missing: list[str]
@@ -369,6 +374,7 @@ class Prepared:
             source_ranks=sorted(conversion.step.indexes),
             recovered=conversion.lost if isinstance(conversion, Recovery) else [],
             parameters=len(conversion.sorted.resharded),
+            kinds=totals_of(conversion, self.asked),
             copied=conversion.copied,
             left_out=conversion.sorted.left_out,
             missing=conversion.sorted.missing,

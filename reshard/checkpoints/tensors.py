@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.dtypes import ITEM_SIZES, TEXT
+from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
+from reshard.names import kind_of
 
 
 class Tensor(NamedTuple):
@@ -34,6 +35,11 @@ class Tensor(NamedTuple):
         """Bytes of one element; for a type of unknown size, bytes divided by elements."""
         elements = math.prod(self.shape)
         return self.nbytes // elements if elements else ITEM_SIZES.get(self.dtype, 1)
+
+    @property
+    def kind(self) -> str:
+        """What it is by its name: one of `reshard.names.KINDS`."""
+        return kind_of(self.name, 1 if self.dtype in (TEXT, MAP_TENSOR) else math.prod(self.shape))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.cli import options
-from reshard.cli.output import listener
+from reshard.cli.output import listener, totals_json, totals_words
 from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.plan.conversion import Request
@@ -93,14 +93,19 @@ def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
 
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
-    said = dataclasses.asdict(summary)
+    said = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
     del said["target_files"]
     return said
 
 
+def kinds_line(summary: Summary) -> list[str]:
+    """What the files hold by kind, as a line, if they hold anything."""
+    return [f"kinds: {totals_words(summary.kinds)}"] if summary.kinds else []
+
+
 def summary_lines(summary: Summary, verbose: bool) -> list[str]:
     """What became, or would become, of the parameters, and where the manifest is."""
-    lines = [f"{plural(summary.parameters, 'parameter')} resharded"]
+    lines = [f"{plural(summary.parameters, 'parameter')} resharded", *kinds_line(summary)]
     for names, what in (
         (summary.copied, "copied unchanged"),
         (summary.left_out, "left out, not in the target strategy"),

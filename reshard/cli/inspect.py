@@ -11,13 +11,13 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json, say, show_notes, table
+from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
 from reshard.errors import UsageError
 from reshard.messages import full_text
 from reshard.wording import byte_size, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.inspection.contents import Contents, Finding, Stored, Total
+    from reshard.inspection.contents import Contents, Finding, Stored
     from reshard.inspection.file import InspectedFile
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
@@ -94,8 +94,8 @@ def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
         "crc": file.index.crc,
         "metadata": dict(file.index.metadata),
         "remove_redundancy": bool(file.contents.deduplicated),
-        "dtypes": _totals_json(file.contents.by_dtype()),
-        "kinds": _totals_json(file.contents.by_kind()),
+        "dtypes": totals_json(file.contents.by_dtype()),
+        "kinds": totals_json(file.contents.by_kind()),
         "findings": _findings_json(file.findings),
         "tensors": [
             {
@@ -153,8 +153,8 @@ def _contents_json(contents: Contents) -> dict[str, object]:
         "formats": list(contents.formats),
         "files_with_crc": contents.with_crc,
         "files_with_remove_redundancy": contents.deduplicated,
-        "dtypes": _totals_json(contents.by_dtype()),
-        "kinds": _totals_json(contents.by_kind()),
+        "dtypes": totals_json(contents.by_dtype()),
+        "kinds": totals_json(contents.by_kind()),
         "sets": [{"ranks": list(ranks), "names": sorted(names)} for ranks, names in contents.sets],
         "tensors": [
             {
@@ -168,10 +168,6 @@ def _contents_json(contents: Contents) -> dict[str, object]:
             for item in contents.stored
         ],
     }
-
-
-def _totals_json(totals: dict[str, Total]) -> dict[str, dict[str, int]]:
-    return {key: {"tensors": total.names, "bytes": total.nbytes} for key, total in totals.items()}
 
 
 def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
@@ -196,8 +192,7 @@ def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
 def _show_totals(contents: Contents) -> None:
     for title, totals in (("types", contents.by_dtype()), ("kinds", contents.by_kind())):
         if totals:
-            told = (f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
-            say(f"{title}: " + ", ".join(told))
+            say(f"{title}: {totals_words(totals)}")
 
 
 def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> None:

@@ -7,14 +7,15 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Callable
 
 import click
 
 from reshard.errors import UnwritableError
 from reshard.messages import full_text
-from reshard.wording import one_line, printable
+from reshard.names import Total
+from reshard.wording import byte_size, one_line, printable
 
 # Rows of a table that rich draws in well below a second.
 _MOST_DRAWN = 1000
@@ -26,6 +27,16 @@ _WIDEST = 400
 def echo_json(value: object) -> None:
     """Print JSON to standard output, alone there."""
     click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def totals_json(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
+    """Names and bytes per kind, or per type, as JSON has them."""
+    return {key: {"tensors": total.names, "bytes": total.nbytes} for key, total in totals.items()}
+
+
+def totals_words(totals: Mapping[str, Total]) -> str:
+    """``weights 68 (332.6 KiB), optimizer state 136 (665.2 KiB)``."""
+    return ", ".join(f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
 
 
 def listener(quiet: bool) -> Callable[[str, str], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, can_hold
 from reshard.checkpoints.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.messages import listing
-from reshard.names import KINDS, kind_of
+from reshard.names import KINDS, Total
 
 
 class Finding(NamedTuple):
@@ -30,13 +29,6 @@ class Finding(NamedTuple):
     hint: Optional[str] = None
     step: Optional[str] = None
     refuses: bool = False
-
-
-class Total(NamedTuple):
-    """How many names, and how many bytes of tensor contents in the files that were read."""
-
-    names: int
-    nbytes: int
 
 
 class Stored(NamedTuple):
@@ -110,8 +102,7 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
             size = tensor.nbytes * len(ranks)
             other = found.get(tensor.name)
             if other is None:
-                kind = kind_of(tensor.name, 1 if tensor.dtype in (TEXT, MAP_TENSOR) else math.prod(tensor.shape))
-                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
+                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, tensor.kind)
             else:
                 made = other._replace(
                     dtypes=other.dtypes if tensor.dtype in other.dtypes else (*other.dtypes, tensor.dtype),

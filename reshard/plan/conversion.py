@@ -282,14 +282,21 @@ class Conversion:
         for stage in self.stages.values():
             ranks = _ranks_of(stage, self.ranks)
             for kind in self.kinds_of(stage):
-                # Many ranks have the same slice.
-                volumes: dict[int, int] = {}
-                for rank in ranks:
-                    number = kind.cut.slice_of(rank - stage.first_rank)
-                    if number not in volumes:
-                        volumes[number] = volume_of(kind.box_of(rank - stage.first_rank))
-                    total[rank] += volumes[number] * kind.item_size * len(kind.parameters)
+                for rank, nbytes in self.slice_bytes(kind, stage, ranks).items():
+                    total[rank] += nbytes * len(kind.parameters)
         return total
+
+    def slice_bytes(self, kind: Kind, stage: Stage, ranks: Iterable[int]) -> dict[int, int]:
+        """Bytes of the slice of one parameter of a kind that each of some ranks of a target stage gets."""
+        # Many ranks have the same slice.
+        known: dict[int, int] = {}
+        found = {}
+        for rank in ranks:
+            number = kind.cut.slice_of(rank - stage.first_rank)
+            if number not in known:
+                known[number] = volume_of(kind.box_of(rank - stage.first_rank)) * kind.item_size
+            found[rank] = known[number]
+        return found
 
     def file_bytes(self, ranks: Sequence[int]) -> dict[int, int]:
         """Size of the file of each of some target ranks; files of tensors of the same sizes are laid out once."""

@@ -426,7 +426,6 @@ def _sources_in(directory: str) -> Iterator[SourceFile]:
     return filter(None, map(SourceFile.parse, _listed(directory)))
 
 
-
 def _listed(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
