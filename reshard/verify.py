@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints import find_checkpoints
 from reshard.errors import CheckpointError
 from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
-from reshard.plan.selection import StepSelector
-from reshard.records import Manifest
+from reshard.records import Identity, Manifest
+from reshard.records.ledger import begun_in
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
@@ -19,9 +19,10 @@ from reshard.verification import (
     Difference,
     Means,
     Tree,
+    compare_converted,
     compare_copies,
-    compare_trees,
     not_held,
+    read_step,
     read_tree,
 )
 from reshard.wording import plural, rank_ranges
@@ -49,7 +50,7 @@ def verify_conversion(
         source: its strategy.
         files: the converted files, by rank.
         target: their strategy.
-        step: the step that was converted; ``latest`` for the newest complete one.
+        step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
         file_suffix: only source files whose stem ends so.
         ranks: target ranks to look at; all where None.
         filters: which parameters were converted.
@@ -57,14 +58,12 @@ def verify_conversion(
         report: told what was decided.
 
     Raises:
-        ReshardError: the source is not complete, or cannot be read.
+        ReshardError: the source lacks what is compared, or cannot be read.
     """
-    tree = find_checkpoints(src, file_suffix)
-    check_ranks(tree, source, target, means.handles)
-    chosen = step_files(
-        tree, source, target, step=step, ranks=ranks, filters=filters, handles=means.handles, report=report
-    )
-    return compare_trees(chosen, source, files, target, means, ranks=ranks, admit=filters.admit)
+    found = find_checkpoints(src, file_suffix)
+    check_ranks(found, source, target, means.handles)
+    tree = read_step(found, source, step, means.handles, report, target=target, ranks=ranks)
+    return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
 
 
 def verify_replicas(
@@ -112,6 +111,25 @@ def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:
         )
 
 
+def recorded_plan(out: str, manifest: Optional[Manifest]) -> Optional[Identity]:
+    """What the files in a directory were made of, by its manifest or else by the records of runs that go on.
+
+    Args:
+        out: the directory.
+        manifest: its manifest, where there is one.
+
+    Returns:
+        None where nothing tells, or records contradict each other.
+
+    Raises:
+        RetryableError: records cannot be read.
+    """
+    if manifest is not None:
+        return manifest.plan
+    begun = begun_in(out)
+    return begun[0] if len(begun) == 1 else None
+
+
 def converted_files(
     out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
 ) -> tuple[dict[int, str], list[Difference]]:
@@ -140,24 +158,3 @@ def converted_files(
         if file.step != newest.step and (ranks is None or file.rank in ranks)
     ]
     return newest.files, others
-
-
-def step_files(
-    tree: SourceTree,
-    source: Strategy,
-    target: Strategy,
-    *,
-    step: str,
-    ranks: Optional[tuple[int, ...]],
-    filters: Filters,
-    handles: FileHandles,
-    report: Report,
-) -> dict[int, str]:
-    """The files of a step that hold what a target needs, by rank.
-
-    Raises:
-        IncompleteSourceError: no step has it all.
-    """
-    selector = StepSelector(source, target, ranks, filters, handles, report)
-    selected = selector.select(tree.candidates(step)).step
-    return {rank: path for rank, path in selected.files.items() if rank not in selected.damaged}

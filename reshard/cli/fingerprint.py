@@ -21,8 +21,16 @@ from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
 from reshard.transform import usable_cpus
-from reshard.verification import Entry, Fingerprints, Means, check_complete, fingerprints, read_tree
-from reshard.verify import step_files
+from reshard.verification import (
+    Entry,
+    Fingerprints,
+    Means,
+    Needs,
+    check_complete,
+    fingerprints,
+    read_step,
+    read_tree,
+)
 from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
 
 
@@ -78,13 +86,16 @@ def fingerprint(
         with FileHandles() as handles:
             found = find_checkpoints(src, typed["file_suffix"])
             check_ranks(found, source, Strategy.none(), handles)
-            files = _files(found, source, ranks, typed["step"], filters, handles, report)
-            tree = read_tree(files, source, handles, filters.admit)
-            warn_of_unmatched(filters, (source.parameters, *(index.tensors for index in tree.indexes.values())), report)
-            for rank, damage in tree.damaged.items():
-                report.warn(f"{damage}; rank {rank} counts as absent")
             if ranks is None:
-                check_complete(tree)
+                tree = read_step(found, source, typed["step"], handles, report)
+                check_complete(tree, source, Needs(Strategy.none()), filters.admit)
+                tree = tree.only(filters.admit)
+            else:
+                files = _files(found, source, ranks, typed["step"], report)
+                tree = read_tree(files, source, handles, filters.admit)
+                for rank, damage in tree.damaged.items():
+                    report.warn(f"{damage}; rank {rank} counts as absent")
+            warn_of_unmatched(filters, (source.parameters, *(index.tensors for index in tree.indexes.values())), report)
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             result = fingerprints(tree, means)
@@ -110,17 +121,11 @@ def fingerprint(
 def _files(
     tree: SourceTree,
     source: Strategy,
-    ranks: Optional[tuple[int, ...]],
+    ranks: tuple[int, ...],
     step: str,
-    filters: Filters,
-    handles: FileHandles,
     report: Report,
 ) -> dict[int, str]:
-    """The files of the newest step that is complete, or that all ranks asked for have."""
-    if ranks is None:
-        return step_files(
-            tree, source, Strategy.none(), step=step, ranks=None, filters=filters, handles=handles, report=report
-        )
+    """The files of the newest step that all ranks asked for have."""
     beyond = [rank for rank in ranks if rank >= source.device_count]
     if beyond:
         raise UsageError(

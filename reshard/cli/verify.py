@@ -23,7 +23,7 @@ from reshard.report import Report
 from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verify import converted_files, verify_conversion, verify_replicas
+from reshard.verify import converted_files, recorded_plan, verify_conversion, verify_replicas
 from reshard.wording import plural, printable, rank_ranges
 
 DIFFERENT = 4
@@ -73,7 +73,8 @@ def verify(
     checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
     rank is what the source makes of it, worked out anew from the strategies and compared through
-    fingerprints. With --replicas: ranks that should hold the same slices do.
+    fingerprints. Without --step it is the step that OUT's manifest or records name. With --replicas:
+    ranks that should hold the same slices do.
     """
     if headers_only and (replicas or src is not None):
         raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
@@ -102,10 +103,12 @@ def verify(
             step = typed["step"]
             if manifest is not None:
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
-                if step == "latest" and manifest.plan.step is not None:
-                    step = manifest.plan.step
+            plan = recorded_plan(out, manifest)
+            if plan is not None:
+                if step == "latest" and plan.step is not None:
+                    step = plan.step
                 if not (filters.include or filters.exclude):
-                    filters = Filters(manifest.plan.include, manifest.plan.exclude)
+                    filters = Filters(plan.include, plan.exclude)
             files, others = converted_files(out, manifest, ranks)
             found += others
             found += verify_conversion(

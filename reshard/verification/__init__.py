@@ -5,9 +5,13 @@ and `compare_replicas` find out which rank holds something else than it should. 
 are read by the rooms that conversions use too; what they mean for each other is worked out anew here.
 """
 
-from reshard.verification.compare import Difference, compare_copies, compare_replicas, compare_trees, not_held
-from reshard.verification.fingerprint import Entry, Fingerprints, check_complete, fingerprints
+from reshard.verification.compare import compare_converted, compare_trees
+from reshard.verification.completeness import Needs, check_complete
+from reshard.verification.copies import compare_copies, compare_replicas, not_held
+from reshard.verification.difference import Difference
+from reshard.verification.fingerprint import Entry, Fingerprints, fingerprints
 from reshard.verification.reading import Means, Progress
+from reshard.verification.steps import read_step
 from reshard.verification.tree import Tree, read_tree
 
 __all__ = [
@@ -15,13 +19,16 @@ __all__ = [
     "Entry",
     "Fingerprints",
     "Means",
+    "Needs",
     "Progress",
     "Tree",
     "check_complete",
+    "compare_converted",
     "compare_copies",
     "compare_replicas",
     "compare_trees",
     "fingerprints",
     "not_held",
+    "read_step",
     "read_tree",
 ]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, find_checkpoints, read_index, reading_error
 from reshard.errors import CheckpointError
 from reshard.records import Manifest, ManifestFile
-from reshard.verification.compare import Difference
+from reshard.verification.difference import Difference
 from reshard.verification.reading import Means
 
 _BLOCK = 4 << 20

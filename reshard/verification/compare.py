@@ -1,22 +1,28 @@
-"""Whether one checkpoint is another one in other slices, and whether its copies agree.
+"""Whether one checkpoint is another one in other slices.
 
-Two checkpoints are compared through sums (see `sums`), from the strategies alone:
+The two are compared through sums (see `sums`), from the strategies alone:
 
 1. Every distinct slice of the source and every copy of every slice of the target are summed.
 2. Where all copies of a target slice agree and the slices add up to the source's sum, the parameter is right.
 3. Of all others, the source's sum over every target slice's own box is made; each rank's copy is right or
-   wrong by itself then.
+   wrong by itself then. So it is from the beginning where only some target ranks are compared.
+
+What of the source is lost, how its parameters are cut and how the target's have to be follows from both
+strategies and all files of the source; what the target happens to hold plays no part.
 
 All this goes by batches of parameters: what is in memory does not grow with parameters times ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-import operator
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional
+
+import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
 from reshard.checkpoints.dtypes import INT4
@@ -24,44 +30,12 @@ from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.names import belongs_to_rank
 from reshard.strategies import Stage, Strategy
-from reshard.verification.fingerprint import check_complete
-from reshard.verification.reading import Means, Part, batches, intersection, sum_parts
-from reshard.verification.sums import PRIME, Box
-from reshard.verification.tree import (
-    Parameter,
-    Slice,
-    Tree,
-    layout_choices,
-    read_headers,
-    read_tree,
-    slice_shapes,
-    slices_of,
-)
-from reshard.wording import quoted, rank_ranges
-
-
-class Difference(NamedTuple):
-    """Something that is not as it has to be.
-
-    Attributes:
-        kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
-            ``replica`` (copies disagree, and which one is wrong is known), ``replicas`` (it is not
-            known), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
-        parameter: the parameter, or None where it is a whole file.
-        ranks: the ranks that are wrong, ascending; all that may be where that is not known.
-        detail: the rest, to be read after the parameter's name and the ranks.
-    """
-
-    kind: str
-    parameter: Optional[str]
-    ranks: tuple[int, ...]
-    detail: str
-
-    def __str__(self) -> str:
-        """A line: parameter, ranks, what is wrong."""
-        name = "" if self.parameter is None else f"{quoted(self.parameter)} "
-        where = f"on {rank_ranges(self.ranks)}" if self.ranks else ""
-        return f"{name}{where}: {self.detail}".lstrip()
+from reshard.verification.completeness import Lost, Needs, check_comparable, lost, refuse
+from reshard.verification.difference import Difference, kind_of_tensor
+from reshard.verification.parameter import Parameter, Slice, is_empty, slice_shapes, slices_of
+from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
+from reshard.verification.sums import PRIME
+from reshard.verification.tree import Tree, read_headers, read_tree
 
 
 def compare_trees(
@@ -74,10 +48,25 @@ def compare_trees(
     ranks: Optional[Iterable[int]] = None,
     admit: Optional[Callable[[str], bool]] = None,
 ) -> list[Difference]:
+    """What of a target checkpoint is not what the source makes of it; see `compare_converted`."""
+    tree = read_tree(source_files, source, means.handles)
+    return compare_converted(tree, source, target_files, target, means, ranks=ranks, admit=admit)
+
+
+def compare_converted(
+    tree: Tree,
+    source: Strategy,
+    target_files: Mapping[int, str],
+    target: Strategy,
+    means: Means,
+    *,
+    ranks: Optional[Iterable[int]] = None,
+    admit: Optional[Callable[[str], bool]] = None,
+) -> list[Difference]:
     """What of a target checkpoint is not what the source makes of it.
 
     Args:
-        source_files: files of the step that was converted, by rank.
+        tree: all files and names of the step that was converted.
         source: their strategy.
         target_files: files of the converted checkpoint, by rank; all that there are.
         target: their strategy.
@@ -89,7 +78,7 @@ def compare_trees(
         Every difference, by parameter; none where the target is right.
 
     Raises:
-        IncompleteSourceError: the source lacks a slice.
+        IncompleteSourceError: the source lacks what the target ranks need.
         InputError: the source does not fit its strategy.
         RetryableError: reading failed.
     """
@@ -100,11 +89,15 @@ def compare_trees(
     def converted(name: str) -> bool:
         return name not in left_out and (admit is None or admit(name))
 
-    source_tree = read_tree(source_files, source, means.handles, converted)
-    source_tree.check_readings()
-    check_complete(source_tree)
+    check_comparable(tree, source)
+    needed = lost(tree, source, Needs(target, wanted), converted)
+    tree = tree.only(converted)
+    tree.check_readings()
+    refuse(item for item in needed if item.found)
     target_tree = read_headers({rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles)
-    found = _Comparison(source_tree, target_tree, target, wanted, means).run(target_files)
+    comparison = _Comparison(tree, target_tree, target, wanted, means)
+    comparison.miss([item for item in needed if not item.found])
+    found = comparison.run(target_files)
     if ranks is None:
         found = [*_beyond(target_files, target), *found]
     return found
@@ -122,18 +115,39 @@ class _Copies(NamedTuple):
     Attributes:
         parameter: the source's parameter.
         slice: the target's slice; its holders are those of the right type and shape.
+        alone: whether it is compared with its own box of the source from the beginning, because the slices that
+            are compared, or those of any one stage of the source, are not all of the parameter.
     """
 
     parameter: Parameter
     slice: Slice
+    alone: bool
 
 
 class _Comparison:
     def __init__(self, source: Tree, target: Tree, new: Strategy, ranks: list[int], means: Means) -> None:
         self._source, self._target, self._new = source, target, new
         self._ranks = ranks
+        # Per stage the ranks to look at, counted within it.
+        self._local = {
+            stage.number: [rank - stage.first_rank for rank in ranks if rank in stage.ranks] for stage in new.stages
+        }
         self._means = means
         self._differences: list[Difference] = []
+
+    def miss(self, needed: Iterable[Lost]) -> None:
+        """Parameters that no source file holds though an absent rank may have held them.
+
+        Raises:
+            IncompleteSourceError: the target holds one, so that the source cannot tell whether it is right.
+        """
+        indexes = self._target.indexes.values()
+        refuse(item for item in needed if any(item.parameter in index.tensors for index in indexes))
+        for name, _, detail in needed:
+            stages = [stage for stage in self._new.stages if self._new.is_none or name in stage.layouts]
+            ranks = [rank for stage in stages for rank in self._present(stage)]
+            if ranks:
+                self._add("missing", name, ranks, f"is not in the file, and in the source {detail}")
 
     def run(self, target_files: Mapping[int, str]) -> list[Difference]:
         """Every difference, whole files first, then by parameter."""
@@ -151,8 +165,7 @@ class _Comparison:
                     [
                         copies
                         for parameter in batch
-                        for stage in self._new.stages
-                        if self._new.is_none or parameter.name in stage.layouts
+                        for stage in self._stages_of(parameter.name)
                         for copies in self._slices(parameter, stage)
                     ]
                 )
@@ -169,9 +182,19 @@ class _Comparison:
         """Bytes of all copies that are as they should be, and of what they are compared with."""
         total = 0
         for name, parameter in self._source.parameters.items():
-            if self._new.is_none or any(name in stage.layouts for stage in self._new.stages):
-                slices = (held for held in parameter.slices if held.holders)
-                total += sum(self._source.tensor(name, held.holders[0]).nbytes for held in slices)
+            item_size = self._source.tensor(name, next(parameter.holders)).item_size
+            add_up = False
+            for stage in self._stages_of(name):
+                with contextlib.suppress(LayoutError):
+                    layout = self._layout(parameter, stage)
+                    if self._alone(parameter, layout, stage):
+                        _, some = np.unique(layout.slice_of_rank[self._local[stage.number]], return_index=True)
+                        shapes = slice_shapes(layout, parameter.shape, [self._local[stage.number][at] for at in some])
+                        total += item_size * sum(map(math.prod, shapes))
+                    else:
+                        add_up = True
+            if add_up:
+                total += sum(part.nbytes for _, part in self._stored(parameter))
         for stage, tensors, ranks in self._built_alike():
             total += len(ranks) * sum(
                 tensor.nbytes
@@ -185,6 +208,11 @@ class _Comparison:
 
     def _add(self, kind: str, name: Optional[str], ranks: Iterable[int], detail: str) -> None:
         self._differences.append(Difference(kind, name, tuple(sorted(ranks)), detail))
+
+    def _stages_of(self, name: str) -> list[Stage]:
+        """The stages that get a parameter and of which ranks are looked at."""
+        stages = (stage for stage in self._new.stages if self._new.is_none or name in stage.layouts)
+        return [stage for stage in stages if self._local[stage.number]]
 
     def _present(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read."""
@@ -253,10 +281,13 @@ class _Comparison:
                 wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
             else:
                 shapes[rank] = tensor.shape
-        recorded = Layout((), ((),) * len(parameter.shape)) if self._new.is_none else stage.layouts[name]
-        layout = self._layout(parameter, recorded, stage, shapes)
+        layout = None
         right = []
-        if layout is not None:
+        try:
+            layout = self._layout(parameter, stage)
+        except LayoutError as error:
+            wrong["strategy", error.message] += shapes
+        else:
             expected = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in shapes])
             for (rank, shape), fitting in zip(shapes.items(), expected):
                 if shape == fitting:
@@ -267,97 +298,86 @@ class _Comparison:
             self._add(kind, name, ranks, detail)
         if layout is None:
             return []
-        return [_Copies(parameter, held) for held in slices_of(layout, stage, parameter.shape, right)]
+        alone = self._alone(parameter, layout, stage)
+        return [_Copies(parameter, held, alone) for held in slices_of(layout, stage, parameter.shape, right)]
 
-    def _layout(
-        self, parameter: Parameter, recorded: Layout, stage: Stage, shapes: dict[int, tuple[int, ...]]
-    ) -> Optional[Layout]:
-        """What the recorded layout means for the parameter, by the shapes that most ranks hold."""
-        best: tuple[int, Optional[Layout]] = (-1, None)
-        for layout in layout_choices(parameter.name, recorded):
-            if len(layout.cuts) != len(parameter.shape) or layout.recorded_shape not in (None, parameter.shape):
-                continue
-            try:
-                expected = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in shapes])
-                fitting = sum(map(operator.eq, expected, shapes.values()))
-            except LayoutError:
-                continue
-            if fitting > best[0]:
-                best = (fitting, layout)
-        if best[1] is None:
-            detail = f"tensor map {recorded.map_text} does not lay out a tensor of shape {list(parameter.shape)}"
-            self._add("strategy", parameter.name, shapes, detail)
-        return best[1]
+    def _layout(self, parameter: Parameter, stage: Stage) -> Layout:
+        """How a target stage has to cut a parameter.
+
+        Raises:
+            LayoutError: the target's strategy does not fit the parameter.
+        """
+        if self._new.is_none:
+            return Layout((), ((),) * len(parameter.shape))
+        return parameter.target_layout(stage.layouts[parameter.name], len(self._new.stages) > 1)
+
+    def _alone(self, parameter: Parameter, layout: Layout, stage: Stage) -> bool:
+        """Whether slices of a target stage are compared one by one; see `_Copies`."""
+        local = self._local[stage.number]
+        some = len(local) < stage.device_count and len(set(layout.slice_of_rank[local].tolist())) < layout.slice_count
+        return some or not parameter.cells.of_one_stage
 
     def _compare(self, copies: list[_Copies]) -> None:
         """Sum both sides; where they are not plainly equal, find out which ranks are wrong."""
-        parts: list[Part] = []
-        owners: list[tuple[str, int]] = []
-        parameters = {parameter.name: parameter for parameter, _ in copies}
-        for name, parameter in parameters.items():
-            for held in parameter.slices:
-                if held.holders:
-                    parts.append(self._source.part(name, held.holders[0], parameter.shape, held.box))
-                    owners.append((name, held.stage))
-        first_copy = len(parts)
-        for parameter, held in copies:
+        parameters = {copy.parameter.name: copy.parameter for copy in copies if not copy.alone}
+        stored = [(name, *one) for name, parameter in parameters.items() for one in self._stored(parameter)]
+        parts = [part for _, _, part in stored]
+        for parameter, held, _ in copies:
             parts += [self._target.part(parameter.name, rank, parameter.shape, held.box) for rank in held.holders]
         sums = sum_parts(parts, self._means)
-        source = self._source_sums(parameters, owners, sums)
-        coming = iter(sums[first_copy:])
-        found = [{rank: next(coming) for rank in held.holders} for _, held in copies]
+        source = self._source_sums([(name, stage) for name, stage, _ in stored], sums)
+        coming = iter(sums[len(stored) :])
+        found = [(copy, {rank: next(coming) for rank in copy.slice.holders}) for copy in copies]
 
         plain: dict[tuple[str, int], int] = defaultdict(int)
         doubtful: set[tuple[str, int]] = set()
-        for (parameter, held), by_rank in zip(copies, found):
+        for (parameter, held, alone), by_rank in found:
             key = (parameter.name, held.stage)
+            if alone:
+                continue
             if len(set(by_rank.values())) == 1:
                 plain[key] += next(iter(by_rank.values()))
-            elif by_rank or not _is_empty(held.box):
+            elif by_rank or not is_empty(held.box):
                 doubtful.add(key)
         doubtful |= {key for key, total in plain.items() if total % PRIME != source[key[0]]}
-        check = [
-            (copy, by_rank)
-            for copy, by_rank in zip(copies, found)
-            if (copy.parameter.name, copy.slice.stage) in doubtful and by_rank
-        ]
-        self._find_wrong(check)
+        self._find_wrong([one for one in found if one[0].alone], told=True)
+        again = [one for one in found if (one[0].parameter.name, one[0].slice.stage) in doubtful]
+        self._find_wrong(again, told=False)
 
-    def _source_sums(
-        self, parameters: Mapping[str, Parameter], owners: list[tuple[str, int]], sums: list[int]
-    ) -> dict[str, int]:
+    def _stored(self, parameter: Parameter) -> Iterator[tuple[int, Part]]:
+        """Every slice of a parameter in the source's stages that have all of it, with the stage."""
+        for slices in parameter.whole_stages():
+            for held in slices:
+                if held.holders:
+                    yield held.stage, self._source.part(parameter.name, held.holders[0], parameter.shape, held.box)
+
+    def _source_sums(self, owners: list[tuple[str, int]], sums: list[int]) -> dict[str, int]:
         """The sum of every source parameter, by the first stage that has all of it."""
-        by_stage: dict[tuple[str, int], int] = defaultdict(int)
-        for owner, total in zip(owners, sums):
-            by_stage[owner] = (by_stage[owner] + total) % PRIME
-        result = {}
-        for name, parameter in parameters.items():
-            stages = [parts[0].stage for parts in parameter.whole_stages()]
-            if len({by_stage[name, stage] for stage in stages}) > 1:
+        by_stage: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for (name, stage), total in zip(owners, sums):
+            by_stage[name][stage] = (by_stage[name][stage] + total) % PRIME
+        for name, totals in by_stage.items():
+            if len(set(totals.values())) > 1:
                 self._add("stages", name, (), "the source's pipeline stages hold different values of it")
-            result[name] = by_stage[name, stages[0]]
-        return result
+        return {name: next(iter(totals.values())) for name, totals in by_stage.items()}
 
-    def _find_wrong(self, check: list[tuple[_Copies, dict[int, int]]]) -> None:
+    def _find_wrong(self, check: list[tuple[_Copies, dict[int, int]]], told: bool) -> None:
         """Compare each copy with the source's own sum over the slice's box."""
-        parts: list[Part] = []
-        owners: list[int] = []
-        for number, ((parameter, held), _) in enumerate(check):
-            for stored in parameter.whole_stages()[0]:
-                common = intersection(held.box, stored.box)
-                if not _is_empty(common):
-                    rank = stored.holders[0]
-                    parts.append(self._source.part(parameter.name, rank, parameter.shape, stored.box, common))
-                    owners.append(number)
-        expected = [0] * len(check)
-        for number, total in zip(owners, sum_parts(parts, self._means, told=False)):
-            expected[number] = (expected[number] + total) % PRIME
+        check = [one for one in check if one[1]]
+        expected = sum_boxes(self._parts_of_boxes([copy for copy, _ in check]), len(check), self._means, told)
         wrong: dict[str, list[int]] = defaultdict(list)
-        for ((parameter, _), by_rank), right in zip(check, expected):
-            wrong[parameter.name] += [rank for rank, total in by_rank.items() if total != right]
+        for (copy, by_rank), right in zip(check, expected):
+            wrong[copy.parameter.name] += [rank for rank, total in by_rank.items() if total != right]
         for name, ranks in wrong.items():
             if ranks:
                 self._add("content", name, ranks, "differs from the source")
+
+    def _parts_of_boxes(self, check: list[_Copies]) -> Iterator[tuple[int, Part]]:
+        """What has to be read of the source for every slice, with its number."""
+        for _, group in itertools.groupby(enumerate(check), key=lambda one: one[1].parameter.name):
+            numbers, copies = zip(*group)
+            for at, part in self._source.parts(copies[0].parameter, [copy.slice.box for copy in copies]):
+                yield numbers[at], part
 
     def _compare_values(self, names: Iterable[str]) -> None:
         """Values outside the source's strategy: each target rank's copy and the source's."""
@@ -400,7 +420,7 @@ class _Comparison:
     def _value_problem(self, name: str, rank: int, origin: int) -> Optional[str]:
         """In what a rank's value is of another kind than the source's, content aside."""
         mine, theirs = self._target.tensor(name, rank), self._source.tensor(name, origin)
-        if _kind(mine) != _kind(theirs):
+        if kind_of_tensor(mine) != kind_of_tensor(theirs):
             return f"is {mine.dtype} {list(mine.shape)}, but {theirs.dtype} {list(theirs.shape)} in the source"
         formats = {self._target.indexes[rank].format, self._source.indexes[origin].format}
         if formats == {"ckpt"} and mine.dims != theirs.dims:
@@ -420,125 +440,3 @@ def _strange_metadata(index: CheckpointIndex, known: set[tuple[str, str]]) -> It
         if text != right and key != "crc_num" and not same_as_source:
             told = "nothing" if right is None else repr(right)
             yield f"its metadata say {text!r} for {key!r}, not {told}"
-
-
-def compare_replicas(
-    files: Mapping[int, str], strategy: Strategy, means: Means, admit: Optional[Callable[[str], bool]] = None
-) -> list[Difference]:
-    """Where copies of one slice within a checkpoint differ.
-
-    With three or more copies the rank that differs from most is named, with two both are. Ranks may be
-    missing: what is there is compared.
-
-    Args:
-        files: files of one step, by rank.
-        strategy: their strategy.
-        means: what may be used for reading.
-        admit: which parameters are compared, by name; all where None.
-
-    Returns:
-        Every difference, by parameter; none where all copies agree.
-
-    Raises:
-        ReshardError: a file is missing or cannot be read.
-    """
-    return compare_copies(read_tree(files, strategy, means.handles, admit), means)
-
-
-def compare_copies(tree: Tree, means: Means) -> list[Difference]:
-    """Where copies of one slice within a checkpoint that was read differ; see `compare_replicas`.
-
-    Raises:
-        ReshardError: a file cannot be read.
-    """
-    found = [Difference("file", None, (rank,), text) for rank, text in tree.damaged.items()]
-    for name, problem in tree.problems.items():
-        found.append(Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message))
-    shared = {name: ranks for name, ranks in tree.outside.items() if len(ranks) > 1 and not belongs_to_rank(name)}
-    total = sum(tree.tensor(name, rank).nbytes for name, ranks in shared.items() for rank in ranks)
-    for parameter in tree.parameters.values():
-        for held in _copied_slices(parameter):
-            total += len(held.holders) * tree.tensor(parameter.name, held.holders[0]).nbytes
-    means.progress.begin(total, "comparing copies")
-    try:
-        for batch in batches(tree.parameters.values(), lambda parameter: sum(1 for _ in parameter.holders)):
-            found += _differing_slices(tree, batch, means)
-        for names in batches(shared, lambda name: len(shared[name])):
-            parts = [tree.whole_part(name, rank) for name in names for rank in shared[name]]
-            copies = iter(zip(parts, sum_parts(parts, means)))
-            for name in names:
-                kinds = {}
-                for rank in shared[name]:
-                    part, number = next(copies)
-                    kinds[rank] = (_kind(part.tensor), number)
-                found += _minority(name, kinds)
-    finally:
-        means.progress.end()
-    return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
-
-
-def _copied_slices(parameter: Parameter) -> list[Slice]:
-    """The slices of a parameter that can be compared with something."""
-    tied = len(parameter.holdings) > 1
-    return [held for held in parameter.slices if len(held.holders) > 1 or (held.holders and tied)]
-
-
-def _differing_slices(tree: Tree, parameters: Iterable[Parameter], means: Means) -> Iterator[Difference]:
-    compared = [(parameter, held) for parameter in parameters for held in _copied_slices(parameter)]
-    parts = [
-        tree.part(parameter.name, rank, parameter.shape, held.box)
-        for parameter, held in compared
-        for rank in held.holders
-    ]
-    coming = iter(sum_parts(parts, means))
-    stages: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    doubtful = set()
-    by_name: dict[str, Parameter] = {}
-    for parameter, held in compared:
-        name = by_name.setdefault(parameter.name, parameter).name
-        copies = {rank: next(coming) for rank in held.holders}
-        stages[name][held.stage] += Counter(copies.values()).most_common(1)[0][0]
-        for difference in _minority(name, copies):
-            doubtful.add(name)
-            yield difference
-    for name, totals in stages.items():
-        if name not in doubtful and len(totals) > 1:
-            whole = {parts[0].stage for parts in by_name[name].whole_stages()}
-            if len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
-                yield Difference("stages", name, (), "pipeline stages hold different values of it")
-
-
-def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:
-    """The ranks whose copy is not that of most."""
-    ranked = Counter(copies.values()).most_common(2)
-    if len(ranked) == 1:
-        return
-    if ranked[0][1] > ranked[1][1]:
-        wrong = [rank for rank, copy in copies.items() if copy != ranked[0][0]]
-        most = rank_ranges(set(copies) - set(wrong))
-        yield Difference("replica", name, tuple(wrong), f"differs from the copies on {most}")
-    else:
-        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority tells which is wrong")
-
-
-def not_held(tree: Tree, strategy: Strategy) -> dict[str, list[int]]:
-    """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could too.
-
-    A de-duplicated save is so by intention, and conversions take the copy of any rank.
-    """
-    lacking: dict[str, list[int]] = defaultdict(list)
-    for tensors, same in tree.alike():
-        for stage in strategy.stages:
-            ranks = [rank for rank in same if 0 <= rank - stage.first_rank < stage.device_count]
-            for name in stage.layouts if ranks else ():
-                if name in tree.parameters and name not in tensors:
-                    lacking[name] += ranks
-    return {name: sorted(ranks) for name, ranks in sorted(lacking.items())}
-
-
-def _kind(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
-    return tensor.dtype, tensor.shape, tensor.nbytes
-
-
-def _is_empty(box: Box) -> bool:
-    return not math.prod(stop - start for start, stop in box)

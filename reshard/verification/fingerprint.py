@@ -15,14 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
-from reshard.errors import CheckpointError, IncompleteSourceError, InputError, one_error
+from reshard.errors import CheckpointError, InputError
 from reshard.names import belongs_to_rank
-from reshard.verification.reading import Means, Part, batches, sum_parts
+from reshard.verification.parameter import Parameter
+from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts, whole_box
 from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
-from reshard.verification.tree import Parameter, Tree, is_text
-from reshard.wording import number_ranges, quoted, rank_ranges
+from reshard.verification.tree import Tree
+from reshard.verification.true_layouts import is_text
+from reshard.wording import number_ranges, quoted
 
 _SUM_BYTES = 16
+# In the place of a stage: a sum over all of a parameter that no stage has all of.
+_SEVERAL = -1
 
 
 class Entry(NamedTuple):
@@ -42,7 +46,8 @@ class ParameterSums:
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: shape of the full tensor.
-        slices: the sum of every slice that was read, by stage and box.
+        slices: the sum of every slice that was read, by stage and box; in the place of the stage -1 for all of a
+            parameter of which no stage has everything, but several together have.
     """
 
     name: str
@@ -64,12 +69,17 @@ class ParameterSums:
         whole = {stage: total for stage, total in totals.items() if elements[stage] == math.prod(self.shape)}
         if len(set(whole.values())) > 1:
             raise CheckpointError(
-                f"{quoted(self.name)} has different values in pipeline stages {number_ranges(whole)}, which share it",
+                f"{quoted(self.name)} has different values in pipeline stages {number_ranges(self._stages)}, which "
+                "share it",
                 parameter=self.name,
                 hint="`reshard verify --replicas` shows where copies differ",
             )
         made = fingerprint(self.name, self.dtype, self.shape, next(iter(whole.values()))) if whole else None
         return Entry(self.name, self.dtype, self.shape, made)
+
+    @property
+    def _stages(self) -> set[int]:
+        return {stage for stage, _ in self.slices if stage != _SEVERAL}
 
     def check_cuts(self) -> None:
         """Refuse slices of one stage that overlap: they are of different strategies."""
@@ -178,7 +188,11 @@ class Fingerprints:
                     "shape": list(parameter.shape),
                     "fingerprint": made[name],
                     "slices": [
-                        {"stage": stage, "box": [list(interval) for interval in box], "sum": f"{total:032x}"}
+                        {
+                            "stage": None if stage == _SEVERAL else stage,
+                            "box": [list(interval) for interval in box],
+                            "sum": f"{total:032x}",
+                        }
                         for (stage, box), total in sorted(parameter.slices.items())
                     ],
                 }
@@ -216,7 +230,8 @@ class Fingerprints:
                     box = tuple((int(start), int(stop)) for start, stop in part["box"])
                     if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
                         raise ValueError
-                    slices[int(part["stage"]), box] = int(part["sum"], 16)
+                    stage = _SEVERAL if part["stage"] is None else int(part["stage"])
+                    slices[stage, box] = int(part["sum"], 16)
                 result.parameters[name] = ParameterSums(name, dtype, shape, slices)
                 result.parameters[name].check_cuts()
             for item in document["values"]:
@@ -254,6 +269,8 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     total = sum(tree.tensor(name, rank).nbytes for name, ranks in tree.outside.items() for rank in ranks)
     for parameter in tree.parameters.values():
         total += sum(tree.tensor(parameter.name, held.holders[0]).nbytes for held in parameter.slices if held.holders)
+        if _in_pieces(parameter):
+            total += math.prod(parameter.shape) * tree.tensor(parameter.name, next(parameter.holders)).item_size
     means.progress.begin(total, "reading")
     try:
         shared = _Keys()
@@ -283,9 +300,26 @@ def _add_parameters(result: Fingerprints, tree: Tree, parameters: list[Parameter
             if held.holders
         ]
     sums = iter(sum_parts(parts, means))
+    pieced = [parameter for parameter in parameters if _in_pieces(parameter)]
+    numbered = (
+        (number, part)
+        for number, parameter in enumerate(pieced)
+        for _, part in tree.parts(parameter, [whole_box(parameter.shape)])
+    )
+    totals = {parameter.name: total for parameter, total in zip(pieced, sum_boxes(numbered, len(pieced), means))}
     for parameter in parameters:
-        slices = shared.sums(((held.stage, held.box) for held in parameter.slices if held.holders), sums)
+        keys = [(held.stage, held.box) for held in parameter.slices if held.holders]
+        found = [next(sums) for _ in keys]
+        if parameter.name in totals:
+            keys.append((_SEVERAL, whole_box(parameter.shape)))
+            found.append(totals[parameter.name])
+        slices = shared.sums(keys, found)
         result.parameters[parameter.name] = ParameterSums(parameter.name, parameter.dtype, parameter.shape, slices)
+
+
+def _in_pieces(parameter: Parameter) -> bool:
+    """Whether no stage has all of a parameter, but several together have."""
+    return parameter.cells.whole and not parameter.cells.of_one_stage
 
 
 class _SliceSums(Mapping[tuple[int, Box], int]):
@@ -312,31 +346,10 @@ class _Keys:
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[int, Box], ...], dict[tuple[int, Box], int]] = {}
 
-    def sums(self, keys: Iterable[tuple[int, Box]], coming: Iterator[int]) -> _SliceSums:
-        """The next sums, one for every key."""
+    def sums(self, keys: Iterable[tuple[int, Box]], sums: Iterable[int]) -> _SliceSums:
+        """The sums, one for every key."""
         told = tuple(keys)
         places = self._known.get(told)
         if places is None:
             places = self._known[told] = {key: number for number, key in enumerate(told)}
-        return _SliceSums(places, b"".join(next(coming).to_bytes(_SUM_BYTES, "little") for _ in told))
-
-
-def check_complete(tree: Tree) -> None:
-    """Refuse a tree that lacks a slice of some parameter.
-
-    Raises:
-        IncompleteSourceError: names every such parameter and the ranks that would have held the slice.
-    """
-    problems = []
-    for parameter in tree.parameters.values():
-        if not parameter.whole_stages():
-            lost = {rank for held in parameter.slices if not held.holders for rank in held.ranks}
-            problems.append(
-                IncompleteSourceError(
-                    f"{quoted(parameter.name)}: slices are in no readable file; {rank_ranges(lost)} would have them",
-                    parameter=parameter.name,
-                    hint="bring back a rank that holds each of these slices",
-                )
-            )
-    if problems:
-        raise one_error(problems, f"slices of {len(problems)} parameters are in no readable file")
+        return _SliceSums(places, b"".join(total.to_bytes(_SUM_BYTES, "little") for total in sums))

@@ -156,6 +156,25 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
     return sums
 
 
+def sum_boxes(parts: Iterable[tuple[int, Part]], count: int, means: Means, told: bool = True) -> list[int]:
+    """The sums of boxes that are in several parts, and perhaps in more of them than should be described at a time.
+
+    Args:
+        parts: every part, with the number of its box.
+        count: how many boxes there are.
+        means: what may be used for it.
+        told: whether the progress is told.
+
+    Raises:
+        ReshardError: a file cannot be read, or was cut short meanwhile.
+    """
+    sums = [0] * count
+    for some in batches(parts, lambda _: 1):
+        for (number, _), total in zip(some, sum_parts([part for _, part in some], means, told)):
+            sums[number] = (sums[number] + total) % PRIME
+    return sums
+
+
 class _Adder:
     """Sums parts, in one thread; content that it has summed before, at the same place, only read."""
 

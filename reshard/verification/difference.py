@@ -1,0 +1,37 @@
+"""What a comparison finds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import Tensor
+from reshard.wording import quoted, rank_ranges
+
+
+class Difference(NamedTuple):
+    """Something that is not as it has to be.
+
+    Attributes:
+        kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
+            ``replica`` (copies disagree, and which one is wrong is known), ``replicas`` (it is not
+            known), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
+        parameter: the parameter, or None where it is a whole file.
+        ranks: the ranks that are wrong, ascending; all that may be where that is not known.
+        detail: the rest, to be read after the parameter's name and the ranks.
+    """
+
+    kind: str
+    parameter: Optional[str]
+    ranks: tuple[int, ...]
+    detail: str
+
+    def __str__(self) -> str:
+        """A line: parameter, ranks, what is wrong."""
+        name = "" if self.parameter is None else f"{quoted(self.parameter)} "
+        where = f"on {rank_ranges(self.ranks)}" if self.ranks else ""
+        return f"{name}{where}: {self.detail}".lstrip()
+
+
+def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
+    """In what tensors have to agree before their contents are compared."""
+    return tensor.dtype, tensor.shape, tensor.nbytes

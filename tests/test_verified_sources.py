@@ -1,0 +1,490 @@
+"""verify and fingerprint decide by themselves: which step, what of it is lost, and how its parameters are cut."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.strategies import Strategy as ReadStrategy
+from reshard.strategies import read_strategy
+from reshard.verification import Means, Needs, compare_trees
+from reshard.verification import read_tree as read_source
+from reshard.verification.completeness import lost
+from tests.conftest import LONG
+from tests.layouts import strategies, tensors
+from tests.reference import Strategy, rank_count, uncovered
+from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.small import COPIED, World
+from tests.test_verification import Quiet, files_of
+from tests.trees import (
+    Checkpoint,
+    Value,
+    cut_ranks,
+    layout,
+    scalar,
+    single,
+    value,
+    write_checkpoint,
+    write_tree,
+)
+
+Held = dict[int, dict[str, Value]]
+
+
+def stages(*layouts: Mapping[str, Any]) -> Strategy:
+    """Pipeline stages with these parameters each."""
+    return [stage for some in layouts for stage in single(some)]
+
+
+def verify(world: World, *options: Argument) -> Result:
+    return reshard(
+        "verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new, *options
+    )
+
+
+def differences(world: World, *options: Argument) -> list[tuple[str, Optional[str], list[int]]]:
+    """Kind, parameter and ranks of everything that verify finds."""
+    result = verify(world, "--json", *options)
+    assert result.status in (0, 4), result.err
+    return [(found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]]
+
+
+def converted(world: World, target: Strategy, full: Checkpoint, copied: Checkpoint = COPIED, **options: Any) -> None:
+    """Write what a right conversion makes, without manifest and records."""
+    write_tree(world.dst, cut_ranks(target, full, copied, **options), "rank_{rank}/checkpoint_{rank}.ckpt")
+
+
+def lose(world: World, ranks: Iterable[int], step: str = "1_10") -> None:
+    for rank in ranks:
+        for path in (world.src / f"rank_{rank}").glob(f"*-{step}.*"):
+            path.unlink()
+
+
+def flipped(tensor: Value) -> Value:
+    content = bytearray(tensor.array.tobytes())
+    content[-1] ^= 1
+    return Value(tensor.dtype, np.frombuffer(bytes(content), tensor.array.dtype).reshape(tensor.array.shape))
+
+
+def without(held: Held, names: Mapping[int, Sequence[str]]) -> Held:
+    """What ranks hold, less some names on some of them."""
+    return {
+        rank: {name: tensor for name, tensor in checkpoint.items() if name not in names.get(rank, ())}
+        for rank, checkpoint in held.items()
+    }
+
+
+def test_verification_imports_nothing_of_the_plan_or_of_what_carries_it_out() -> None:
+    code = "import json, sys, reshard.verify; print(json.dumps(list(sys.modules)))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = {name.split(".")[1] for name in json.loads(process.stdout) if name.startswith("reshard.")}
+    assert {"verification", "layout", "strategies", "checkpoints"} <= rooms
+    assert not rooms & {"plan", "execute", "transform", "target_directory", "transfers", "cluster"}
+
+
+# A parameter that several stages share, each of which has lost a part of it.
+
+ROWS = 12
+
+
+def shared(*rows: int) -> Strategy:
+    """A table that every stage cuts into another number of slices, and a parameter of each stage's own."""
+    return stages(
+        *({"w": layout([count], [0, -1]), f"own{number}": layout([count], [-1])} for number, count in enumerate(rows))
+    )
+
+
+SHARED = {"w": value("w", (ROWS, 3)), **{f"own{number}": value(f"own{number}", (2,)) for number in range(3)}}
+
+
+@pytest.mark.parametrize(
+    ("cuts", "lost"),
+    [((2, 2), [0, 3]), ((2, 3), [0, 4]), ((3, 4), [1, 3, 6]), ((4, 3, 2), [0, 1, 5, 8])],
+)
+def test_a_parameter_pieced_together_from_several_stages_is_compared_and_summed(
+    tmp_path: Path, cuts: Sequence[int], lost: Sequence[int]
+) -> None:
+    world = World(tmp_path, shared(*cuts), shared(3, *[2] * (len(cuts) - 1)))
+    full = {name: tensor for name, tensor in SHARED.items() if name in {"w", *(f"own{n}" for n in range(len(cuts)))}}
+    world.save(full)
+    before = done("fingerprint", world.src, "--strategy", world.old).out
+    lose(world, lost)
+    world.convert("--verify")
+    assert verify(world).status == 0
+    assert done("fingerprint", world.src, "--strategy", world.old).out == before
+    right = cut_ranks(world.target, full, COPIED)
+    right[1]["w"] = flipped(right[1]["w"])
+    write_tree(world.dst, right, "rank_{rank}/checkpoint_{rank}.ckpt")
+    assert ("content", "w", [1]) in differences(world)
+
+
+def test_results_of_a_pieced_parameter_merge_with_those_of_single_ranks(tmp_path: Path) -> None:
+    world = World(tmp_path, shared(2, 3), shared(1))
+    world.save({name: SHARED[name] for name in ("w", "own0", "own1")})
+    whole = done("fingerprint", world.src, "--strategy", world.old).out
+    parts: list[Argument] = []
+    for number, ranks in enumerate(["0,3", "1-2,4"]):
+        path = tmp_path / f"part{number}.json"
+        path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--ranks", ranks, "--json").out)
+        parts += ["--merge", path]
+    assert done("fingerprint", *parts).out == whole
+    lose(world, [0, 4])
+    path = tmp_path / "pieced.json"
+    path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--json").out)
+    (w,) = [item for item in json.loads(path.read_text())["parameters"] if item["name"] == "w"]
+    assert [part["box"] for part in w["slices"] if part["stage"] is None] == [[[0, ROWS], [0, 3]]]
+    assert done("fingerprint", "--merge", path, *parts).out == whole
+
+
+def test_a_part_that_no_stage_has_is_lost_and_its_ranks_are_named(tmp_path: Path) -> None:
+    world = World(tmp_path, shared(2, 3), shared(1))
+    full = {name: SHARED[name] for name in ("w", "own0", "own1")}
+    world.save(full)
+    converted(world, world.target, {name: full[name] for name in ("w", "own0")})
+    lose(world, [0, 2])
+    fails(
+        3, "fingerprint", world.src, "--strategy", world.old, says=["'w': slices are in no readable file", "ranks 0,2"]
+    )
+    result = verify(world)
+    assert result.status == 3
+    warns(result, "'w': slices are in no readable file; ranks 0,2 would have them")
+
+
+# What has no elements.
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_a_parameter_without_elements_is_never_lost(tmp_path: Path, shape: tuple[int, int]) -> None:
+    old = single({"z": layout([2, 2], [-1, 1]), "a": layout([4], [-1])})
+    world = World(tmp_path, old, single({"z": layout([2], [-1, 0]), "a": layout([2], [-1])}))
+    world.save({"z": value("z", shape), "a": value("a", (2,))}, "rank_{rank}/net-1_10.safetensors")
+    before = done("fingerprint", world.src, "--strategy", world.old).out
+    lose(world, [0, 1])
+    world.convert("--verify")
+    assert verify(world).status == 0
+    assert done("fingerprint", world.src, "--strategy", world.old).out == before
+
+
+def test_an_empty_slice_that_a_save_left_out_is_no_sign_of_a_deduplicated_one(tmp_path: Path) -> None:
+    old = single({"t": layout([3], [0, -1], uneven=[2, 0, 4]), "a": layout([3], [-1]), "never": layout([3], [-1])})
+    world = World(tmp_path, old, single({"t": layout([2], [0, -1]), "a": layout([2], [-1])}))
+    full = {"t": value("t", (6, 2)), "a": value("a", (2,))}
+    held = cut_ranks(old, full, COPIED)
+    write_tree(world.src, without(held, {1: ["t"]}))
+    world.convert("--verify")
+    # A rank is absent, and nobody has `never`: in a de-duplicated save it may have been there.
+    lose(world, [1])
+    assert verify(world).status == 0
+    write_tree(world.src, without(held, {0: ["a"], 1: ["t"]}))
+    assert verify(world).status == 0
+    lose(world, [1])
+    result = fails(3, "fingerprint", world.src, "--strategy", world.old)
+    warns(result, "'never': no readable file has it; rank 1, which is absent, may have had it")
+
+
+# Accumulated gradients.
+
+SHARDED, WHOLE = layout([2], [-1, -1], 2, 1), layout([2], [-1, -1])
+GRADIENTS = {name: value(name, (4, 2)) for name in ("emb", "accu_grads.emb", "b")}
+
+
+def gradients(cut: Mapping[str, Any], *others: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{"emb": one, "accu_grads.emb": one} for one in (cut, *others)]
+
+
+@pytest.mark.parametrize("options", [["--include", "accu_grads.*"], ["--exclude", "emb"], ["--exclude", "b"]])
+def test_filters_choose_what_is_compared_and_not_how_it_is_read(tmp_path: Path, options: Sequence[str]) -> None:
+    (cut,) = gradients(SHARDED)
+    world = World(tmp_path, single({**cut, "b": WHOLE}), single({**cut, "b": WHOLE}))
+    write_tree(world.src, cut_ranks(world.source, GRADIENTS, COPIED, ["accu_grads.emb"]))
+    world.convert("--verify", *options)
+    assert verify(world).status == 0
+    (world.dst / "reshard-manifest.json").unlink()
+    assert verify(world, *options).status == 0
+    assert done("fingerprint", world.src, "--strategy", world.old, *options).status == 0
+
+
+ONE, OTHER = gradients(WHOLE, SHARDED)
+PIPELINE = stages({**ONE, "b": WHOLE}, OTHER)
+RECORDS_NONE = stages({**ONE, "b": WHOLE}, ONE)
+
+
+@pytest.mark.parametrize(
+    ("source", "stored_plain", "several", "plain"),
+    [
+        (PIPELINE, False, True, False),
+        (PIPELINE, True, True, True),
+        (PIPELINE, True, False, True),
+        (RECORDS_NONE, True, True, True),
+        (RECORDS_NONE, True, False, False),
+    ],
+)
+def test_the_source_decides_whether_shards_of_accumulated_gradients_are_made(
+    tmp_path: Path, source: Strategy, stored_plain: bool, several: bool, plain: bool
+) -> None:
+    target = stages(OTHER, {"b": WHOLE}) if several else single({**OTHER, "b": WHOLE})
+    world = World(tmp_path, source, target)
+    write_tree(world.src, cut_ranks(source, GRADIENTS, COPIED, ["accu_grads.emb"] if stored_plain else []))
+    wrong = cut_ranks(target, GRADIENTS, COPIED, [] if plain else ["accu_grads.emb"])
+    converted(world, target, GRADIENTS, unsharded=["accu_grads.emb"] if plain else [])
+    assert differences(world) == []
+    # Whatever most of the target's ranks hold.
+    write_tree(world.dst, wrong, "rank_{rank}/checkpoint_{rank}.ckpt")
+    assert differences(world) == [("shape", "accu_grads.emb", [0, 1])]
+
+
+def test_shards_that_only_lost_files_could_tell_of_are_not_guessed(tmp_path: Path) -> None:
+    world = World(tmp_path, PIPELINE, single({**OTHER, "b": WHOLE}))
+    world.save(GRADIENTS)
+    converted(world, world.target, GRADIENTS)
+    assert differences(world) == []
+    lose(world, [2, 3])
+    result = verify(world)
+    assert result.status == 3
+    warns(result, "'accu_grads.emb': whether its optimizer shards are made only files of ranks 2-3 tell")
+    assert differences(world, "--exclude", "accu_grads.*") == [("extra", "accu_grads.emb", [0, 1])]
+
+
+# De-duplicated saves.
+
+NAMES = ["a.w", "b.w", "c.w", "d.w"]
+REPLICATED = single({name: WHOLE for name in NAMES})
+ON_ONE = single({name: layout([1], [-1, -1]) for name in NAMES})
+WEIGHTS = {name: value(name, (4, 2)) for name in NAMES}
+
+
+def save_deduplicated(world: World, step: str, marked: bool, ranks: Sequence[int] = (0, 1)) -> Held:
+    """Each rank saves two of the four weights."""
+    shares = [{name: WEIGHTS[name] for name in NAMES[2 * rank : 2 * rank + 2]} for rank in (0, 1)]
+    held = {rank: {**shares[rank], **COPIED} for rank in ranks}
+    ending, options = ("safetensors", {"metadata": {"remove_redundancy": "True"}}) if marked else ("ckpt", {})
+    write_tree(world.src, held, "rank_{rank}/net-" + step + "." + ending, **options)
+    return held
+
+
+def test_a_torn_save_that_is_marked_as_deduplicated_is_not_taken_for_whole(tmp_path: Path) -> None:
+    world = World(tmp_path, REPLICATED, ON_ONE)
+    save_deduplicated(world, "1_10", marked=True)
+    save_deduplicated(world, "1_11", marked=True, ranks=[0])
+    converted(world, ON_ONE, WEIGHTS)
+    result = verify(world)
+    assert result.status == 0
+    warns(result, "step 1_11 is not complete and is passed over: 'c.w', 'd.w': no readable file has it; rank 1")
+    result = done("fingerprint", world.src, "--strategy", world.old)
+    warns(result, "step 1_11 is not complete and is passed over", "step 1_10 is read")
+    assert "c.w" in result.out
+    fails(3, "fingerprint", world.src, "--strategy", world.old, "--step", "1_11", says=["'c.w', 'd.w'", "rank 1"])
+
+
+def test_a_target_without_what_a_torn_save_lost_is_told_so(tmp_path: Path) -> None:
+    world = World(tmp_path, REPLICATED, ON_ONE)
+    save_deduplicated(world, "1_11", marked=True)
+    world.convert("--format", "ckpt")
+    lose(world, [1], "1_11")
+    # As if the rest of the save had been taken for all of it.
+    write_tree(world.dst, without(cut_ranks(ON_ONE, WEIGHTS, COPIED), {0: ["c.w", "d.w"]}), "rank_0/checkpoint_0.ckpt")
+    for options in ([], ["--step", "1_11"]):
+        found = [difference for difference in differences(world, *options) if difference[1] is not None]
+        assert found == [("missing", "c.w", [0]), ("missing", "d.w", [0])]
+    assert "rank 1, which is absent, may have had it" in verify(world).out
+    filters = ["--include", "a.w", "--include", "global_step"]
+    assert not [found for found in differences(world, *filters) if found[0] == "missing"]
+    # What the target does hold cannot be compared then.
+    converted(world, ON_ONE, WEIGHTS)
+    result = verify(world)
+    assert result.status == 3
+    warns(result, "'c.w', 'd.w': no readable file has it")
+
+
+def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
+    layouts = [{f"{name}{number}": WHOLE for name in "ab"} for number in (0, 1)]
+    world = World(tmp_path, stages(*layouts), single({**layouts[0], **layouts[1]}))
+    full = {name: value(name, (4, 2)) for some in layouts for name in some}
+    held = cut_ranks(world.source, full, COPIED)
+    shares = {0: ["b0"], 1: ["a0"], 2: ["b1"], 3: ["a1"]}
+    write_tree(world.src, without(held, shares))
+    converted(world, world.target, full)
+    assert differences(world) == []
+    # What is left of the other stage looks as if nobody had saved b1.
+    lose(world, [3])
+    converted(world, world.target, {name: full[name] for name in full if name != "b1"})
+    fails(3, "fingerprint", world.src, "--strategy", world.old, says=["'b1': no readable file has it; rank 3"])
+    assert differences(world, "--step", "1_10") == [("missing", "b1", [0, 1])]
+
+
+@pytest.mark.parametrize("left", [[0], [0, 1]])
+def test_what_was_not_saved_is_not_missed(tmp_path: Path, left: Sequence[int]) -> None:
+    world = World(tmp_path, REPLICATED, ON_ONE)
+    saved = {name: WEIGHTS[name] for name in NAMES[:2]}
+    world.save(saved, ranks=[*left])
+    converted(world, ON_ONE, saved)
+    assert differences(world) == []
+
+
+# Which step.
+
+SAVED = {"w": value("w", (4, 2)), "adam_m.w": value("m", (4, 2)), "b": value("b", (4, 2))}
+WITH_STATE = single({"w": WHOLE, "b": layout([2], [0, -1]), "adam_m.w": SHARDED})
+OLDER = {name: value(f"old {name}", (4, 2)) for name in SAVED}
+
+
+def save_steps(world: World, older: bool) -> None:
+    """The newest step has lost half of the optimizer state and of b; an older one may be whole."""
+    if older:
+        world.save(OLDER, "rank_{rank}/net-1_9.ckpt")
+    world.save(SAVED, ranks=[0])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_step_that_is_whole_comes_before_one_that_has_what_the_target_lists(tmp_path: Path, older: bool) -> None:
+    world = World(tmp_path, WITH_STATE, single({"w": WHOLE}))
+    save_steps(world, older)
+    converted(world, world.target, OLDER if older else SAVED)
+    result = verify(world)
+    assert result.status == 0
+    warns(result, "step 1_10 is not complete")
+    # Filters play no part in it.
+    assert differences(world, "--include", "w", "--include", "global_step") == []
+    assert bool(differences(world, "--step", "1_10")) == older
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_what_the_asked_ranks_need_decides_last(tmp_path: Path, older: bool) -> None:
+    world = World(tmp_path, WITH_STATE, single({"b": layout([4], [0, -1])}))
+    save_steps(world, older)
+    converted(world, world.target, OLDER if older else SAVED)
+    assert differences(world, "--ranks", "0-1") == []
+    result = verify(world, "--ranks", "2")
+    assert result.status == (0 if older else 3)
+    if not older:
+        warns(result, "no step is complete", "'b': slices are in no readable file; rank 1 would have them")
+
+
+def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_path: Path) -> None:
+    world = World(tmp_path, WITH_STATE, WITH_STATE)
+    world.save(OLDER, "rank_{rank}/net-1_9.ckpt")
+    world.save(SAVED)
+    world.by_rank(1, "--step", "1_9", "--exclude", "b")
+    assert not (world.dst / "reshard-manifest.json").exists()
+    assert differences(world, "--ranks", "1") == []
+    assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
+
+
+def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
+    world = World(tmp_path, WITH_STATE, single({"w": WHOLE}))
+    world.save(SAVED)
+    converted(world, world.target, SAVED)
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-3])
+    result = verify(world)
+    assert result.status == 0
+    warns(result, "rank 1 counts as absent at step 1_10", "step 1_10 is not complete, but has what is compared")
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:-3])
+    result = verify(world)
+    assert result.status == 3
+    warns(result, "no file is readable")
+
+
+def test_a_checkpoint_of_another_model_is_not_compared(tmp_path: Path) -> None:
+    world = World(tmp_path, WITH_STATE, WITH_STATE)
+    write_tree(world.src, {rank: {"other": value("other", (2,))} for rank in (0, 1)})
+    write_tree(world.dst, {rank: {"other": value("other", (2,))} for rank in (0, 1)})
+    for options in ([], ["--step", "1_10"]):
+        result = verify(world, *options)
+        assert result.status == 3
+        warns(result, "none of the 3 parameters of", "different models")
+
+
+# Only some target ranks.
+
+
+WHOLE4 = layout([4], [-1])
+
+
+def test_ranks_made_of_the_few_files_that_they_need_are_verified(tmp_path: Path) -> None:
+    rows = single({"w": layout([4], [0, -1]), "b": WHOLE4})
+    world = World(tmp_path, rows, rows)
+    full = {"w": value("w", (8, 2)), "b": value("b", (2,))}
+    world.save(full, ranks=[1])
+    world.by_rank(1, "--verify")
+    done(*world.words("--ranks", "1", "--verify"))
+    assert differences(world, "--ranks", "1") == []
+    right = cut_ranks(rows, full, COPIED)[1]
+    write_checkpoint(world.dst / "rank_1" / "checkpoint_1.ckpt", {**right, "w": flipped(right["w"])})
+    assert differences(world, "--ranks", "1") == [("content", "w", [1])]
+    result = verify(world, "--ranks", "0-1")
+    assert result.status == 3
+    warns(result, "'w': slices are in no readable file")
+
+
+def test_some_ranks_are_compared_by_reading_what_they_need_and_no_more(tmp_path: Path) -> None:
+    rows = single({"w": layout([4], [0, -1]), "b": WHOLE4})
+    columns = single({"w": layout([4], [-1, 0]), "b": WHOLE4})
+    world = World(tmp_path, rows, columns)
+    full = {"w": value("w", (8, 4)), "b": value("b", (2,))}
+    world.save(full)
+    converted(world, columns, full)
+    progress = Quiet()
+    with FileHandles() as handles:
+        means = Means(handles, 1, 64 << 20, progress)
+        old, new = read_strategy(str(world.old)), read_strategy(str(world.new))
+        assert compare_trees(files_of(world.src), old, files_of(world.dst), new, means, ranks=[2]) == []
+    both = 2 * sum(tensor.array.nbytes for tensor in cut_ranks(columns, full, COPIED)[2].values())
+    assert progress.read == progress.total == both
+
+
+def test_values_come_from_the_lowest_rank_of_all_files_that_are_there(tmp_path: Path) -> None:
+    layouts = [{"a": WHOLE}, {"b": WHOLE}]
+    world = World(tmp_path, stages(*layouts), stages(*layouts))
+    full = {name: value(name, (4, 2)) for name in "ab"}
+    held = cut_ranks(world.source, full, COPIED)
+    for rank in held:
+        held[rank]["cur_rank"] = scalar(rank)
+        if rank >= 2:
+            held[rank]["loss_scale"] = scalar(1024)
+    write_tree(world.src, held)
+    target = cut_ranks(world.target, full, {**COPIED, "loss_scale": scalar(1024)})
+    for rank in target:
+        target[rank]["cur_rank"] = scalar(rank)
+    write_tree(world.dst, target, "rank_{rank}/checkpoint_{rank}.ckpt")
+    assert differences(world) == []
+    assert differences(world, "--ranks", "0") == []
+    del target[0]["loss_scale"]
+    target[1]["cur_rank"] = scalar(0)
+    write_tree(world.dst, target, "rank_{rank}/checkpoint_{rank}.ckpt")
+    assert differences(world, "--ranks", "0-1") == [("content", "cur_rank", [1]), ("missing", "loss_scale", [0])]
+
+
+# Against a judgement element by element.
+
+
+@settings(max_examples=1000 if LONG else 60)
+@given(st.data())
+def test_exactly_what_no_file_has_and_target_ranks_need_is_lost(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    old, new = data.draw(strategies(full)), data.draw(strategies(full))
+    there = sorted(data.draw(st.sets(st.integers(0, rank_count(old) - 1), min_size=1)))
+    rank = data.draw(st.none() | st.integers(0, rank_count(new) - 1))
+    shapes = {name: tensor.array.shape for name, tensor in full.items()}
+    expected = uncovered(old, new, shapes, rank, there)
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory), old, new)
+        world.save(full, ranks=there)
+        with FileHandles() as handles:
+            source = read_strategy(str(world.old))
+            tree = read_source(files_of(world.src), source, handles)
+            assume(not tree.problems)
+            needs = Needs(ReadStrategy.none()) if rank is None else Needs(read_strategy(str(world.new)), [rank])
+            assert {item.parameter for item in lost(tree, source, needs)} == expected
