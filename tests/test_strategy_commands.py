@@ -251,6 +251,9 @@ def test_diff_counts_what_the_enumerated_devices_show(tmp_path: Path, conversion
     assert move["ranks_read"] == [min(read), max(read)]
     assert move["kept"] == (source[: len(target)] == target)
     assert change["unchanged"] == (source == target)
+    same = set(source) == set(target) and len({*source, *target}) == len(set(source))
+    expected = "unchanged" if source == target else "moved" if same else "cut_differently"
+    assert {effect: count for effect, count in found["summary"].items() if count} == {expected: 1}
     text = done("strategy", "diff", *paths).out
     assert ("nothing changes" in text) == (source == target)
 
@@ -267,10 +270,35 @@ def test_diff_accounts_for_every_parameter_once(tmp_path: Path, data: st.DataObj
     assert sorted(name for change in found["changes"] for name in change["parameters"]) == sorted(checkpoint)
     assert all(change["problem"] is None for change in found["changes"])
     assert found["left_out"] == ["gone"] and found["missing"] == ["new"]
+    assert found["summary"]["left_out"] == found["summary"]["missing"] == 1
+    assert sum(found["summary"].values()) == len(checkpoint) + 2
     for change in found["changes"]:
         for name in change["parameters"]:
             for held, strategy in ((change["source"], before), (change["target"], after)):
                 assert [row["stage"] for row in held] == [n for n, s in enumerate(strategy) if name in s["layouts"]]
+
+
+def test_diff_across_pipelines_begins_with_the_sum() -> None:
+    four, none = FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp4pp1/strategy"
+    _, _, empty, *summary = done("strategy", "diff", four, none).out.splitlines()[:6]
+    assert empty == ""
+    assert [line.split(":")[0] for line in summary] == [
+        " 78 moved, the same slices on other ranks",
+        "126 cut differently",
+        " 68 only in A, left out",
+    ]
+    assert "'{,adam_m.,adam_v.}backbone.blocks.{0-3}.layernorm{1-2}.beta' (24)" in summary[0]
+    assert "'adam_v.backbone.layernorm.gamma'" in done("strategy", "diff", four, none, "-v").out.splitlines()[3]
+
+
+def test_diff_across_pipelines_tells_once_what_all_stages_do() -> None:
+    """Four stages become two: without that every change would be told four times."""
+    text = done("strategy", "diff", FIXTURES / "10_dp1mp2pp4/strategy", FIXTURES / "10_dp2mp2pp2/strategy").out
+    said = "16 parameters: stages 0-1 -> stage 0, stages 2-3 -> stage 1; replicas: 1 -> 2; devices of the stage: 2 -> 4"
+    assert said in text
+    assert "A: stages 0-3: ranks 0-7, device matrix [2], tensor map [-1, 0]" in text
+    assert "B: stages 0-1: ranks 0-7, device matrix [2, 2], tensor map [-1, 0]" in text
+    assert text.count("device matrix [2, 2]") == 4
 
 
 def test_diff_says_in_words_what_changes() -> None:

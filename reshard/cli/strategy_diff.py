@@ -10,28 +10,49 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
+from reshard.messages import listing
 from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
-from reshard.plan.changes import Change, Changes, Move, Span, changes_between
+from reshard.plan.changes import (
+    CONTRADICTING,
+    CUT_DIFFERENTLY,
+    MOVED,
+    UNCHANGED,
+    Change,
+    Changes,
+    Move,
+    Span,
+    changes_between,
+)
 from reshard.plan.replicas import Holding
 from reshard.strategies import Strategy, read_strategy
-from reshard.wording import plural, some_numbers
+from reshard.wording import plural, rank_ranges, some_numbers, stepped_ranges
 
 _MOST_PATTERNS = 20
+# In a line of the summary.
+_MOST_SUMMED = 3
+_EFFECTS = {
+    UNCHANGED: "unchanged",
+    MOVED: "moved, the same slices on other ranks",
+    CUT_DIFFERENTLY: "cut differently",
+    CONTRADICTING: "not the same tensor in A and B",
+}
 
 
 @command("diff", "reshard strategy diff src_strategy.ckpt dst_strategy.ckpt")
 @click.argument("source", metavar="A", shell_complete=completion.strategies)
 @click.argument("target", metavar="B", shell_complete=completion.strategies)
 @options.json_output
+@options.verbose("Name every parameter in the summary.")
 @options.debug
-def strategy_diff(source: str, target: str, as_json: bool) -> None:
+def strategy_diff(source: str, target: str, as_json: bool, verbose: bool) -> None:
     """Show what changes from strategy A to strategy B.
 
-    Either is a file, a directory, or none. Parameters that change alike are shown together: how each
-    dimension is cut, optimizer shards, replicas and stages before and after, how the slices of B are
-    made of those of A, and how many source ranks a target rank reads for one such parameter. The exit
-    status is 0 whether or not the strategies differ.
+    Either is a file, a directory, or none. First in sum: how many parameters stay as they are, move to
+    other ranks, are cut differently, or are in one strategy only. Then those that change alike together:
+    how each dimension is cut, optimizer shards, replicas and stages before and after, how the slices of
+    B are made of those of A, and how many source ranks a target rank reads for one such parameter. The
+    exit status is 0 whether or not the strategies differ.
     """
     before, after = read_strategy(source), read_strategy(target)
     show_notes((*before.notes, *after.notes))
@@ -41,22 +62,29 @@ def strategy_diff(source: str, target: str, as_json: bool) -> None:
             {
                 "source": _strategy_row(before),
                 "target": _strategy_row(after),
+                "summary": {
+                    **{effect: len(names) for effect, names in found.by_effect().items()},
+                    "left_out": len(found.left_out),
+                    "missing": len(found.missing),
+                },
                 "changes": [_change_row(change) for change in found.changes],
                 "left_out": found.left_out,
                 "missing": found.missing,
             }
         )
         return
-    say("\n".join(_lines(before, after, found)))
+    say("\n".join(_lines(before, after, found, verbose)))
 
 
-def _lines(before: Strategy, after: Strategy, found: Changes) -> Iterator[str]:
+def _lines(before: Strategy, after: Strategy, found: Changes, verbose: bool) -> Iterator[str]:
     yield from (f"{letter}: {strategy_words(strategy)}" for letter, strategy in (("A", before), ("B", after)))
+    yield ""
+    yield from _summary(found, verbose)
     known = {name: None for strategy in (before, after) for name in strategy.parameters}
-    for change in found.changes:
+    for alike in _alike_but_for_stages(found.changes):
         yield ""
-        yield from _change_lines(change)
-        yield from _names(change.names, known)
+        yield from _change_lines(alike)
+        yield from _names([name for change in alike for name in change.names], known)
     for names, where in ((found.left_out, "only in A: left out"), (found.missing, "only in B: missing")):
         if names:
             yield ""
@@ -77,30 +105,74 @@ def _names(names: Sequence[str], known: Container[str]) -> list[str]:
     return [f"    {line}" for line in pattern_lines(names, known, _MOST_PATTERNS)]
 
 
-def _change_lines(change: Change) -> Iterator[str]:
-    count = plural(len(change.names), "parameter")
+def _summary(found: Changes, verbose: bool) -> Iterator[str]:
+    """A line for all parameters that fare alike: how many, and their names as patterns."""
+    by_effect = found.by_effect()
+    counted = [(by_effect[effect], words) for effect, words in _EFFECTS.items()]
+    counted += [(found.left_out, "only in A, left out"), (found.missing, "only in B, missing")]
+    width = max((len(str(len(names))) for names, _ in counted), default=0)
+    for names, words in counted:
+        if names:
+            listed = listing(names, _MOST_SUMMED)
+            yield f"{len(names):>{width}} {words}: {listed.full if verbose else listed}"
+
+
+def _alike_but_for_stages(changes: Sequence[Change]) -> list[list[Change]]:
+    """Changes that differ only in which stage goes to which: pipelines make each as often as they have stages."""
+    groups: dict[object, list[Change]] = {}
+    for number, change in enumerate(changes):
+        one = change.problem is None and len(change.sources) == 1 and len(change.targets) == 1
+        words = tuple(_layout_words(holding) for holding in (*change.sources, *change.targets))
+        key = (change.effect, tuple(_differences(change)), words, tuple(map(tuple, map(_movement, change.moves))))
+        groups.setdefault(key if one else number, []).append(change)
+    return sorted(groups.values(), key=lambda group: (group[0].unchanged, -sum(len(change.names) for change in group)))
+
+
+def _change_lines(alike: Sequence[Change]) -> Iterator[str]:
+    change = alike[0]
+    count = plural(sum(len(change.names) for change in alike), "parameter")
     if change.problem is not None:
         yield f"{count}: not the same tensor in A and B: {change.problem}"
     elif change.unchanged:
         yield f"{count}: unchanged"
     else:
-        yield f"{count}: {'; '.join(_differences(change)) or 'other ranks hold the slices'}"
-    for letter, holdings in (("A", change.sources), ("B", change.targets)):
-        for holding in holdings:
-            if not (change.unchanged and letter == "B"):
-                yield f"  {'A and B' if change.unchanged else letter}: {_layout_words(holding)}"
+        said = [*_stage_changes(alike), *_differences(change)]
+        yield f"{count}: {'; '.join(said) or 'other ranks hold the slices'}"
+    if len(alike) > 1:
+        pairs = [("A", [change.sources[0] for change in alike]), ("B", [change.targets[0] for change in alike])]
+        for letter, holdings in pairs[:1] if change.unchanged else pairs:
+            ranks = {rank for holding in holdings for rank in holding.stage.ranks}
+            where = f"{_stages(sorted({holding.stage.number for holding in holdings}))}: {rank_ranges(ranks)}"
+            yield f"  {'A and B' if change.unchanged else letter}: {where}, {_layout_words(holdings[0])}"
+    else:
+        for letter, held in (("A", change.sources), ("B", change.targets)):
+            for holding in held if not (change.unchanged and letter == "B") else ():
+                where = f"{holding.stage.label}, {_layout_words(holding)}"
+                yield f"  {'A and B' if change.unchanged else letter}: {where}"
     for move in () if change.unchanged else change.moves:
         where = f" (stage {move.target.stage.number})" if len(change.moves) > 1 else ""
         for line in _movement(move):
             yield f"  slices{where}: {line}"
 
 
+def _stage_changes(alike: Sequence[Change]) -> list[str]:
+    """Which stages' parameters go to which, if any go to others."""
+    pairs: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for change in alike:
+        before, after = (tuple(h.stage.number for h in holdings) for holdings in (change.sources, change.targets))
+        pairs.setdefault(after, set()).add(before)
+    if all(before == {after} for after, before in pairs.items()):
+        return []
+    said = (
+        f"{_stages(sorted({number for numbers in before for number in numbers}))} -> {_stages(after)}"
+        for after, before in sorted(pairs.items())
+    )
+    return [", ".join(said)]
+
+
 def _differences(change: Change) -> list[str]:
     """What is different in each target stage, said once where it is the same in all."""
     said: dict[str, None] = {}
-    stages = [[holding.stage.number for holding in holdings] for holdings in (change.sources, change.targets)]
-    if stages[0] != stages[1]:
-        said[f"{_stages(stages[0])} -> {_stages(stages[1])}"] = None
     for move in change.moves:
         before, after = move.source.layout, move.target.layout
         for dimension, (old, new) in enumerate(zip(before.tensor_cuts, after.tensor_cuts)):
@@ -151,12 +223,12 @@ def _span(span: Span) -> str:
 
 
 def _stages(numbers: Sequence[int]) -> str:
-    return f"{'stage' if len(numbers) == 1 else 'stages'} {some_numbers(numbers)}"
+    return f"{'stage' if len(numbers) == 1 else 'stages'} {stepped_ranges(numbers)}"
 
 
 def _layout_words(holding: Holding) -> str:
-    layout, stage = holding.layout, holding.stage
-    words = f"{stage.label}, device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
+    layout = holding.layout
+    words = f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
     if layout.uneven is not None:
         words += f", dimension 0 by hand {some_numbers(layout.uneven)}"
     return words + (f", optimizer shards {layout.shards}" if layout.shards > 1 else "")

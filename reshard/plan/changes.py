@@ -17,6 +17,10 @@ from reshard.layout import Layout, Overlap, stand_in_shape
 from reshard.plan.replicas import Holding, choose, common_dimensions
 from reshard.strategies import Strategy
 
+UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING = "unchanged", "moved", "cut_differently", "contradicting"
+EFFECTS = (UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING)
+"""Whether the same ranks hold the same slices, other ranks do, slices are others, or it cannot be one tensor."""
+
 
 class Span(NamedTuple):
     """The least and the most of a number that differs from slice to slice."""
@@ -73,6 +77,16 @@ class Change:
         ]
         return self.problem is None and stages[0] == stages[1] and all(move.kept for move in self.moves)
 
+    @property
+    def effect(self) -> str:
+        """What becomes of the slices: one of `EFFECTS`."""
+        if self.problem is not None:
+            return CONTRADICTING
+        if self.unchanged:
+            return UNCHANGED
+        cut = any(span.most > 1 for move in self.moves for span in (*move.joined, *move.divided))
+        return CUT_DIFFERENTLY if cut else MOVED
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -87,6 +101,13 @@ class Changes:
     changes: list[Change]
     left_out: list[str]
     missing: list[str]
+
+    def by_effect(self) -> dict[str, list[str]]:
+        """Parameters in both, by what becomes of their slices."""
+        return {
+            effect: [name for change in self.changes if change.effect == effect for name in change.names]
+            for effect in EFFECTS
+        }
 
 
 def changes_between(source: Strategy, target: Strategy) -> Changes:
