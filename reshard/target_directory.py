@@ -23,6 +23,7 @@ from reshard.plan.recovery import Recovery
 from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
+    Given,
     Identity,
     Ledger,
     Manifest,
@@ -51,6 +52,7 @@ class TargetDirectory:
         part: on behalf of a run that has begun, that has said what is replaced, and that completes it.
         damaged: source files that count as absent, because their contents are damaged.
         accept_changed_source: go on though what is there was made of other source files.
+        given: what was typed, to be recorded.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class TargetDirectory:
         part: bool,
         damaged: Sequence[SourceFile],
         accept_changed_source: bool,
+        given: Optional[Given] = None,
     ) -> None:
         self._accept_changed_source = accept_changed_source
+        self._given = given
         self._adding = adding
         self._part = part
         self._checksum = checksum
@@ -159,8 +163,11 @@ class TargetDirectory:
                 self._ledger.begin_replacing(self._asked, self._sources)
                 if not self._ledger.done():
                     self._ledger.forget_sources()
+                    self._ledger.forget_given()
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
+            if self._given is not None:
+                self._ledger.add_given(self._given)
         return left
 
     def suspects(self) -> list[int]:

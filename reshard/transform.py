@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from reshard.defaults import MAX_MEMORY
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute.destination import Space, check_disjoint, check_space, space_for
+from reshard.given_command import given_command
 from reshard.names import Total
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
 from reshard.plan.pieces import TargetFile
@@ -69,6 +71,7 @@ class Options:
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
         accept_changed_source: go on though existing targets were made of other source files.
+        verify: whoever asks for the conversion compares the result with the source afterwards; only recorded.
     """
 
     jobs: int = field(default_factory=usable_cpus)
@@ -84,6 +87,7 @@ class Options:
     recover: bool = False
     lost_only: bool = False
     accept_changed_source: bool = False
+    verify: bool = False
 
 
 @dataclass
@@ -323,6 +327,7 @@ class Prepared:
             part=self._options.part is not None,
             damaged=self._crcs.files,
             accept_changed_source=self._options.accept_changed_source,
+            given=given_command(conversion, self._options),
         )
 
     def _check_here(self, conversion: Conversion, progress: Progress) -> Check:
@@ -497,9 +502,10 @@ class _Run:
             write(counted)
         except BaseException:
             if self._directory is not None:
+                resume = f", or `reshard resume {shlex.quote(self._conversion.request.dst)}`," if counted.files else ""
                 self._report.warn(
                     f"{counted.files} of {plural(len(self._conversion.ranks), 'rank')} that this run had to write were "
-                    "written and are complete; the same command goes on with the others"
+                    f"written and are complete; the same command{resume} goes on with the others"
                 )
             raise
         finally:

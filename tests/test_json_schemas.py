@@ -62,6 +62,9 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("by-rank", 1, source, out / "one", *STRATEGIES, "--dry-run")
     add("by-rank", 1, source, out / "one", *STRATEGIES)
     add("plan", source, out / "one", *STRATEGIES)
+    add("resume", out / "one", "--dry-run")
+    add("resume", out / "one")
+    add("resume", out / "one")
     add("status", out / "one")
     add("status", whole)
     add("rank-list", 1, *STRATEGIES)
@@ -103,6 +106,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("status", whole)
     printed["manifest"] = [json.loads((out / "recovered" / "reshard-manifest.json").read_text())]
     printed["manifest"].append(json.loads((whole / "reshard-manifest.json").read_text()))
+    printed["command"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/command.*.json")]
     printed["plan"] = [json.loads(path.read_text()) for path in out.glob("*/.reshard/*/plan.json")]
     return printed
 
@@ -134,7 +138,11 @@ def test_every_output_is_as_its_schema_says(name: str, examples: dict[str, list[
 
 
 def test_what_is_written_beside_the_targets_is_as_its_schema_says(examples: dict[str, list[Any]]) -> None:
-    for kind, schema in (("manifest", "manifest.v1.json"), ("plan", "plan-record.v1.json")):
+    for kind, schema in (
+        ("manifest", "manifest.v1.json"),
+        ("plan", "plan-record.v1.json"),
+        ("command", "command-record.v1.json"),
+    ):
         assert examples[kind]
         for value in examples[kind]:
             check(value, SCHEMAS / schema)

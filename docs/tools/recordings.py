@@ -26,13 +26,13 @@ _COLUMNS = 100
 _PARAMETERS = 24
 _SHAPE = (2048, 2048)
 _CONVERT = "transform-dir ckpt out --src-strategy four.json --dst-strategy eight.json"
-_GO_ON = _CONVERT
+_GO_ON = "resume out"
 # Bars, sizes, rates and times differ from run to run, and from one size of the checkpoint to another.
 _VARYING = re.compile(r"[█▏▎▍▌▋▊▉]+ *|\d+(\.\d+)?( [KMGT]?i?B)?")
 
 _INTERRUPTED = """
 import os, signal, sys, time
-from reshard.cli.main import main
+from reshard.entry import main
 from reshard.transform import _Counted
 
 committed = _Counted.committed
@@ -64,6 +64,7 @@ def record(place: Path, shape: tuple[int, int] = _SHAPE) -> list[Printed]:
         f"$ reshard {_CONVERT}\n{frames[-1]}\n",
         f"$ reshard {_CONVERT}\n^C\n{said}$ echo $?\n130\n$ reshard status out\n{status}$ reshard {_GO_ON}\n{went_on}",
     ]
+    shown = [text.replace(str(place), "/home/you") for text in shown]
     recorded = [block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "console"]
     return [Printed(block, text) for block, text in zip(recorded, shown)]
 

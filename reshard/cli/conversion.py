@@ -75,6 +75,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         checksum=typed["checksum"],
         overwrite=typed["overwrite"],
         accept_changed_source=typed["accept_changed_source"],
+        verify=typed.get("verify", False),
         **{"dry_run": typed["dry_run"], **others},
     )
 

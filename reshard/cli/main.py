@@ -23,6 +23,7 @@ _COMMANDS = {
     "group-info": ("strategy", "group_info", "Read group_info files."),
     "inspect": ("inspect", "inspect", "Show what is in a checkpoint file or rank tree."),
     "status": ("status", "status", "Print what of a conversion is done and what is missing."),
+    "resume": ("resume", "resume", "Go on with what was begun in a directory."),
     "verify": ("verify", "verify", "Prove that a converted checkpoint is right, or that copies agree."),
     "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
     "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),

@@ -251,20 +251,40 @@ def fallback(command: F) -> F:
     )(command)
 
 
+def reading(command: F) -> F:
+    """--io."""
+    return option(
+        "Effort",
+        "--io",
+        type=Choice(["auto", "mmap", "pread"]),
+        default="auto",
+        show_default=True,
+        help="How sources are read; auto decides by file system.",
+    )(command)
+
+
+def accept_changed_source(command: F) -> F:
+    """--accept-changed-source."""
+    return option(
+        "Target",
+        "--accept-changed-source",
+        is_flag=True,
+        help="Go on though targets that are there were made of other source files.",
+    )(command)
+
+
+def dry_run(command: F) -> F:
+    """--dry-run."""
+    return option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing.")(command)
+
+
 def writing(command: F) -> F:
     """How files are read and written."""
     return _all(
         command,
         [
             effort,
-            option(
-                "Effort",
-                "--io",
-                type=Choice(["auto", "mmap", "pread"]),
-                default="auto",
-                show_default=True,
-                help="How sources are read; auto decides by file system.",
-            ),
+            reading,
             option(
                 "Checks",
                 "--crc",
@@ -282,13 +302,8 @@ def writing(command: F) -> F:
                 help="Record checksums, which verify OUT compares.",
             ),
             option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
-            option(
-                "Target",
-                "--accept-changed-source",
-                is_flag=True,
-                help="Go on though targets that are there were made of other source files.",
-            ),
-            option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing."),
+            accept_changed_source,
+            dry_run,
         ],
     )
 
@@ -313,12 +328,11 @@ def output(command: F) -> F:
     )
 
 
-def targets(command: F) -> F:
-    """Which target ranks are written."""
+def divided(command: F) -> F:
+    """How the work is divided among processes."""
     return _all(
         command,
         [
-            ranks("Target", "Only these target ranks."),
             option(
                 "Target",
                 "--shard",
@@ -334,6 +348,11 @@ def targets(command: F) -> F:
             ),
         ],
     )
+
+
+def targets(command: F) -> F:
+    """Which target ranks are written."""
+    return _all(command, [ranks("Target", "Only these target ranks."), divided])
 
 
 def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:

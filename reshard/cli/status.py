@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
 from reshard.records.status import Status, status_of
-from reshard.wording import byte_size, number_ranges, plural
+from reshard.wording import byte_size, number_ranges, plural, rank_ranges
 
 
 @command("status", "reshard status out/")
@@ -56,7 +58,14 @@ def _lines(dst: str, found: Status) -> list[str]:
     elif found.writing:
         lines.append("a run is writing at this moment")
     else:
-        lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
+        left = set(found.missing) if found.asked is None else set(found.missing).intersection(found.asked)
+        unasked = set(found.missing).difference(left)
+        if unasked:
+            lines.append(f"not complete: nobody asked for {rank_ranges(unasked)} so far")
+        if left and found.resumable:
+            lines.append(f"not complete: `reshard resume {shlex.quote(dst)}` goes on with {rank_ranges(left)}")
+        elif not unasked:
+            lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
         if found.changed:
             lines.append("what was changed it refuses, unless by-rank RANK ... --overwrite replaces it")
     return lines

@@ -1,5 +1,6 @@
 """What a target directory says of the conversion that fills it: its identity, what is done, the manifest."""
 
+from reshard.records.given import Given
 from reshard.records.identity import Identity, header_digest, strategy_digest
 from reshard.records.ledger import DoneRecord, Ledger
 from reshard.records.manifest import MANIFEST_NAME, Manifest, ManifestFile, read_manifest
@@ -8,6 +9,7 @@ from reshard.records.sources import SourceFile, SourceSampler
 __all__ = [
     "MANIFEST_NAME",
     "DoneRecord",
+    "Given",
     "Identity",
     "Ledger",
     "Manifest",

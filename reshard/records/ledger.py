@@ -12,6 +12,8 @@ A new target is recorded after its bytes are on disk under the temporary name an
 final one, so no finished target is ever without a record. A record without its target, or with one
 of another size or time, counts for nothing. Whoever compares looks at the target first and at the
 records after, since they come in the other order.
+
+What runs were given lies beside them in files of its own; see `given`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import RetryableError, TargetError
+from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.locks import Lock, locked, try_alone
 from reshard.records.sources import SourceFile
@@ -269,6 +272,31 @@ class Ledger:
                 os.makedirs(os.path.join(self._own, "damaged"))
             self._mark("damaged", source.record, ())
 
+    def add_given(self, given: Given) -> None:
+        """Remember what a run was given.
+
+        Raises:
+            RetryableError: it cannot be written down.
+        """
+        try:
+            given.write(self._own)
+        except OSError as error:
+            raise _unwritable(self._own, error) from error
+
+    def forget_given(self) -> None:
+        """Everything is made anew, perhaps of other files."""
+        for name in filter(IS_GIVEN.fullmatch, _listed(self._own)):
+            _remove(os.path.join(self._own, name))
+
+    def given(self) -> list[Given]:
+        """What runs were given, the last that was begun first.
+
+        Raises:
+            TargetError: a record is damaged, or of another version.
+            RetryableError: one cannot be read.
+        """
+        return given_in(self._own)
+
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
         for name in _listed(os.path.join(self._own, "sources")):
@@ -313,6 +341,11 @@ class Ledger:
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
         """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
         return os.path.exists(os.path.join(self._own, _replacing(ranks, sources)))
+
+    def is_replacing(self, ranks: Optional[Collection[int]] = None) -> bool:
+        """Whether a run that replaces targets, of just these ranks or of any, was begun and has not ended."""
+        start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
+        return any(name.startswith(start) for name in self._marks())
 
     def begin_replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> None:
         """Remember that all targets of these ranks are to be made again, until `end_replacing`."""
@@ -391,7 +424,7 @@ def _remove_records(path: str) -> None:
         temporary.remove_dead(directory)
         for name in _listed(directory):
             ours = directory != path or name in ("lock", "plan.json") or name.startswith("replacing.")
-            if ours:
+            if ours or IS_GIVEN.fullmatch(name):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(directory, name))
         with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.near_names import path_meant
+from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import Ledger, begun_in
 from reshard.records.manifest import MANIFEST_NAME, read_manifest
@@ -26,6 +27,8 @@ class Status:
         bytes_done: size of the files of ``done``.
         writing: whether some run is writing at this moment, as far as locks tell.
         manifest: the manifest's path, if it is there.
+        resumable: whether the records say what runs were given, so that it need not be typed again.
+        asked: the target ranks that they were asked for, ascending; None for all, or where nothing tells.
     """
 
     plan: Identity
@@ -35,6 +38,8 @@ class Status:
     bytes_done: int
     writing: bool
     manifest: Optional[str]
+    resumable: bool = False
+    asked: Optional[tuple[int, ...]] = None
 
     @property
     def complete(self) -> bool:
@@ -87,7 +92,12 @@ def status_of(directory: str) -> Status:
             changed.append(rank)
     known = {*done, *changed}
     missing = tuple(rank for rank in range(identity.ranks) if rank not in known)
-    return Status(identity, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest)
+    given: list[Given] = []
+    # Records that are damaged are told of where they are needed.
+    with contextlib.suppress(TargetError):
+        given = ledger.given()
+    asked = asked_ranks(given) if given else None
+    return Status(identity, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest, bool(given), asked)
 
 
 def _by_manifest(directory: str) -> Status:

@@ -26,6 +26,9 @@ MOST_ENTRIES = 64
 MOST_JOINS = 8
 _MOST_ELEMENTS = 2**62
 
+NONE = "none"
+"""What is typed for a strategy of one device that holds everything whole."""
+
 
 @dataclass(frozen=True)
 class RecordedLayout:
@@ -222,7 +225,7 @@ class Strategy:
     @classmethod
     def none(cls) -> Strategy:
         """One device that holds every tensor whole."""
-        return cls((Stage(0, 0, 1, {}),), "none")
+        return cls((Stage(0, 0, 1, {}),), NONE)
 
     @property
     def is_none(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.strategies.directory import check_gaps, find_stages
-from reshard.strategies.model import Strategy
+from reshard.strategies.model import NONE, Strategy
 from reshard.strategies.one_file import read_strategy_file
 from reshard.strategies.stages import agreed_stages, records_of
 
@@ -25,7 +25,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
             names file, stage and parameter.
         RetryableError: reading failed.
     """
-    if path is None or path in ("none", "None"):
+    if path is None or path in (NONE, "None"):
         return Strategy.none()
     if not path:
         raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")

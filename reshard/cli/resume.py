@@ -1,0 +1,241 @@
+"""resume: go on with what the records in DST say was begun."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import socket
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import click
+from click.core import ParameterSource
+
+from reshard.checkpoints.path_pattern import RANK, fixed_directory
+from reshard.cli import completion, options
+from reshard.cli.command import command
+from reshard.cli.conversion import summary_json
+from reshard.cli.output import echo_json, listener, say
+from reshard.cli.shard import Share
+from reshard.defaults import DEFAULT_PREFIX
+from reshard.errors import InputError, TargetError
+from reshard.records import Given, Ledger, strategy_digest
+from reshard.records.given import asked_ranks
+from reshard.records.status import Status, status_of
+from reshard.strategies import read_strategy
+from reshard.transform import Phases, Summary
+from reshard.wording import counted_ranks, number_ranges, rank_ranges
+
+
+@command(
+    "resume",
+    """
+reshard resume out/
+
+On many machines that see out/ and the source under the same paths:
+reshard resume out/ --shard auto
+""",
+)
+@click.argument("dst", shell_complete=completion.directories)
+@options.divided
+@options.accept_changed_source
+@options.dry_run
+@options.effort
+@options.reading
+@options.output
+@click.pass_context
+def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any) -> None:
+    """Go on with the conversion or recovery that was begun in DST.
+
+    Source, strategies, step and options are in the records there, as they were given. Written are the
+    target ranks that are missing, of all that were asked for so far; where by-rank or --shard divided
+    them among several runs, of the whole target. If all are there, it says so.
+    """
+    found = status_of(dst)
+    ledger = Ledger(dst, found.plan)
+    commands = ledger.given()
+    given = _together(commands, dst) if commands else None
+    if _is_done(found, given):
+        if as_json:
+            echo_json(_nothing_done(found))
+        if not quiet:
+            say(_done_words(found, dst), to_standard_error=True)
+        return
+    if given is None:
+        raise TargetError(
+            f"{dst}: its records do not say with which command it was begun",
+            file=dst,
+            hint="give that command again: it goes on with what is missing",
+        )
+    words = _words(given, dst)
+    if ledger.is_replacing():
+        words.append("--overwrite")
+        once_more = "give its command again, by-rank or --shard, with --overwrite, or replace all ranks"
+        if not ledger.is_replacing(given.rank_numbers or range(found.plan.ranks)):
+            raise TargetError(
+                f"{dst}: one of several runs that replace targets was stopped, and the records do not say which",
+                file=dst,
+                hint=f"{once_more}:\n{_shown(words)}",
+            )
+    _check_paths(given, found, dst, words)
+    listener(quiet)("note", f"goes on with {_shown(words)}")
+    _run(ctx, words)
+
+
+def _together(commands: Sequence[Given], dst: str) -> Given:
+    """What all runs were given: the last of those whose paths are here, for every rank that any was asked for.
+
+    Raises:
+        TargetError: they were given sources that are not the same.
+    """
+    here = [given for given in commands if all(map(_exists, given.paths))]
+    sources = {os.path.realpath(given.src): given.src for given in here}
+    if len(sources) > 1:
+        listed = "\n".join(f"  {src}" for src in sorted(sources.values()))
+        raise TargetError(
+            f"{dst}: runs were given different sources:\n{listed}",
+            file=dst,
+            hint=f"give the whole command for what is missing (`reshard status {shlex.quote(dst)}`) with the source "
+            "that has it",
+        )
+    asked = asked_ranks(commands)
+    return dataclasses.replace(
+        (here or commands)[0],
+        ranks=None if asked is None else number_ranges(asked),
+        lost_only=all(given.lost_only for given in commands),
+        checksum="crc32" if any(given.checksum == "crc32" for given in commands) else "none",
+    )
+
+
+def _exists(path: str) -> bool:
+    return os.path.lexists(path) or (RANK in path and os.path.isdir(fixed_directory(path)))
+
+
+def _is_done(found: Status, given: Optional[Given]) -> bool:
+    """Whether nothing at all is left to do."""
+    if given is not None and given.verify:
+        # Nobody knows whether it was.
+        return False
+    if found.complete or given is None or given.lost_only:
+        return found.complete
+    asked = given.rank_numbers
+    # Where all ranks are there, the manifest is what is missing.
+    return asked is not None and set(found.done).issuperset(asked) and len(found.done) < found.plan.ranks
+
+
+def _done_words(found: Status, dst: str) -> str:
+    if found.complete:
+        return f"nothing is left to do: {dst} is complete: {found.manifest}"
+    left = set(range(found.plan.ranks)).difference(found.done)
+    return (
+        f"nothing is left to do: {counted_ranks(found.done)} are there; nobody asked for {rank_ranges(left)}\n"
+        "the whole command with --ranks, or without, adds them"
+    )
+
+
+def _nothing_done(found: Status) -> dict[str, Any]:
+    """The summary of a run that did nothing."""
+    summary = Summary(
+        step=found.plan.step,
+        ranks=[],
+        files=[],
+        target_files={},
+        done_before=list(found.done),
+        manifest=found.manifest,
+        bytes_written=0,
+        source_ranks=[],
+        recovered=[],
+        parameters=0,
+        kinds={},
+        copied=[],
+        left_out=[],
+        missing=[],
+        unholdable=[],
+        warnings=[],
+        notes=[],
+        phases=Phases(0.0, 0.0, 0.0),
+        seconds=0.0,
+        dry_run=False,
+    )
+    return {**summary_json(summary), **({"differences": None} if found.plan.task == "convert" else {})}
+
+
+def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) -> None:
+    """See that source and strategies are where they were, and that the strategies say what they said.
+
+    Raises:
+        InputError: one is not.
+    """
+    for path in given.paths:
+        if not _exists(path):
+            where = "any more" if given.host == socket.gethostname() else f"here, as it did on {given.host}"
+            raise InputError(
+                f"{path}: does not exist {where}; what is in {dst} was begun with it",
+                file=path,
+                hint=f"if it lies elsewhere, give the whole command with its path:\n{_shown(words)}",
+            )
+    strategies = (
+        (given.source_strategy, found.plan.source_strategy),
+        (given.target_strategy, found.plan.target_strategy),
+    )
+    for path, digest in dict(strategies).items():
+        if strategy_digest(read_strategy(path)) != digest:
+            raise InputError(
+                f"{path}: says something else than the strategy that what is in {dst} was begun with",
+                file=path,
+                hint=f"if that lies elsewhere, give the whole command with its path:\n{_shown(words)}",
+            )
+
+
+def _words(given: Given, dst: str) -> list[str]:
+    """The command that a run was given, with paths as they are recorded."""
+    target = os.path.join(os.curdir, dst) if dst.startswith("-") else dst
+    if given.task == "recover":
+        words = ["recover", given.src, target, f"--strategy={given.source_strategy}"]
+    else:
+        words = ["transform-dir", given.src, target, f"--src-strategy={given.source_strategy}"]
+        words += [f"--dst-strategy={given.target_strategy}", f"--format={given.format}"]
+    for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
+        words += [f"--{name}={value}"] if value is not None else []
+    words += [f"--include={pattern}" for pattern in given.include]
+    words += [f"--exclude={pattern}" for pattern in given.exclude]
+    if given.prefix is not None and (given.prefix != DEFAULT_PREFIX or given.task == "recover"):
+        words.append(f"--prefix={given.prefix}")
+    words += [f"--crc={given.crc}"] if given.crc != "auto" else []
+    words += [f"--checksum={given.checksum}"] if given.checksum != "none" else []
+    return words + [
+        option
+        for option, typed in (("--strict", given.strict), ("--verify", given.verify), ("--lost-only", given.lost_only))
+        if typed
+    ]
+
+
+def _shown(words: Sequence[str]) -> str:
+    return " ".join(["reshard", *map(shlex.quote, words)])
+
+
+def _run(ctx: click.Context, words: Sequence[str]) -> None:
+    """Run a command with the options that were typed for this one, too."""
+    root = ctx.find_root()
+    assert isinstance(root.command, click.Group)
+    name, *arguments = words
+    found = root.command.get_command(root, name)
+    assert found is not None
+    with found.make_context(name, [*arguments, *_typed(ctx)], parent=root) as inner:
+        found.invoke(inner)
+
+
+def _typed(ctx: click.Context) -> list[str]:
+    """The options that were typed, as words."""
+    words = []
+    for param in ctx.command.params:
+        name = str(param.name)
+        if isinstance(param, click.Option) and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            value = ctx.params.get(name)
+            if param.is_flag:
+                words += (param.opts if value else param.secondary_opts)[:1]
+            else:
+                said = f"{value.number}/{value.runs}" if isinstance(value, Share) else value
+                words.append(f"{param.opts[0]}={said}")
+    return words

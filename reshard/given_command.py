@@ -1,0 +1,73 @@
+"""What a run was given, as its target directory records it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Optional
+
+from reshard.plan.conversion import Conversion
+from reshard.records.given import Given
+from reshard.strategies import NONE, Strategy
+from reshard.wording import number_ranges
+
+if TYPE_CHECKING:
+    from reshard.transform import Options
+
+# What is recorded of a request and of options, and what is not: the rest is how much of the machine is used, what
+# follows from the step that was chosen, or concerns one run alone. A test sees that nothing is forgotten.
+RECORDED_OF_REQUEST = (
+    "src",
+    "source",
+    "target",
+    "ranks",
+    "prefix",
+    "format",
+    "step",
+    "file_suffix",
+    "filters",
+    "strict",
+)
+NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged")
+RECORDED_OF_OPTIONS = ("crc", "checksum", "verify", "recover", "lost_only", "share", "adding")
+NOT_RECORDED_OF_OPTIONS = ("jobs", "max_memory", "io", "overwrite", "accept_changed_source", "dry_run", "part")
+
+
+def given_command(conversion: Conversion, options: Options) -> Optional[Given]:
+    """What a run was given, paths made absolute; None where that cannot be typed again.
+
+    Args:
+        conversion: as planned, with the step and format that were chosen.
+        options: how it is carried out.
+    """
+    request = conversion.request
+    if not isinstance(request.src, str) or options.part is not None:
+        return None
+    # One of several runs is gone on with by going on with all of them.
+    several = options.adding or options.share is not None
+    try:
+        src, source, target = os.path.abspath(request.src), _path(request.source), _path(request.target)
+    except FileNotFoundError:
+        # The working directory is gone.
+        return None
+    return Given(
+        task="recover" if options.recover else "convert",
+        src=src,
+        source_strategy=source,
+        target_strategy=target,
+        step=None if conversion.step.step is None else str(conversion.step.step),
+        file_suffix=request.file_suffix,
+        include=tuple(request.filters.include),
+        exclude=tuple(request.filters.exclude),
+        prefix=request.prefix,
+        format=conversion.format,
+        strict=request.strict,
+        crc=options.crc,
+        checksum=options.checksum,
+        verify=options.verify,
+        ranks=None if request.ranks is None or several else number_ranges(request.ranks),
+        lost_only=options.lost_only,
+    )
+
+
+def _path(strategy: Strategy) -> str:
+    return NONE if strategy.is_none else os.path.abspath(strategy.path)

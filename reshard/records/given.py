@@ -1,0 +1,223 @@
+"""What the runs that fill a target directory were given, so that another can go on without being told again.
+
+``command.<digest>.json`` beside the other records of a conversion holds one such command: paths, made
+absolute, and the options that decide what is written and how it is checked; not how much of the machine
+is used. Each different command is there once; the one that was begun last has the latest time. The
+identity stays the judge of what is the same conversion: these records only save typing, and what they say
+is checked against it like anything that is typed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from reshard import temporary
+from reshard.checkpoints import Step
+from reshard.checkpoints.open import FORMATS
+from reshard.defaults import MOST_DEVICES
+from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.records.identity import short_digest
+from reshard.strategies import NONE
+from reshard.wording import number_ranges
+
+VERSION = 1
+IS_GIVEN = re.compile(r"command\.[0-9a-f]{16}\.json")
+"""The names of such records."""
+
+# Paths and patterns take some hundred bytes each.
+_LARGEST = 1 << 20
+_MOST = 10_000
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_CHOICES = {
+    "task": ("convert", "recover"),
+    "format": tuple(FORMATS.values()),
+    "crc": ("auto", "never"),
+    "checksum": ("none", "crc32"),
+}
+_TEXTS = ("src", "source_strategy", "target_strategy", "host")
+_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks")
+_FLAGS = ("strict", "verify", "lost_only")
+_PATTERNS = ("include", "exclude")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a run was given.
+
+    Attributes:
+        task: ``convert`` or ``recover``.
+        src: the source, absolute; may hold ``{rank}``.
+        source_strategy: absolute path, or ``none``.
+        target_strategy: likewise; that of the source when recovering.
+        step: the step that was chosen; None where file names tell none.
+        file_suffix: only source files whose stem ends so.
+        include: what is written, by name.
+        exclude: what is not.
+        prefix: of the target files' names; None for names as in the source.
+        format: of the target files, as chosen.
+        strict: missing parameters are errors.
+        crc: ``auto`` or ``never``.
+        checksum: ``none`` or ``crc32``.
+        verify: the result is compared with the source afterwards.
+        ranks: the target ranks asked for, such as ``0-7,12``; None for all, or a run that is one of several.
+        lost_only: when recovering, only ranks that are lost or damaged.
+        host: where it was typed.
+    """
+
+    task: str
+    src: str
+    source_strategy: str
+    target_strategy: str
+    step: Optional[str]
+    file_suffix: Optional[str]
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    prefix: Optional[str]
+    format: str
+    strict: bool
+    crc: str
+    checksum: str
+    verify: bool
+    ranks: Optional[str]
+    lost_only: bool
+    host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that were typed, each once."""
+        strategies = (path for path in (self.source_strategy, self.target_strategy) if path != NONE)
+        return tuple(dict.fromkeys((self.src, *strategies)))
+
+    @property
+    def rank_numbers(self) -> Optional[tuple[int, ...]]:
+        """The target ranks asked for, ascending; None for all."""
+        return None if self.ranks is None else _numbers(self.ranks)
+
+    def write(self, directory: str) -> None:
+        """Record it, as the last that was begun.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        said = dataclasses.asdict(self)
+        # Who typed it, of many machines, makes no other command.
+        host = said.pop("host")
+        digest = short_digest(json.dumps(said, sort_keys=True).encode())
+        path = os.path.join(directory, f"command.{digest}.json")
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            temporary.write_whole(path, (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode())
+
+
+def given_in(directory: str) -> list[Given]:
+    """What runs were given, by the records in a directory, the last that was begun first.
+
+    Raises:
+        TargetError: a record is damaged, or of another version.
+        RetryableError: one cannot be read.
+    """
+    try:
+        if not os.path.isdir(directory):
+            return []
+        names = [name for name in os.listdir(directory) if IS_GIVEN.fullmatch(name)]
+        if len(names) > _MOST:
+            raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
+        paths = [os.path.join(directory, name) for name in names]
+        read = [(os.stat(path).st_mtime_ns, path, _read(path)) for path in paths]
+    except OSError as error:
+        path = error.filename or directory
+        raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
+    return [given for _, _, given in sorted(read, key=lambda entry: entry[:2], reverse=True)]
+
+
+def asked_ranks(commands: Iterable[Given]) -> Optional[tuple[int, ...]]:
+    """The target ranks that any of these runs was asked for, ascending; None for all."""
+    asked = [given.rank_numbers for given in commands]
+    return None if None in asked else tuple(sorted({rank for numbers in asked for rank in numbers or ()}))
+
+
+_AGAIN = "give the command that began the conversion again"
+
+
+def _read(path: str) -> Given:
+    # Opening a FIFO would wait for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with open(fd, "rb") as file:
+        content = file.read(_LARGEST + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    try:
+        if len(content) > _LARGEST:
+            raise ValueError("too large")
+        said = json.loads(content)
+        if isinstance(said, dict) and said.get("version") not in (None, VERSION):
+            raise TargetError(
+                f"{path}: is of version {said['version']!r}, which is not known here",
+                file=path,
+                hint="use the version of reshard that wrote it, or a newer one",
+            )
+        return _parsed(said)
+    except (ValueError, RecursionError) as error:
+        raise TargetError(f"{path}: is damaged: {error}", file=path, hint=_AGAIN) from error
+
+
+def _parsed(said: Any) -> Given:
+    """What a record says.
+
+    Raises:
+        ValueError: it says anything that no run writes.
+    """
+    names = [field.name for field in dataclasses.fields(Given)]
+    if not isinstance(said, dict) or said.keys() != {"version", *names}:
+        raise ValueError("not the keys of a command")
+    for name in names:
+        value = said[name]
+        if name in _FLAGS:
+            fits = isinstance(value, bool)
+        elif name in _CHOICES:
+            fits = value in _CHOICES[name]
+        elif name in _PATTERNS:
+            fits = isinstance(value, list) and all(_is_text(item) for item in value)
+        else:
+            fits = _is_text(value) or (name in _OPTIONAL_TEXTS and value is None)
+        if not fits:
+            raise ValueError(f"{name} is {value!r}"[:200])
+    for name in ("src", "source_strategy", "target_strategy"):
+        if not os.path.isabs(said[name]) and (name == "src" or said[name] != NONE):
+            raise ValueError(f"{name} is no absolute path")
+    if said["ranks"] is not None:
+        _numbers(said["ranks"])
+    if said["step"] is not None:
+        try:
+            Step.parse(said["step"])
+        except UsageError as error:
+            raise ValueError(error.message) from error
+    if said["lost_only"] and said["task"] != "recover":
+        raise ValueError("lost_only goes with recover")
+    del said["version"]
+    return Given(**{**said, **{name: tuple(said[name]) for name in _PATTERNS}})
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Ranks as `number_ranges` writes them."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first or last >= MOST_DEVICES or (found and first <= found[-1]):
+            raise ValueError(f"ranks are {text!r}"[:200])
+        found.extend(range(first, last + 1))
+    if number_ranges(found) != text:
+        raise ValueError(f"ranks are {text!r}"[:200])
+    return tuple(found)

@@ -1,0 +1,393 @@
+"""`reshard resume`: going on with what the records say, without a path or option typed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard import given_command, transform_checkpoints
+from reshard.plan.conversion import Request
+from reshard.transform import Options, _Counted
+from tests.running import Argument, done, fails, reshard
+from tests.small import COPIED, World, tensors
+from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
+
+FULL = tensors()
+
+
+def lose(world: World, *ranks: int) -> None:
+    """Take targets away, as if they had not been written yet."""
+    for rank in ranks:
+        shutil.rmtree(world.dst / f"rank_{rank}")
+    (world.dst / "reshard-manifest.json").unlink(missing_ok=True)
+
+
+def records(world: World) -> list[Path]:
+    return sorted(world.dst.glob(".reshard/*/command.*.json"))
+
+
+def of_ranks(root: Path, count: int) -> World:
+    """A world of so many target ranks."""
+    world = World(root, single({"w": layout([2], [0, -1])}), single({"w": layout([count], [0, -1])}))
+    world.save({"w": value("w", (2 * count, 4))})
+    return world
+
+
+def resume(world: World, *options: Argument) -> Any:
+    return done("resume", world.dst, "--json", *options).json
+
+
+def test_a_conversion_goes_on_without_a_word(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    whole = tree_bytes(world.dst)
+    lose(world, 1)
+    said = done("resume", world.dst)
+    assert "wrote 1 rank (1)" in said.err and "all ranks are there" in said.err
+    assert tree_bytes(world.dst) == whole
+
+
+def test_paths_that_were_relative_hold_from_anywhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.chdir(world.root)
+    old, new = (path.relative_to(world.root) for path in (world.old, world.new))
+    strategies = ("--src-strategy", old, "--dst-strategy", new)
+    done("by-rank", 0, "src/rank_{rank}/net-*.ckpt", "dst", *strategies)
+    (world.root / "elsewhere").mkdir()
+    monkeypatch.chdir(world.root / "elsewhere")
+    done("resume", "../dst")
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--include", "*w", "--exclude", "m.*", "--exclude", "-x"],
+        ["--format", "safetensors", "--prefix", "net_"],
+        ["--checksum", "crc32"],
+        ["--step", "1_10", "--file-suffix", "_10"],
+        ["--crc", "never", "--strict"],
+    ],
+    ids=" ".join,
+)
+def test_every_option_that_matters_holds_again(world: World, options: list[str]) -> None:
+    world.save(FULL, "rank_{rank}/net-1_10.ckpt")
+    world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
+    world.convert(*options)
+    whole = tree_bytes(world.dst)
+    (given,) = records(world)
+    lose(world, 0)
+    done("resume", world.dst)
+    assert tree_bytes(world.dst) == whole
+    assert records(world) == [given]
+
+
+def test_the_step_that_was_chosen_stays(world: World) -> None:
+    world.save(FULL, "rank_{rank}/net-1_10.ckpt")
+    world.by_rank(0)
+    world.save(tensors("newer"), "rank_{rank}/net-2_10.ckpt")
+    assert resume(world)["step"] == "1_10"
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("begin", ["by-rank", "shard"])
+def test_what_was_divided_among_runs_is_gone_on_with_for_all_ranks(world: World, begin: str) -> None:
+    world.save(FULL)
+    if begin == "shard":
+        world.convert("--shard", "1/2")
+    else:
+        world.by_rank(1)
+    assert resume(world)["ranks"] == [0]
+    assert done("status", world.dst, "--json").json["complete"]
+
+
+def test_all_ranks_that_any_command_asked_for_are_gone_on_with(tmp_path: Path) -> None:
+    world = of_ranks(tmp_path, 6)
+    world.convert("--ranks", "0-1")
+    world.convert("--ranks", "3")
+    lose(world, 0, 3)
+    assert resume(world)["ranks"] == [0, 3]
+    said = done("resume", world.dst).err
+    assert "nothing is left to do: 3 ranks (0-1,3) are there; nobody asked for ranks 2,4-5" in said
+    world.by_rank(5)
+    assert resume(world)["ranks"] == [2, 4]
+
+
+def test_a_recovery_goes_on(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1, 3])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old)
+    whole = tree_bytes(plain.dst)
+    lose(plain, 2, 3)
+    said = resume(plain)
+    assert (said["ranks"], said["recovered"]) == ([2, 3], [2])
+    assert tree_bytes(plain.dst) == whole
+
+
+def test_a_recovery_of_lost_ranks_stays_one(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
+    lose(plain, 3)
+    assert resume(plain)["ranks"] == [3]
+    assert sorted(path.parent.name for path in plain.dst.glob("rank_*/*")) == ["rank_2", "rank_3"]
+
+
+def test_what_is_complete_says_so_whatever_became_of_the_source(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    shutil.rmtree(world.src)
+    world.old.unlink()
+    before = tree_bytes(world.dst)
+    assert "nothing is left to do" in done("resume", world.dst).err
+    said = resume(world)
+    assert (said["ranks"], said["done_before"]) == ([], [0, 1]) and said["manifest"]
+    shutil.rmtree(world.dst / ".reshard")
+    assert "nothing is left to do" in done("resume", world.dst).err
+    assert {path: content for path, content in before.items() if ".reshard" not in path} == tree_bytes(world.dst)
+
+
+def test_a_verification_that_was_asked_for_is_made(world: World) -> None:
+    world.save(FULL)
+    world.convert("--verify")
+    lose(world, 1)
+    assert resume(world)["differences"] == []
+    # Whether it was made before nobody knows.
+    assert resume(world)["differences"] == []
+    target = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    status = target.stat()
+    content = bytearray(target.read_bytes())
+    content[-30] ^= 1
+    target.write_bytes(content)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert reshard("resume", world.dst).status == 4
+
+
+@pytest.mark.parametrize("lost", ["src", "old", "new"])
+def test_a_path_that_is_gone_is_named_with_the_command_to_type(world: World, lost: str) -> None:
+    world.save(FULL)
+    world.by_rank(0, "--exclude", "it's *")
+    path: Path = getattr(world, lost)
+    path.rename(world.root / "moved")
+    said = fails(3, "resume", world.dst, says=[f"{path}: does not exist any more", "give the whole command"]).err
+    # The command works as it is shown, once the path is right.
+    words = shlex.split(said.strip().splitlines()[-1])
+    assert words[0] == "reshard"
+    done(*[word.replace(str(path), str(world.root / "moved")) for word in words[1:]])
+    assert done("status", world.dst, "--json").json["complete"]
+    # And now that is the command that was given.
+    lose(world, 0)
+    assert resume(world)["ranks"] == [0]
+
+
+def test_another_machine_that_does_not_see_the_source_is_told_where_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    shutil.move(world.src, world.root / "elsewhere")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    host = json.loads(records(world)[0].read_text())["host"]
+    fails(3, "resume", world.dst, says=[f"{world.src}: does not exist here, as it did on {host}"])
+
+
+def test_a_strategy_that_says_something_else_now_is_named(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    shutil.copy(world.old, world.new)
+    fails(3, "resume", world.dst, says=[f"{world.new}: says something else"])
+
+
+def test_a_source_that_has_changed_is_refused(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.save(FULL, copied={**COPIED, "more": scalar(1)})
+    fails(3, "resume", world.dst, says=["are not those that the conversion", "--accept-changed-source"])
+    assert not (world.dst / "rank_1").exists()
+    assert resume(world, "--accept-changed-source")["ranks"] == [1]
+
+
+def test_different_sources_are_not_chosen_from(world: World) -> None:
+    """As where every machine had copied what its rank needed."""
+    world.save(FULL)
+    other = shutil.copytree(world.src, world.root / "other")
+    world.by_rank(0)
+    lose(world, 0)
+    strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
+    done("by-rank", 1, other, world.dst, *strategies)
+    fails(3, "resume", world.dst, says=["different sources", str(other), str(world.src)])
+    # One that is not here is not meant, and a link leads to the same.
+    shutil.rmtree(other)
+    other.symlink_to(world.src)
+    assert resume(world)["ranks"] == [0]
+
+
+def test_a_run_that_replaces_targets_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.convert()
+    old = world.dst / "rank_0" / "checkpoint_0.ckpt"
+    before = old.stat().st_ino
+    stop_after_one(world.words("--overwrite", "--jobs", 1), monkeypatch)
+    kept = {path.name: path.stat().st_ino for path in world.dst.glob("rank_*/*")}
+    assert len(kept) == 2
+    said = resume(world)
+    assert len(said["ranks"]) == 1 and len(said["done_before"]) == 1
+    assert old.stat().st_ino != before
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_one_of_several_runs_that_replace_targets_is_not_guessed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.convert()
+    monkeypatch.setattr("reshard.transform.convert", stopped)
+    assert reshard(*world.words(1, "--overwrite", command="by-rank")).status == 130
+    fails(3, "resume", world.dst, says=["by-rank or --shard, with --overwrite", "transform-dir"])
+
+
+def stopped(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def stop_after_one(words: list[Argument], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command that is interrupted when it has finished one target."""
+    with monkeypatch.context() as patch:
+        committed: Callable[..., None] = _Counted.committed
+
+        def interrupted(counted: Any, rank: int, size: int) -> None:
+            committed(counted, rank, size)
+            raise KeyboardInterrupt
+
+        patch.setattr(_Counted, "committed", interrupted)
+        assert reshard(*words).status == 130
+
+
+def test_a_run_that_was_interrupted_is_gone_on_with(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    stop_after_one(world.words("--jobs", 1), monkeypatch)
+    assert "`reshard resume" in done("status", world.dst).out
+    done("resume", world.dst, "--jobs", 1, "--max-memory", "8M", "--io", "pread")
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_a_dry_run_shows_what_would_be_done(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    before = tree_bytes(world.dst)
+    shown = done("resume", world.dst, "-n")
+    assert "goes on with reshard transform-dir" in shown.err and "1 file" in shown.out
+    assert tree_bytes(world.dst) == before
+    assert "goes on" not in done("-q", "resume", world.dst, "-n").err
+
+
+def test_the_rest_is_divided_among_machines(tmp_path: Path) -> None:
+    world = of_ranks(tmp_path, 8)
+    world.by_rank(7)
+    ranks = [resume(world, "--shard", f"{index}/2")["ranks"] for index in range(2)]
+    assert sorted(ranks[0] + ranks[1]) == list(range(7)) and all(ranks)
+
+
+def test_what_was_begun_from_python_is_gone_on_with(world: World) -> None:
+    world.save(FULL)
+    transform_checkpoints(str(world.src), str(world.dst), "checkpoint_", str(world.old), str(world.new))
+    lose(world, 1)
+    assert resume(world)["ranks"] == [1]
+
+
+def test_without_a_record_of_the_command_it_has_to_be_typed(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    for path in records(world):
+        path.unlink()
+    fails(3, "resume", world.dst, says=["do not say with which command", "give that command again"])
+    assert "resume" not in done("status", world.dst).out
+
+
+def test_what_is_no_target_of_a_conversion_is_an_error(world: World) -> None:
+    world.save(FULL)
+    fails(3, "resume", world.src, says=["no conversion was begun here"])
+    fails(3, "resume", world.root / "nothing", says=["no conversion was begun here"])
+
+
+def test_an_option_that_the_command_does_not_have_is_wrong_usage(plain: World) -> None:
+    plain.save(FULL, ranks=[0, 1])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old)
+    lose(plain, 3)
+    fails(2, "resume", plain.dst, "--shard", "0/2", says=["No such option: --shard"])
+
+
+DAMAGE: dict[str, Any] = {
+    "no object": [],
+    "another version": {"version": 2},
+    "a key too many": {"shell": "rm"},
+    "a relative source": {"src": "src"},
+    "no source": {"src": None},
+    "a NUL": {"src": "/src\0"},
+    "a relative strategy": {"dst_strategy": "old.ckpt", "target_strategy": "old.ckpt"},
+    "an unknown task": {"task": "remove"},
+    "an unknown format": {"format": "same"},
+    "no flag": {"strict": 1},
+    "no step": {"step": "latest"},
+    "ranks backwards": {"ranks": "3-1"},
+    "ranks twice": {"ranks": "1,1"},
+    "too many ranks": {"ranks": "0-999999999"},
+    "no ranks": {"ranks": ""},
+    "a pattern that is none": {"include": [1]},
+    "lost ranks of a conversion": {"lost_only": True},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_record_that_no_run_writes_is_not_believed(world: World, damage: Any) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    (path,) = records(world)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage} if damage else damage))
+    fails(3, "resume", world.dst, says=[path])
+    assert not (world.dst / "rank_1").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b" " * (2 << 20)], ids=len)
+def test_a_damaged_record_is_named(world: World, content: bytes) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    (path,) = records(world)
+    path.write_bytes(content)
+    fails(3, "resume", world.dst, says=[f"{path}: is damaged"])
+    path.unlink()
+    os.mkfifo(path)
+    fails(3, "resume", world.dst, says=[f"{path}: is damaged"])
+    # What does not need it does not mind.
+    world.by_rank(1)
+
+
+def test_a_hostile_prefix_does_not_lead_out_of_the_directory(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    (path,) = records(world)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prefix": "../../escaped_"}))
+    assert reshard("resume", world.dst).status in (2, 3)
+    assert not list(world.root.glob("escaped*"))
+
+
+def test_nothing_that_a_run_is_given_is_forgotten() -> None:
+    """Whoever adds an attribute decides whether a run that goes on has to know it."""
+    for kind, recorded, other in (
+        (Request, given_command.RECORDED_OF_REQUEST, given_command.NOT_RECORDED_OF_REQUEST),
+        (Options, given_command.RECORDED_OF_OPTIONS, given_command.NOT_RECORDED_OF_OPTIONS),
+    ):
+        assert sorted((*recorded, *other)) == sorted(field.name for field in dataclasses.fields(kind))
+
+
+def test_machines_that_share_the_work_share_the_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    world.by_rank(1)
+    assert len(records(world)) == 1
