@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from tests.small import plain, world
 
 __all__ = ["plain", "world"]
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Of tests in the background of a script, whose commands would ignore it as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = os.environ.get("RESHARD_LONG") == "1"
 

@@ -9,19 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Optional
 
 import pytest
 
 from tests import cases
+from tests.reference import Strategy
 from tests.running import LAUNCHER, Argument, Result
-from tests.small import World, tensors
+from tests.small import SOURCE, TARGET, World, tensors
 from tests.trees import same_ranks
 
 FULL = tensors()
 
 
-def run(*words: Argument, out: Optional[int] = None, err: Optional[int] = None, **environment: str) -> Result:
+def run(
+    *words: Argument, out: Optional[int] = None, err: Optional[int] = None, encoding: str = "utf-8", **environment: str
+) -> Result:
     """Run a command with descriptors as its standard output and standard error; what it says otherwise."""
     process = subprocess.run(
         [sys.executable, "-c", LAUNCHER, *map(str, words)],
@@ -30,7 +34,8 @@ def run(*words: Argument, out: Optional[int] = None, err: Optional[int] = None, 
         env={**os.environ, **environment},
         timeout=60,
     )
-    return Result(process.returncode, (process.stdout or b"").decode(), (process.stderr or b"").decode())
+    said = ((said or b"").decode(encoding) for said in (process.stdout, process.stderr))
+    return Result(process.returncode, *said)
 
 
 @pytest.fixture
@@ -120,3 +125,58 @@ def test_a_reader_who_takes_his_time_gets_everything(world: World) -> None:
     os.close(reads)
     assert result == Result(0, "", "")
     assert said[len(before) :].decode() == run("transform-dir", "--help").out
+
+
+# In no encoding.
+ODD = os.fsdecode(b"caf\xe9")
+NAMES = {"w": "权重.w", "v": "naïve.v", "m.w": "m.权重.w"}
+
+
+def renamed(strategy: Strategy) -> Strategy:
+    return [{**stage, "layouts": {NAMES[n]: made for n, made in stage["layouts"].items()}} for stage in strategy]
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> World:
+    """A conversion with names of parameters that few encodings hold, in a directory whose name is not UTF-8."""
+    (tmp_path / ODD).mkdir()
+    world = World(tmp_path / ODD, renamed(SOURCE), renamed(TARGET))
+    world.save({NAMES[name]: tensor for name, tensor in FULL.items()})
+    return world
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp437"])
+def test_no_name_is_too_much_for_an_encoding(foreign: World, encoding: str) -> None:
+    file = foreign.src / "rank_0" / "net-1_10.ckpt"
+    chosen, escaped = NAMES["w"], r"\u6743\u91cd.w"
+    v = NAMES["v"].encode(encoding, "backslashreplace").decode(encoding)
+
+    def say(status: int, *words: Argument) -> str:
+        result = run(*words, encoding=encoding, PYTHONIOENCODING=f"{encoding}:strict")
+        assert result.status == status and "Traceback" not in result.err, result.err
+        return result.out + result.err
+
+    listed = say(0, "fingerprint", foreign.src, "--strategy", foreign.old)
+    assert f"  {escaped}\n" in listed and f"  {v}\n" in listed
+    rows = [line for line in say(0, "inspect", file).splitlines() if "Float32" in line and ".w" in line]
+    assert escaped in rows[0]
+    # Columns are as wide as what is seen.
+    assert len({line.index("Float32") for line in rows}) == 1
+    drawn = say(0, "strategy", "show", foreign.old, chosen)
+    assert escaped in drawn and ("┌────" if encoding == "cp437" else "+----") in drawn
+    assert r"caf\udce9" in say(0, *foreign.words("-v", "--verify"))
+    assert escaped in say(2, "strategy", "show", foreign.old, f"{chosen}x")
+    assert r"\u6743" in say(2, "inspect", "--权", ODD)
+    assert r"\udce9" in say(2, ODD)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8:surrogateescape"])
+def test_json_is_utf_8_whatever_the_encoding(foreign: World, encoding: str) -> None:
+    file = foreign.src / "rank_0" / "net-1_10.ckpt"
+    said = json.loads(run("inspect", file, "--json", PYTHONIOENCODING=encoding).out)
+    # Python makes of the escape what it was.
+    assert os.fsencode(said["file"]) == os.fsencode(file)
+    assert {tensor["name"] for tensor in said["tensors"]} >= set(NAMES.values())
+    shown = run("strategy", "show", foreign.old, "--json", PYTHONIOENCODING=encoding).out
+    assert {layout["parameter"] for layout in json.loads(shown)} == set(NAMES.values())
+    assert shown.isascii() == (not encoding.startswith("utf-8"))

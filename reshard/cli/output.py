@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -25,8 +26,17 @@ _WIDEST = 400
 
 
 def echo_json(value: object) -> None:
-    """Print JSON to standard output, alone there."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    """Print JSON to standard output, alone there; valid UTF-8 whatever the terminal's encoding.
+
+    A path that is no UTF-8 is escaped as JSON can: Python's ``os.fsencode`` makes its bytes of what was loaded.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+        plain = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+    except UnicodeEncodeError:
+        plain = False
+    click.echo(text if plain else json.dumps(value))
 
 
 def totals_json(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
@@ -142,7 +152,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*(one_line(cell).replace("[", "\\[") for cell in row))
+        shown.add_row(*(_cell(text).replace("[", "\\[") for text in row))
     console = Console(width=max(needed, terminal_width()), highlight=False)
     # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
     with console.capture() as printed:
@@ -154,8 +164,8 @@ def _listed(columns: list[str], rows: list[list[str]]) -> Iterable[str]:
     """A table's rows below each other: the first cell on a line of its own, then the others with their heads."""
     width = terminal_width() - 4
     for first, *others in rows:
-        yield one_line(first)
-        told = (f"{head} {one_line(cell)}" for head, cell in zip(columns[1:], others))
+        yield _cell(first)
+        told = (f"{head} {_cell(text)}" for head, text in zip(columns[1:], others))
         yield textwrap.fill(
             ", ".join(told), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
         )
@@ -163,6 +173,12 @@ def _listed(columns: list[str], rows: list[list[str]]) -> Iterable[str]:
 
 def padded(columns: list[str], rows: list[list[str]]) -> list[str]:
     """Lines of a table whose columns are as wide as their widest cells, heads included."""
-    lines = [columns, *([one_line(cell) for cell in row] for row in rows)]
+    lines = [columns, *([_cell(text) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines]
+
+
+def _cell(text: str) -> str:
+    """Text on one line as it will be seen, for columns that are aligned."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return one_line(text).encode(encoding, "backslashreplace").decode(encoding)

@@ -2,7 +2,7 @@
 
 The exit status is that of the work. A reader that has enough, as in `reshard inspect FILE | head`, changes
 nothing; output that is lost for another reason, such as a full disk, makes a success a failure in the end.
-Characters that an encoding lacks are escaped.
+Characters that an encoding lacks are escaped; lines of drawings are drawn with what there is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Optional, TextIO
 _NOBODY_LISTENS = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN)
 # Click takes ASCII for a mistake and writes UTF-8; by another name it is taken at its word.
 _ASCII = "plain_ascii"
+_LINES = {**dict.fromkeys("┌┬┐├┼┤└┴┘", "+"), "─": "-", "│": "|"}
 
 
 class Lasting(io.RawIOBase):
@@ -81,6 +82,7 @@ def install() -> None:
     the number of the stream, and what some library prints.
     """
     codecs.register(_codec)
+    codecs.register_error("reshard", _instead)
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     sys.stdout, sys.stderr = _lasting(sys.stdout, "<stdout>"), _lasting(sys.stderr, "<stderr>")
@@ -100,7 +102,14 @@ def _lasting(stream: Optional[TextIO], name: str) -> io.TextIOWrapper:
     encoding = "utf-8" if stream is None else stream.encoding
     if codecs.lookup(encoding).name == "ascii":
         encoding = _ASCII
-    return io.TextIOWrapper(Lasting(fd, name), encoding, "backslashreplace", write_through=True)
+    return io.TextIOWrapper(Lasting(fd, name), encoding, "reshard", write_through=True)
+
+
+def _instead(error: UnicodeError) -> tuple[str, int]:
+    """What is written in place of characters that an encoding lacks, and where to go on."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_LINES.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking), error.end
 
 
 def _codec(name: str) -> Optional[codecs.CodecInfo]:
