@@ -21,6 +21,7 @@ from reshard.verification import (
     Tree,
     compare_converted,
     compare_copies,
+    damaged_by_crc,
     not_held,
     read_step,
     read_tree,
@@ -28,6 +29,8 @@ from reshard.verification import (
 from reshard.wording import plural, rank_ranges
 
 _MOST_SHOWN = 3
+# Differences that a damaged source file can make.
+_OF_CONTENTS = ("content", "stages")
 
 
 def verify_conversion(
@@ -62,8 +65,16 @@ def verify_conversion(
     """
     found = find_checkpoints(src, file_suffix)
     check_ranks(found, source, target, means.handles)
-    tree = read_step(found, source, step, means.handles, report, target=target, ranks=ranks)
-    return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+    damaged: dict[str, str] = {}
+    while True:
+        tree = read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+        differences = compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+        names = {one.parameter for one in differences if one.parameter is not None and one.kind in _OF_CONTENTS}
+        # What was made of replicas differs from a damaged file, which counts as absent then.
+        more = damaged_by_crc(tree, names, means)
+        if not more:
+            return differences
+        damaged.update(more)
 
 
 def verify_replicas(

@@ -21,6 +21,7 @@ from reshard.strategies import read_strategy
 from reshard.verification import Means, Needs, compare_trees
 from reshard.verification import read_tree as read_source
 from reshard.verification.completeness import lost
+from tests.checkpoint_writing import write_ckpt
 from tests.conftest import LONG
 from tests.layouts import strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
@@ -191,6 +192,20 @@ def test_an_empty_slice_that_a_save_left_out_is_no_sign_of_a_deduplicated_one(tm
     lose(world, [1])
     result = fails(3, "fingerprint", world.src, "--strategy", world.old)
     warns(result, "'never': no readable file has it; rank 1, which is absent, may have had it")
+
+
+def test_slices_of_a_type_of_unknown_size_may_be_empty(tmp_path: Path) -> None:
+    old = single({"t": layout([3], [0, -1], uneven=[2, 0, 4]), "a": layout([3], [-1])})
+    world = World(tmp_path, old, single({"t": layout([3], [0, -1], uneven=[0, 1, 5]), "a": layout([3], [-1])}))
+    for rank, rows in enumerate([2, 0, 4]):
+        parts = {"t": ("Quux", (rows, 2), bytes(range(6 * rows))), "a": ("Float32", (1,), b"abcd")}
+        write_ckpt(world.src / f"rank_{rank}" / "net-1_10.ckpt", parts)
+    world.convert("--verify")
+    assert verify(world).status == 0
+    before = done("fingerprint", world.src, "--strategy", world.old).out
+    assert done("fingerprint", world.dst, "--strategy", world.new).out == before
+    back: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old, "--verify"]
+    done("transform-dir", world.dst, tmp_path / "back", *back)
 
 
 # Accumulated gradients.
@@ -395,6 +410,42 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:
     result = verify(world)
     assert result.status == 3
     warns(result, "no file is readable")
+
+
+def damage(path: Path, name: str) -> None:
+    """Change a bit of a parameter, and not the CRC that the file records."""
+    content = path.read_bytes()
+    wrong = content.replace(SAVED[name].array.tobytes(), flipped(SAVED[name]).array.tobytes())
+    assert wrong != content
+    path.write_bytes(wrong)
+
+
+def test_a_source_file_whose_crc_is_wrong_counts_as_absent(tmp_path: Path) -> None:
+    replicas = single({"w": WHOLE, "b": WHOLE})
+    world = World(tmp_path, replicas, replicas)
+    full = {name: SAVED[name] for name in ("w", "b")}
+    world.save(full, crc=True)
+    damage(world.src / "rank_0" / "net-1_10.ckpt", "w")
+    world.convert("--verify")
+    result = verify(world)
+    assert result.status == 0
+    warns(result, "is damaged: its CRC is", "rank 0 counts as absent at step 1_10")
+    # What no sound copy is like is different nevertheless.
+    right = cut_ranks(replicas, full, COPIED)
+    right[1]["w"] = flipped(right[1]["w"])
+    write_tree(world.dst, right, "rank_{rank}/checkpoint_{rank}.ckpt")
+    assert [found for found in differences(world) if found[0] != "file"] == [("content", "w", [1])]
+
+
+def test_a_step_of_which_a_file_is_damaged_inside_is_passed_over(tmp_path: Path) -> None:
+    world = World(tmp_path, WITH_STATE, WITH_STATE)
+    world.save(OLDER, "rank_{rank}/net-1_9.ckpt", crc=True)
+    world.save(SAVED, crc=True)
+    damage(world.src / "rank_0" / "net-1_10.ckpt", "w")
+    converted(world, world.target, OLDER)
+    result = verify(world)
+    assert result.status == 0
+    warns(result, "step 1_10 is not complete and is passed over", "is damaged: its CRC is")
 
 
 def test_a_checkpoint_of_another_model_is_not_compared(tmp_path: Path) -> None:

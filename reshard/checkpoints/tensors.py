@@ -36,6 +36,12 @@ class Tensor(NamedTuple):
         elements = math.prod(self.shape)
         return self.nbytes // elements if elements else ITEM_SIZES.get(self.dtype, 1)
 
+    def same_type(self, other: Tensor) -> bool:
+        """Whether two tensors have elements of one type; without elements one of unknown size tells none."""
+        if self.dtype != other.dtype:
+            return False
+        return self.item_size == other.item_size or not (math.prod(self.shape) and math.prod(other.shape))
+
     @property
     def kind(self) -> str:
         """What it is by its name: one of `reshard.names.KINDS`."""

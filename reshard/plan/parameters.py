@@ -154,8 +154,7 @@ def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[s
         stored.append(_Stored(stage, tuple(ranks), tensors, layout))
     if not stored:
         return None
-    first = stored[0].tensors[0]
-    _check_dtypes(name, stored, step)
+    first = _check_dtypes(name, stored, step)
     accumulated = name.startswith(ACCUMULATED_GRADIENTS)
     # What the strategy records, not what of it the files at hand are cut by, so that every run reads it alike.
     sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
@@ -258,29 +257,32 @@ def _decide(
     )
 
 
-def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> None:
-    first_rank, first = stored[0].ranks[0], stored[0].tensors[0]
-    for held in stored:
-        for rank, tensor in zip(held.ranks, held.tensors):
-            if tensor.dtype in ("str", "MapTensor"):
-                kind = "text" if tensor.dtype == "str" else "a map tensor"
-                raise CheckpointError(
-                    f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
-                    file=step.files[rank],
-                    rank=rank,
-                    parameter=name,
-                    hint=f"leave it out with --exclude {as_pattern(name)}",
-                )
-            if tensor.dtype != first.dtype or tensor.item_size != first.item_size:
-                raise CheckpointError(
-                    f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
-                    f"{tensor.dtype} on rank {rank} ({step.files[rank]})",
-                    file=step.files[rank],
-                    rank=rank,
-                    parameter=name,
-                    hint="these files are not of one run: remove the wrong, or leave it out with --exclude "
-                    f"{as_pattern(name)}",
-                )
+def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Tensor:
+    """One of the slices, with elements if any has some, whose type all others have."""
+    slices = [pair for held in stored for pair in zip(held.ranks, held.tensors)]
+    first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
+    for rank, tensor in slices:
+        if tensor.dtype in ("str", "MapTensor"):
+            kind = "text" if tensor.dtype == "str" else "a map tensor"
+            raise CheckpointError(
+                f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint=f"leave it out with --exclude {as_pattern(name)}",
+            )
+        # Ranks whose files are built alike share one description.
+        if tensor is not first and not tensor.same_type(first):
+            raise CheckpointError(
+                f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
+                f"{tensor.dtype} on rank {rank} ({step.files[rank]})",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint="these files are not of one run: remove the wrong, or leave it out with --exclude "
+                f"{as_pattern(name)}",
+            )
+    return first
 
 
 def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:

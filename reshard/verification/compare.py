@@ -182,7 +182,7 @@ class _Comparison:
         """Bytes of all copies that are as they should be, and of what they are compared with."""
         total = 0
         for name, parameter in self._source.parameters.items():
-            item_size = self._source.tensor(name, next(parameter.holders)).item_size
+            item_size = self._source.sample(parameter).item_size
             add_up = False
             for stage in self._stages_of(name):
                 with contextlib.suppress(LayoutError):
@@ -270,14 +270,14 @@ class _Comparison:
     def _slices(self, parameter: Parameter, stage: Stage) -> list[_Copies]:
         """The slices of a parameter that a stage's ranks hold rightly cut; all else is told."""
         name = parameter.name
-        sample = self._source.tensor(name, next(parameter.holders))
+        sample = self._source.sample(parameter)
         wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
         shapes = {}
         for rank in self._present(stage):
             tensor = self._target.indexes[rank].tensors.get(name)
             if tensor is None:
                 wrong["missing", "is not in the file"].append(rank)
-            elif (tensor.dtype, tensor.item_size) != (sample.dtype, sample.item_size):
+            elif not tensor.same_type(sample):
                 wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
             else:
                 shapes[rank] = tensor.shape

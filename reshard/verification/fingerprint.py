@@ -270,7 +270,7 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     for parameter in tree.parameters.values():
         total += sum(tree.tensor(parameter.name, held.holders[0]).nbytes for held in parameter.slices if held.holders)
         if _in_pieces(parameter):
-            total += math.prod(parameter.shape) * tree.tensor(parameter.name, next(parameter.holders)).item_size
+            total += math.prod(parameter.shape) * tree.sample(parameter).item_size
     means.progress.begin(total, "reading")
     try:
         shared = _Keys()

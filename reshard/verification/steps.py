@@ -11,8 +11,9 @@ Filters play no part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles
 from reshard.errors import IncompleteSourceError, InputError
@@ -49,6 +50,7 @@ def read_step(
     *,
     target: Optional[Strategy] = None,
     ranks: Optional[Sequence[int]] = None,
+    damaged: Mapping[str, str] = MappingProxyType({}),
 ) -> Tree:
     """Read the files of the step that is named, or else of the one that was converted.
 
@@ -62,6 +64,7 @@ def read_step(
         report: told of steps that are passed over, and of files that count as absent.
         target: strategy of the converted checkpoint; where None, everything is needed.
         ranks: the target ranks asked for; all where None.
+        damaged: files that are known to be damaged, and why, by path.
 
     Raises:
         IncompleteSourceError: no step was named, and none is complete.
@@ -69,14 +72,18 @@ def read_step(
         RetryableError: reading failed.
     """
     candidates = tree.candidates(step)
+
+    def read(candidate: StepFiles) -> Tree:
+        return read_tree(candidate.files, source, handles, damaged=damaged)
+
     if step != "latest":
         chosen = next(candidates)
-        found = read_tree(chosen.files, source, handles)
+        found = read(chosen)
     else:
         scopes = [Needs(Strategy.none())]
         if target is not None and not target.is_none:
             scopes += [Needs(target), *([] if ranks is None else [Needs(target, ranks)])]
-        chosen, found = _newest_complete(tree, candidates, source, scopes, handles, report)
+        chosen, found = _newest_complete(tree, candidates, read, source, scopes, report)
     for note in chosen.notes:
         report.warn(note)
     label = step_words(chosen.step)
@@ -92,9 +99,9 @@ def read_step(
 def _newest_complete(
     tree: SourceTree,
     candidates: Iterator[StepFiles],
+    read: Callable[[StepFiles], Tree],
     source: Strategy,
     scopes: Sequence[Needs],
-    handles: FileHandles,
     report: Report,
 ) -> tuple[StepFiles, Tree]:
     """The newest step that is complete in the widest scope in which one is."""
@@ -105,7 +112,7 @@ def _newest_complete(
             candidate = next(candidates, None)
             if candidate is None:
                 break
-            found = read_tree(candidate.files, source, handles)
+            found = read(candidate)
         except InputError as error:
             # It does not matter where a newer step will do.
             refused = error
@@ -124,7 +131,7 @@ def _newest_complete(
                 report.warn(
                     f"{step_words(candidate.step)} is not complete, but has what is compared: " + _some_lines(lacks)
                 )
-                return candidate, read_tree(candidate.files, source, handles)
+                return candidate, read(candidate)
     if refused is not None:
         raise refused
     lines = [f"{step_words(candidate.step)}: " + line for candidate, lacks, _ in passed for line in lacks]

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Callable, Optional, Union
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
@@ -71,6 +72,12 @@ class Tree:
         """A rank's tensor of a name."""
         return self.indexes[rank].tensors[name]
 
+    def sample(self, parameter: Parameter) -> Tensor:
+        """A rank's slice of a parameter, with elements if any has some."""
+        tensors = (self.tensor(parameter.name, rank) for rank in parameter.holders)
+        first = next(tensors)
+        return first if first.nbytes else next((tensor for tensor in tensors if tensor.nbytes), first)
+
     def part(self, name: str, rank: int, shape: tuple[int, ...], held: Box, box: Optional[Box] = None) -> Part:
         """What has to be read for a box, by default all, of the slice that a rank holds."""
         return Part(self.indexes[rank].path, self.tensor(name, rank), shape, held, held if box is None else box)
@@ -90,8 +97,15 @@ class Tree:
         return self.part(name, rank, shape, whole_box(shape))
 
 
-def read_headers(files: Mapping[int, str], handles: FileHandles) -> Tree:
+def read_headers(
+    files: Mapping[int, str], handles: FileHandles, damaged: Mapping[str, str] = MappingProxyType({})
+) -> Tree:
     """Read what every rank's file holds; damaged files count as absent.
+
+    Args:
+        files: path per rank.
+        handles: open files.
+        damaged: files that are known to be damaged, and why, by path.
 
     Raises:
         CheckpointError: a file is missing, unreadable or encrypted.
@@ -105,8 +119,8 @@ def read_headers(files: Mapping[int, str], handles: FileHandles) -> Tree:
         except DamagedCheckpointError as error:
             return error
 
-    ranks = sorted(files)
-    tree = Tree({}, {})
+    tree = Tree({}, {rank: damaged[path] for rank, path in sorted(files.items()) if path in damaged})
+    ranks = sorted(rank for rank, path in files.items() if path not in damaged)
     threads = storage_of(files[ranks[0]]).in_flight if ranks else 1
     with ThreadPoolExecutor(threads) as pool:
         # The first alone: files that are built like it are then only compared with it.
@@ -124,6 +138,7 @@ def read_tree(
     strategy: Strategy,
     handles: FileHandles,
     admit: Optional[Callable[[str], bool]] = None,
+    damaged: Mapping[str, str] = MappingProxyType({}),
 ) -> Tree:
     """Read what the files of one step hold.
 
@@ -133,12 +148,13 @@ def read_tree(
         handles: open files.
         admit: tells which names are looked at; all of them where None. How a parameter is cut follows from
             all files and names nevertheless.
+        damaged: files that are known to be damaged, and why, by path.
 
     Raises:
         CheckpointError: a file is missing, unreadable or encrypted.
         RetryableError: reading failed.
     """
-    tree = read_headers(files, handles)
+    tree = read_headers(files, handles, damaged)
     holders = _Holders(tree)
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
     for name in sorted(holders.names, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):

@@ -130,7 +130,8 @@ def true_parameter(
 
 
 def _one_dtype(name: str, indexes: Mapping[int, CheckpointIndex], tensors: Mapping[int, Tensor]) -> str:
-    first_rank, first = next(iter(tensors.items()))
+    with_elements = ((rank, tensor) for rank, tensor in tensors.items() if tensor.nbytes)
+    first_rank, first = next(with_elements, next(iter(tensors.items())))
     # Ranks whose files are built alike share one description.
     checked: set[int] = set()
     for rank, tensor in tensors.items():
@@ -143,7 +144,7 @@ def _one_dtype(name: str, indexes: Mapping[int, CheckpointIndex], tensors: Mappi
             problem = (
                 f"{path}: {quoted(name)} is {tensor.dtype}, but the strategy lays it out as a tensor (rank {rank})"
             )
-        elif (tensor.dtype, tensor.item_size) != (first.dtype, first.item_size):
+        elif not tensor.same_type(first):
             problem = f"{quoted(name)} is {first.dtype} on rank {first_rank} but {tensor.dtype} on rank {rank} ({path})"
         if problem is not None:
             raise CheckpointError(problem, file=path, rank=rank, parameter=name)
