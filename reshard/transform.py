@@ -58,7 +58,7 @@ class Options:
     Attributes:
         jobs: CPUs to keep busy; by default those this process may use.
         max_memory: bytes for all buffers together.
-        io: ``auto``, ``mmap`` or ``pread``.
+        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
         checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
         overwrite: replace existing targets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -83,6 +84,17 @@ def test_a_source_that_changes_while_it_is_read_is_an_error_and_nothing_of_it_is
     fails(1, *world.words("--jobs", "1", "--io", io), says=[path])
     assert not (world.dst / "reshard-manifest.json").exists()
     assert not list(world.dst.glob("rank_*/*"))
+
+
+def test_a_source_that_is_cut_short_while_it_is_read_is_an_error(
+    world: World, at_first_write: list[Callable[[], None]]
+) -> None:
+    """By default: a process that looks at it through a memory map would be killed."""
+    world.save(NEW)
+    for path in world.src.rglob("*.ckpt"):
+        at_first_write.append(functools.partial(os.truncate, path, 1))
+    fails(1, *world.words("--jobs", "1"), says=["net-1_10.ckpt"])
+    assert not [path for path in world.dst.rglob("*") if path.is_file()]
 
 
 def test_targets_that_need_no_changed_source_are_finished(

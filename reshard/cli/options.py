@@ -259,7 +259,7 @@ def reading(command: F) -> F:
         type=Choice(["auto", "mmap", "pread"]),
         default="auto",
         show_default=True,
-        help="How sources are read; auto decides by file system.",
+        help="How sources are read; auto is pread. With mmap one that becomes shorter kills the run.",
     )(command)
 
 

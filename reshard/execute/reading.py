@@ -1,8 +1,9 @@
 """Byte ranges of source files, through explicit reads or memory maps.
 
-Both readers offer the same two methods. Explicit reads suit network file systems, where a page
-fault costs a round trip and a file that shrinks kills a process that has it mapped; memory maps suit
-local ones, where they let NumPy gather strided rows without reading what lies between.
+Both readers offer the same two methods. Explicit reads are the default: a file that shrinks while it
+is read gives an error, where a process that has it mapped is killed, and no page fault costs a round
+trip. Memory maps let NumPy gather strided rows without reading what lies between; for files that
+nobody writes to.
 """
 
 from __future__ import annotations

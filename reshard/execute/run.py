@@ -47,7 +47,7 @@ class ExecutionOptions:
     Attributes:
         jobs: CPUs to keep busy.
         max_memory: bytes that all buffers together may take.
-        io: ``auto``, ``mmap`` or ``pread``.
+        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         storage: what the source files lie on.
         checksum: compute a CRC-32 of every target file.
     """
@@ -65,8 +65,8 @@ class ExecutionOptions:
 
     @property
     def mapped(self) -> bool:
-        """Whether sources are looked at through memory maps."""
-        return self.io == "mmap" or (self.io == "auto" and not self.storage.remote)
+        """Whether sources are looked at through memory maps; never unasked, see `reading`."""
+        return self.io == "mmap"
 
     @property
     def window_bytes(self) -> int:
