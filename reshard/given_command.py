@@ -28,7 +28,7 @@ RECORDED_OF_REQUEST = (
     "strict",
 )
 NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged")
-RECORDED_OF_OPTIONS = ("crc", "checksum", "verify", "recover", "lost_only", "share", "adding")
+RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "recover", "lost_only", "share", "adding")
 NOT_RECORDED_OF_OPTIONS = ("jobs", "max_memory", "io", "overwrite", "accept_changed_source", "dry_run", "part")
 
 
@@ -62,6 +62,7 @@ def given_command(conversion: Conversion, options: Options) -> Optional[Given]:
         format=conversion.format,
         strict=request.strict,
         crc=options.crc,
+        check_replicas=options.check_replicas,
         checksum=options.checksum,
         verify=options.verify,
         ranks=None if request.ranks is None or several else number_ranges(request.ranks),

@@ -26,6 +26,7 @@ from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.source_crcs import Check, SourceCrcs, damaged_files
+from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.target_directory import TargetDirectory
 from reshard.wording import plural, rank_ranges
 
@@ -60,6 +61,8 @@ class Options:
         max_memory: bytes for all buffers together.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
+        check_replicas: ``auto`` compares samples of what the source strategy says are replicas, more of them with
+            ``verify``; ``all`` compares everything, ``never`` nothing.
         checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
         overwrite: replace existing targets.
         adding: one of several runs that fill the same directory rank by rank; what the others wrote may
@@ -71,13 +74,14 @@ class Options:
         recover: source and target strategy are the same, and intact files stay as they are.
         lost_only: when recovering, write only ranks that are lost or damaged.
         accept_changed_source: go on though existing targets were made of other source files.
-        verify: whoever asks for the conversion compares the result with the source afterwards; only recorded.
+        verify: whoever asks for the conversion compares the result with the source afterwards; it is recorded.
     """
 
     jobs: int = field(default_factory=usable_cpus)
     max_memory: int = MAX_MEMORY
     io: str = "auto"
     crc: str = "auto"
+    check_replicas: str = "auto"
     checksum: str = "none"
     overwrite: bool = False
     adding: bool = False
@@ -96,7 +100,7 @@ class Phases:
 
     Attributes:
         planning: reading headers, working out the plan, looking at the target directory.
-        checking: checking space, and the CRCs that source files record.
+        checking: checking space, the CRCs that source files record, and replicas.
         writing: moving bytes, and recording what is done.
     """
 
@@ -126,6 +130,7 @@ class Summary:
         left_out: parameters of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
+        replicas: how well the source strategy was tested; None where it says nothing, or nothing was left to do.
         warnings: what was warned of.
         notes: what was decided.
         phases: where the time went.
@@ -148,6 +153,7 @@ class Summary:
     left_out: list[str]
     missing: list[str]
     unholdable: list[str]
+    replicas: Optional[ReplicaCheck]
     warnings: list[str]
     notes: list[str]
     phases: Phases
@@ -351,19 +357,21 @@ class Prepared:
         """
         progress = progress or Progress()
         manifest = None
-        checked = self._planned
         if self._options.dry_run:
             if workers is not None and self.conversion.ranks:
                 workers.check(self.conversion)
             for space in self.space:
                 if space.problem is not None:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
-            conversion = self.conversion
-            written = sum(self.sizes.values())
         else:
             self._settle(progress, workers)
-            conversion = self.conversion
-            checked = time.monotonic()
+        conversion = self.conversion
+        # After CRCs: damage that they tell of does not speak against the strategy.
+        replicas = self._check_replicas(progress)
+        checked = time.monotonic()
+        if self._options.dry_run:
+            written = sum(self.sizes.values())
+        else:
             run = _Run(conversion, self.execution, self._directory, self._handles, self._report, progress, workers)
             written = run.write()
             manifest = run.manifest
@@ -384,6 +392,7 @@ class Prepared:
             left_out=conversion.sorted.left_out,
             missing=conversion.sorted.missing,
             unholdable=conversion.sorted.unholdable,
+            replicas=replicas,
             warnings=self._report.warnings,
             notes=self._report.notes,
             phases=Phases(
@@ -416,6 +425,29 @@ class Prepared:
                 self._crcs.note_unchecked(path for path, all_of_it in read.items() if not all_of_it)
                 return
             self._plan()
+
+    def _check_replicas(self, progress: Progress) -> Optional[ReplicaCheck]:
+        """Compare what ranks of the source should hold alike, unless another run has done so.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        conversion, options = self.conversion, self._options
+        request = conversion.request
+        if request.source.is_none or options.part is not None or not conversion.ranks:
+            return None
+        if options.check_replicas == "never":
+            return ReplicaCheck("nothing")
+        parameters = (conversion.parameters[name] for name in conversion.sorted.resharded)
+        effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
+        comparison = compare_replicas(parameters, conversion.step, self._handles, self.execution, progress, effort)
+        if comparison.differing:
+            raise comparison.error(
+                request.source.path, request.src if isinstance(request.src, str) else conversion.step.place
+            )
+        if comparison.gradients:
+            self._report.warn(comparison.said_of_gradients())
+        return comparison.check
 
 
 class _Run:

@@ -115,6 +115,9 @@ class Kind(NamedTuple):
     copies: int = 1
 
 
+# What is compared before a conversion is counted in test_source_replicas.py.
+ALONE = ("--check-replicas", "never")
+
 KINDS = {
     "optimizer shards joined": Kind(rows(2, 4, sharded=True), rows(1, 4)),
     "stages joined": Kind(stages(2, 2), stages(1, 2)),
@@ -147,7 +150,7 @@ def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_no_byte_is_read_twice(name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None) -> None:
     """Not even where the inner axis moves, or where the target holds a tensor several times."""
-    convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs)
+    convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", jobs, *ALONE)
     assert SIZE <= costs.bytes_read <= SIZE * KINDS[name].copies
     if name == "16 to 24 ranks":
         # Not a third of what is written, as there are more targets than go into one group.
@@ -166,7 +169,7 @@ def test_requests_per_tensor_are_as_many_as_its_pieces(
     name: str, tmp_path: Path, costs: Costs, no_windows: None
 ) -> None:
     """A tensor that fits the buffers takes one request for each file that a target needs of it."""
-    held = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1)
+    held = convert(tmp_path, KINDS[name], "--io", "pread", "--jobs", 1, *ALONE)
     targets = sum(len(stage["layouts"]) * stage["devices"] for stage in KINDS[name].new)
     slices = sum(len(checkpoint) for checkpoint in held.values())
     # A piece begins where a slice of the source or of the target does.
@@ -199,7 +202,7 @@ def test_one_rank_reads_contents_of_the_files_it_needs_only_and_of_them_only_wha
         "--src-strategy", write_strategy(tmp_path / "old", old), "--dst-strategy", write_strategy(tmp_path / "new", new)
     ]  # fmt: skip
     listed = done("rank-list", 1, *strategies, "--json").json["ranks"]
-    done("by-rank", 1, tmp_path / "src", tmp_path / "dst", *strategies, "--io", "pread")
+    done("by-rank", 1, tmp_path / "src", tmp_path / "dst", *strategies, "--io", "pread", *ALONE)
     needed = {str(tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt") for rank in listed}
     assert len(needed) == 2
     assert {path for path, _ in costs.reads} == needed <= set(costs.opened)

@@ -86,6 +86,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "show", DEMO / "src_strategy.ckpt", "head.weight")
     add("strategy", "diff", DEMO / "src_strategy.ckpt", PIPELINE)
     add("strategy", "diff", DEMO / "src_strategy.ckpt", "none")
+    add("strategy", "check", DEMO / "src_strategy.ckpt", source)
+    add("strategy", "check", DEMO / "dst_strategy.ckpt", source, "--all", status=4)
     done(
         "transform-dir",
         source,
@@ -95,6 +97,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "--dst-strategy",
         FIXTURES / "10_dp2mp4pp1" / "strategy",
     )
+    add("strategy", "check", PIPELINE, out / "dp2", status=4)
     shutil.rmtree(out / "dp2" / "rank_3")
     add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy", "--dry-run")
     add("recover", out / "dp2", out / "recovered", "--strategy", FIXTURES / "10_dp2mp4pp1" / "strategy")

@@ -26,7 +26,7 @@ from tests.layouts import strategies, tensors
 from tests.running import Argument, done, fails, warns
 from tests.small import World
 from tests.small import tensors as small_tensors
-from tests.test_costs import FULL, KINDS, Costs, convert, costs, no_windows
+from tests.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.trees import cut_ranks, layout, scalar, single, value, write_strategy, write_tree
 
 __all__ = ["costs", "no_windows"]
@@ -72,7 +72,7 @@ def test_only_the_source_files_planned_are_needed(world: World, rank: int) -> No
 def test_as_many_bytes_are_read_as_planned(
     name: str, jobs: int, tmp_path: Path, costs: Costs, no_windows: None
 ) -> None:
-    options: list[Argument] = ["--io", "pread", "--jobs", jobs]
+    options: list[Argument] = ["--io", "pread", "--jobs", jobs, *ALONE]
     convert(tmp_path, KINDS[name], *options)
     words: list[Argument] = [tmp_path / "src", tmp_path / "other"]
     old, new = write_strategy(tmp_path / "old", KINDS[name].old), write_strategy(tmp_path / "new", KINDS[name].new)

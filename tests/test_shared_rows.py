@@ -66,7 +66,8 @@ def test_a_full_tensor_is_read_once_for_all_its_column_slices(
 def test_sixteen_ranks_to_twenty_four_read_each_row_once_for_a_group(tmp_path: Path, bytes_read: list[int]) -> None:
     old = columns(4, 4)
     write_tree(tmp_path / "src", cut_ranks(old, FULL), "rank_{rank}/net-1_1.ckpt")
-    convert(tmp_path, write_strategy(tmp_path / "old", old), columns(3, 8))
+    # What is compared before it is counted elsewhere.
+    convert(tmp_path, write_strategy(tmp_path / "old", old), columns(3, 8), "--check-replicas", "never")
     assert sum(bytes_read) <= SIZE
 
 

@@ -72,6 +72,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         max_memory=typed["max_memory"],
         io=typed["io"],
         crc=typed["crc"],
+        check_replicas=typed["check_replicas"],
         checksum=typed["checksum"],
         overwrite=typed["overwrite"],
         accept_changed_source=typed["accept_changed_source"],
@@ -90,6 +91,11 @@ def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
     shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= _LEAST_SHOWN]
     return [", ".join(shown)] if len(shown) > 1 and sum(seconds.values()) >= _LEAST_TOTAL else []
+
+
+def replicas_line(summary: Summary) -> list[str]:
+    """How well the source strategy was tested against the files, as a line, if it says anything."""
+    return [] if summary.replicas is None else [f"replicas: {summary.replicas}"]
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
@@ -116,6 +122,7 @@ def summary_lines(summary: Summary, verbose: bool) -> list[str]:
         if names:
             listed = listing(names, 3)
             lines.append(f"{len(names)} {what}: {listed.full if verbose else listed}")
+    lines += replicas_line(summary)
     if summary.manifest:
         lines.append(f"all ranks are there: {summary.manifest}")
     return lines

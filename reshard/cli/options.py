@@ -295,6 +295,14 @@ def writing(command: F) -> F:
             ),
             option(
                 "Checks",
+                "--check-replicas",
+                type=Choice(["auto", "all", "never"]),
+                default="auto",
+                show_default=True,
+                help="Compare what source ranks should hold alike: samples of it, or all.",
+            ),
+            option(
+                "Checks",
                 "--checksum",
                 type=Choice(["none", "crc32"]),
                 default="none",

@@ -9,6 +9,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
 from reshard.cli.output import echo_json, say, table, write_picture
+from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.execute import ExecutionOptions
@@ -56,7 +57,7 @@ def plan(
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
         tell_plan(
             prepared,
-            prepared.carry_out(workers=workers),
+            prepared.carry_out(progress_of(typed["quiet"], typed["progress"]), workers),
             as_json=typed["as_json"],
             verbose=typed["verbose"],
             svg=svg,

@@ -6,7 +6,15 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import kinds_line, options_of, phases_line, request_of, strategy_of, summary_json
+from reshard.cli.conversion import (
+    kinds_line,
+    options_of,
+    phases_line,
+    replicas_line,
+    request_of,
+    strategy_of,
+    summary_json,
+)
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.errors import UsageError
@@ -77,6 +85,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         *phases_line(summary),
         text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""),
         *kinds_line(summary),
+        *replicas_line(summary),
     ]
     if summary.manifest:
         lines.append(f"all ranks are there: {summary.manifest}")

@@ -152,6 +152,7 @@ def _nothing_done(found: Status) -> dict[str, Any]:
         left_out=[],
         missing=[],
         unholdable=[],
+        replicas=None,
         warnings=[],
         notes=[],
         phases=Phases(0.0, 0.0, 0.0),
@@ -203,6 +204,7 @@ def _words(given: Given, dst: str) -> list[str]:
     if given.prefix is not None and (given.prefix != DEFAULT_PREFIX or given.task == "recover"):
         words.append(f"--prefix={given.prefix}")
     words += [f"--crc={given.crc}"] if given.crc != "auto" else []
+    words += [f"--check-replicas={given.check_replicas}"] if given.check_replicas != "auto" else []
     words += [f"--checksum={given.checksum}"] if given.checksum != "none" else []
     return words + [
         option

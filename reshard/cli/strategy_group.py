@@ -5,14 +5,16 @@ from __future__ import annotations
 import click
 
 from reshard.cli.command import Group
+from reshard.cli.strategy_check import strategy_check
 from reshard.cli.strategy_diff import strategy_diff
 from reshard.cli.strategy_show import strategy_show
 
 
 @click.group("strategy", cls=Group)
 def strategy() -> None:
-    """Show what strategy files say."""
+    """Show what strategy files say, and check them against a checkpoint."""
 
 
 strategy.add_command(strategy_show)
 strategy.add_command(strategy_diff)
+strategy.add_command(strategy_check)

@@ -40,6 +40,7 @@ _CHOICES = {
     "task": ("convert", "recover"),
     "format": tuple(FORMATS.values()),
     "crc": ("auto", "never"),
+    "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
 }
 _TEXTS = ("src", "source_strategy", "target_strategy", "host")
@@ -65,6 +66,7 @@ class Given:
         format: of the target files, as chosen.
         strict: missing parameters are errors.
         crc: ``auto`` or ``never``.
+        check_replicas: ``auto``, ``all`` or ``never``.
         checksum: ``none`` or ``crc32``.
         verify: the result is compared with the source afterwards.
         ranks: the target ranks asked for, such as ``0-7,12``; None for all, or a run that is one of several.
@@ -84,6 +86,7 @@ class Given:
     format: str
     strict: bool
     crc: str
+    check_replicas: str
     checksum: str
     verify: bool
     ranks: Optional[str]

@@ -1,0 +1,177 @@
+"""strategy check: whether a strategy is the one that a checkpoint was saved with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.storage import storage_of
+from reshard.cli import completion, options
+from reshard.cli.command import command, option
+from reshard.cli.conversion import strategy_of
+from reshard.cli.layouts import strategy_words
+from reshard.cli.output import echo_json, listener, say
+from reshard.cli.progress import progress_of
+from reshard.execute import ExecutionOptions
+from reshard.messages import full_text
+from reshard.name_filters import Filters
+from reshard.name_patterns import pattern_lines
+from reshard.names import is_weight
+from reshard.report import Report
+from reshard.source_replicas import Differing
+from reshard.strategies import Strategy
+from reshard.strategy_check import StrategyCheck, check_strategy
+from reshard.transform import usable_cpus
+from reshard.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
+
+DOES_NOT_FIT = 4
+"""Exit status where something speaks against the strategy."""
+
+_MOST_PATTERNS = 6
+_MOST_MISFITS = 4
+_MOST_GROUPS = 8
+
+
+@command(
+    "check",
+    """
+reshard strategy check src_strategy.ckpt ckpt/
+
+Every byte of what ranks should hold alike:
+reshard strategy check output/strategy ckpt/ --all
+""",
+)
+@click.argument("strategy", metavar="S", shell_complete=completion.strategies)
+@click.argument("path", metavar="CKPT", shell_complete=completion.paths)
+@options.source
+@options.selection
+@option("Checks", "--all", "everything", is_flag=True, help="Compare all that ranks should hold alike, not samples.")
+@options.effort
+@options.output
+def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **typed: Any) -> None:
+    """Check whether the checkpoint in CKPT was saved with strategy S.
+
+    Every rank's slices must have the shapes that the layouts say, and where S says that ranks hold the
+    same slice, samples of their bytes must be equal. Exit status 4 if something does not fit. What could
+    not be tested, because no two ranks should hold the same, is told.
+    """
+    report = Report(listener(typed["quiet"]))
+    read = strategy_of(strategy, report)
+    filters = Filters(typed["include"], typed["exclude"])
+    with FileHandles() as handles:
+        execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
+        progress = progress_of(typed["quiet"], typed["progress"])
+        found = check_strategy(
+            read, path, typed["step"], typed["file_suffix"], filters, everything, handles, execution, progress, report
+        )
+    if typed["as_json"]:
+        echo_json(_json(found, strategy, path))
+    elif not (typed["quiet"] and found.fits):
+        say("\n".join(_lines(found, read, path, verbose)))
+    if not found.fits:
+        click.get_current_context().exit(DOES_NOT_FIT)
+
+
+def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -> Iterator[str]:
+    known = {*strategy.parameters, *found.parameters, *found.not_listed, *found.not_described}
+
+    def names(of: Sequence[str]) -> list[str]:
+        lines = [one_line(name) for name in of] if verbose else pattern_lines(of, known, _MOST_PATTERNS)
+        return [f"    {line}" for line in lines]
+
+    yield f"strategy: {strategy_words(strategy)}"
+    absent = f", no file of {rank_ranges(found.absent_ranks)}" if found.absent_ranks else ""
+    step = "" if found.step is None else f", {step_words(found.step)}"
+    yield f"checkpoint: {path}{step}, files of {rank_ranges(found.ranks)}{absent}"
+    yield ""
+    if found.beyond_ranks:
+        devices = plural(strategy.device_count, "device")
+        beyond = rank_ranges(found.beyond_ranks)
+        yield f"{beyond} have files, but the strategy has {devices}: is a stage's file missing?"
+    if found.parameters:
+        yield f"{plural(len(found.parameters), 'parameter')}: slices of the shapes that the strategy says"
+    for misfit in found.misfits[: len(found.misfits) if verbose else _MOST_MISFITS]:
+        yield f"{plural(len(misfit.parameters), 'parameter')}: slices of other shapes than the strategy says"
+        yield from names(misfit.parameters)
+        yield f"  {misfit.detail}"
+    left = sum(len(misfit.parameters) for misfit in found.misfits[_MOST_MISFITS:])
+    if left and not verbose:
+        yield f"{plural(left, 'more parameter')} likewise: -v lists all"
+    comparison = found.comparison
+    if comparison.differing:
+        count = f"{len(comparison.differing)} of {plural(comparison.check.parameters, 'parameter')} compared"
+        yield f"{count} differ between ranks that the strategy says hold the same slice"
+        yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
+    else:
+        yield f"replicas: {comparison.check}"
+    if comparison.gradients:
+        yield comparison.said_of_gradients()
+    if found.alike is not None:
+        groups = _groups(found.alike.groups)
+        yield f"by their contents, ranks that hold the same of {quoted(found.alike.parameter)}: {groups}"
+    for names_of, what in (
+        (
+            found.not_described,
+            "not listed by the strategy, though ranks hold different ones: how they are cut is unknown",
+        ),
+        (found.not_listed, "not listed by the strategy: copied as they are"),
+        (found.not_held, f"listed, but in no file{_weights(found.not_held)}"),
+    ):
+        if names_of:
+            yield f"{plural(len(names_of), 'parameter')} {what}"
+            yield from names(names_of)
+    yield ""
+    yield _verdict(found)
+
+
+def _weights(names: Sequence[str]) -> str:
+    """How many of these are weights, which seldom are not saved."""
+    weights = sum(map(is_weight, names))
+    return f" ({plural(weights, 'weight')} among them: is it the strategy of this model?)" if weights else ""
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    if all(len(group) == 1 for group in groups):
+        return "none"
+    shown = "; ".join(number_ranges(group) for group in groups[:_MOST_GROUPS])
+    return shown + (f" and {len(groups) - _MOST_GROUPS} more groups" if len(groups) > _MOST_GROUPS else "")
+
+
+def _verdict(found: StrategyCheck) -> str:
+    if not found.fits:
+        if not found.misfits and not found.beyond_ranks and found.comparison.likely == "replicas":
+            return "does not fit: the strategy is another one, or replicas have diverged"
+        return "does not fit: pass the strategy that this checkpoint was saved with"
+    if not found.comparison.check.tested:
+        return "fits, as far as shapes tell"
+    return "fits"
+
+
+def _json(found: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
+    comparison = found.comparison
+    return {
+        "strategy": strategy,
+        "checkpoint": path,
+        "step": found.step,
+        "fits": found.fits,
+        "ranks": found.ranks,
+        "absent_ranks": found.absent_ranks,
+        "beyond_ranks": found.beyond_ranks,
+        "parameters": found.parameters,
+        "misfits": [misfit._asdict() for misfit in found.misfits],
+        "not_held": found.not_held,
+        "not_listed": found.not_listed,
+        "not_described": found.not_described,
+        "replicas": vars(comparison.check),
+        "differing": [_differing_row(differing) for differing in comparison.differing],
+        "gradients": [_differing_row(differing) for differing in comparison.gradients],
+        "likely": comparison.likely if comparison.differing else None,
+        "alike": None if found.alike is None else found.alike._asdict(),
+    }
+
+
+def _differing_row(differing: Differing) -> dict[str, Any]:
+    return {"parameter": differing.parameter, "ranks": list(differing.ranks), "files": list(differing.files)}

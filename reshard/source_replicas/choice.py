@@ -1,0 +1,250 @@
+"""Which bytes of a source can tell whether its strategy is the right one.
+
+Wherever a strategy says that several ranks hold the same slice of a parameter, their bytes have to be
+equal. A wrong strategy that cuts into equally many pieces passes every comparison of shapes, but it takes
+ranks for replicas that are none. Which ranks are compared decides whether that shows: a rank's place in
+the device matrix is its number written in mixed radix, and the members of a group of replicas differ in
+the digits of the axes that the parameter is not split over. Whatever the true device matrix is, the digits
+that a slice really depends on change somewhere along each of these axes: in steps of one, or of a divisor
+of the group's size. So a *probe* of a group compares its first member with those so many places after it,
+and with the last: about ten ranks of a thousand. Further samples compare any two members.
+
+Nothing here reads files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.layout import Overlap
+from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
+from reshard.plan.parameters import Parameter
+from reshard.plan.pieces import Box, volume_of
+from reshard.plan.replicas import whole
+from reshard.plan.source import SourceStep
+
+# Ranks of a group to compare, if there are as many.
+_FEWEST_PROBED = 4
+
+
+class Group(NamedTuple):
+    """Ranks of one stage that are said to hold the same slice.
+
+    Attributes:
+        ranks: all of them, ascending.
+        available: those of them that can be read, ascending, at least one.
+        box: the slice.
+    """
+
+    ranks: tuple[int, ...]
+    available: tuple[int, ...]
+    box: Box
+
+    def probed(self) -> list[int]:
+        """The available ranks to compare, so that a wrong device matrix shows, the first one first."""
+        count, start = len(self.ranks), self.ranks.index(self.available[0])
+        steps = dict.fromkeys([0, *_divisors(count), count - 1])
+        there = set(self.available)
+        found = dict.fromkeys(rank for rank in (self.ranks[(start + step) % count] for step in steps) if rank in there)
+        # In place of those that are absent others.
+        most = max(_FEWEST_PROBED, len(steps))
+        found.update(dict.fromkeys(self.available[:: -max(1, len(self.available) // most)]))
+        return list(found)[:most]
+
+
+class Holder(NamedTuple):
+    """A rank, and the slice that it is said to hold."""
+
+    rank: int
+    box: Box
+
+
+class Replicated(NamedTuple):
+    """A box of a parameter that at least two available ranks are said to hold.
+
+    Attributes:
+        box: the box, in elements of the full tensor.
+        groups: who holds it, by stage; more than one where stages share the parameter.
+    """
+
+    box: Box
+    groups: tuple[Group, ...]
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Every available rank, with the slice that it holds."""
+        return [Holder(rank, group.box) for group in self.groups for rank in group.available]
+
+    def probe(self) -> list[Holder]:
+        """The ranks to compare, so that a wrong device matrix shows."""
+        return [Holder(rank, group.box) for group in self.groups for rank in group.probed()]
+
+    def pair(self, number: int) -> list[Holder]:
+        """Two of the ranks, other ones for every number."""
+        holders = self.holders
+        first = number % len(holders)
+        second = (first + 1 + number // len(holders) % (len(holders) - 1)) % len(holders)
+        return [holders[first], holders[second]]
+
+    def run(self, most: int, number: int) -> Box:
+        """A box in it that is contiguous in every holder's slice, another place for every number.
+
+        Args:
+            most: elements at the most.
+            number: tells where.
+        """
+        axis, count = self._run_shape(most)
+        box = []
+        for dimension, (start, stop) in enumerate(self.box):
+            if dimension > axis:
+                box.append((start, stop))
+                continue
+            length = count if dimension == axis else 1
+            number, place = divmod(number, stop - start - length + 1)
+            box.append((start + place, start + place + length))
+        return tuple(box)
+
+    def runs(self, most: int) -> Iterator[Box]:
+        """All of it, in boxes that are contiguous in every holder's slice.
+
+        Args:
+            most: elements of each at the most.
+        """
+        if not self.box:
+            yield ()
+            return
+        axis, count = self._run_shape(most)
+        start, stop = self.box[axis]
+        for outer in itertools.product(*(range(low, high) for low, high in self.box[:axis])):
+            fixed = tuple((place, place + 1) for place in outer)
+            for first in range(start, stop, count):
+                yield (*fixed, (first, min(first + count, stop)), *self.box[axis + 1 :])
+
+    def _run_shape(self, most: int) -> tuple[int, int]:
+        """The dimension of which a contiguous run takes several elements, and how many; all of those after it."""
+        axis = len(self.box) - 1
+        inner = 1
+        while axis > 0 and all(group.box[axis] == self.box[axis] for group in self.groups):
+            start, stop = self.box[axis]
+            if inner * (stop - start) > most:
+                break
+            inner *= stop - start
+            axis -= 1
+        if axis < 0:
+            return axis, 1
+        start, stop = self.box[axis]
+        return axis, max(1, min(stop - start, most // inner))
+
+
+class Alike:
+    """Parameters that are cut alike, and that the same available ranks hold.
+
+    Attributes:
+        parameters: the parameters, those first that tell most.
+        is_cut: whether ranks hold parts of them; those that every rank holds whole tell less of a strategy.
+        structure: what of their layouts decides which ranks are said to be replicas.
+    """
+
+    def __init__(self, example: Parameter, present: Sequence[frozenset[int]]) -> None:
+        self.parameters: list[Parameter] = []
+        self.is_cut = any(holding.layout.slice_count > 1 for holding in example.holdings)
+        layouts = [holding.layout for holding in example.holdings]
+        self.structure = tuple((layout.device_matrix, layout.tensor_map, layout.shards) for layout in layouts)
+        self._shape = example.shape
+        self._holdings = example.holdings
+        self._present = present
+        self._made: dict[int, Replicated] = {}
+
+    def __len__(self) -> int:
+        """Boxes of each parameter that several available ranks are said to hold."""
+        return len(self._slices)
+
+    def replicated(self, number: int) -> Replicated:
+        """One of these boxes."""
+        if number not in self._made:
+            slices = self._slices[number]
+            boxes = [h.layout.slice_box(self._shape, part) for h, part in zip(self._holdings, slices)]
+            box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
+            groups = []
+            for holding, present, part, held in zip(self._holdings, self._present, slices, boxes):
+                ranks = tuple(holding.ranks(part))
+                available = tuple(rank for rank in ranks if rank in present)
+                if available:
+                    groups.append(Group(ranks, available, held))
+            self._made[number] = Replicated(box, tuple(groups))
+        return self._made[number]
+
+    @cached_property
+    def _slices(self) -> list[tuple[int, ...]]:
+        """Per box the slice of every holding that it lies in."""
+        if not math.prod(self._shape):
+            return []
+        layouts = [holding.layout for holding in self._holdings]
+        counts = []
+        for holding, present in zip(self._holdings, self._present):
+            local = np.array(sorted(present), dtype=np.int64) - holding.stage.first_rank
+            slices = holding.layout.slice_of_rank[local]
+            counts.append(np.bincount(slices, minlength=holding.layout.slice_count).tolist())
+        if len(layouts) > 1:
+            cells = Overlap(self._shape, layouts, whole(len(self._shape))).cells(0)
+            found = [cell.slices for cell in cells]
+        else:
+            found = [(number,) for number in range(layouts[0].slice_count)]
+            if layouts[0].uneven is not None:
+                found = [part for part in found if volume_of(layouts[0].slice_box(self._shape, *part))]
+        return [part for part in found if sum(held[number] for held, number in zip(counts, part)) > 1]
+
+
+def alike(parameters: Iterable[Parameter], step: SourceStep) -> list[Alike]:
+    """Parameters by how they are cut and held, those first that tell most of a strategy.
+
+    Values that belong to a rank are no replicas, whatever a strategy says, and left out.
+
+    Args:
+        parameters: what is compared.
+        step: the files.
+    """
+    found: dict[object, Alike] = {}
+    for parameter in parameters:
+        if belongs_to_rank(parameter.name):
+            continue
+        present = tuple(step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings)
+        layouts = tuple((holding.stage.number, holding.layout) for holding in parameter.holdings)
+        gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
+        key = (parameter.shape, parameter.item_size, layouts, present, gradients)
+        if key not in found:
+            found[key] = Alike(parameter, present)
+        found[key].parameters.append(parameter)
+    for kind in found.values():
+        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name), number_of(parameter.name)))
+    return sorted(
+        found.values(),
+        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name), kind.parameters[0].name),
+    )
+
+
+def number_of(*words: object) -> int:
+    """A number that is the same in every run, and spread over 64 bits."""
+    data = repr(words).encode()
+    return zlib.crc32(data) << 32 | zlib.crc32(data[::-1], 1)
+
+
+def offset_in(box: Box, held: Box, item_size: int) -> int:
+    """Bytes from the first one of a slice to the first one of a box in it."""
+    offset = 0
+    for (start, _), (low, high) in zip(box, held):
+        offset = offset * (high - low) + start - low
+    return offset * item_size
+
+
+def _divisors(count: int) -> list[int]:
+    """Ascending, without ``count`` itself."""
+    low = [number for number in range(1, math.isqrt(count) + 1) if count % number == 0]
+    return sorted({*low, *(count // number for number in low)} - {count})

@@ -1,0 +1,36 @@
+"""Reading boxes of what ranks are said to hold."""
+
+from __future__ import annotations
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.storage import Storage
+from reshard.execute.reading import ExplicitReader
+from reshard.plan.parameters import Parameter
+from reshard.plan.pieces import Box, StoredSlice
+from reshard.plan.source import SourceStep
+from reshard.source_replicas.choice import Holder, offset_in
+
+
+class ReplicaFiles:
+    """The files of a step; any number of threads may read them.
+
+    Args:
+        step: the step.
+        handles: open files.
+        storage: what they lie on.
+    """
+
+    def __init__(self, step: SourceStep, handles: FileHandles, storage: Storage) -> None:
+        self._step = step
+        # No windows: what lies around a sample is of no use.
+        self._reader = ExplicitReader(handles, storage._replace(small=0))
+
+    def read(self, parameter: Parameter, holder: Holder, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with a box that is contiguous in a holder's slice.
+
+        Raises:
+            RetryableError: the file cannot be read.
+        """
+        index = self._step.indexes[holder.rank]
+        source = StoredSlice(index.path, holder.rank, index.tensors[parameter.name].extents, holder.box)
+        self._reader.read_into(source, offset_in(box, holder.box, parameter.item_size), out)

@@ -1,0 +1,146 @@
+"""What came of comparing alleged replicas, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from reshard.errors import CheckpointError
+from reshard.messages import Message, joined, listing
+from reshard.wording import plural, quoted, rank_ranges
+
+_MOST_EXAMPLES = 2
+
+
+@dataclass(frozen=True)
+class ReplicaCheck:
+    """How well a source strategy was tested against the files.
+
+    Attributes:
+        compared: ``samples``, ``everything``, or ``nothing`` where that was asked for.
+        samples: boxes of parameters that were compared, those of a single value left out.
+        parameters: parameters that they are of.
+        untested: parameters of which no two ranks that can be read are said to hold the same.
+        tested: whether parameters that are cut were compared, if there are any.
+    """
+
+    compared: str
+    samples: int = 0
+    parameters: int = 0
+    untested: int = 0
+    tested: bool = False
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.compared == "nothing":
+            return "not compared (--check-replicas never); the source strategy was not tested against the files"
+        if not self.samples:
+            return "none could be compared; the source strategy could not be tested against the files"
+        agree = f"{plural(self.samples, 'sample')} of {plural(self.parameters, 'parameter')} agree"
+        if self.compared == "everything":
+            agree = f"all bytes of {plural(self.parameters, 'parameter')} agree"
+        if not self.tested:
+            return f"{agree}, which ranks hold whole; how others are cut could not be tested against the files"
+        return agree + (f"; {plural(self.untested, 'parameter')} have none to compare" if self.untested else "")
+
+
+class Differing(NamedTuple):
+    """A parameter that ranks hold different values of.
+
+    Attributes:
+        parameter: its name.
+        ranks: two ranks that should hold the same.
+        files: their files.
+        is_cut: whether ranks hold parts of it.
+    """
+
+    parameter: str
+    ranks: tuple[int, int]
+    files: tuple[str, str]
+    is_cut: bool
+
+
+class Comparison(NamedTuple):
+    """What came of comparing alleged replicas.
+
+    Attributes:
+        check: how well the strategy was tested.
+        differing: parameters of which replicas differ, by name.
+        gradients: accumulated gradients likewise.
+        compared_cut: how many of the compared parameters are cut.
+        of_a_layout: whether all differ that were compared of some layout.
+    """
+
+    check: ReplicaCheck
+    differing: list[Differing]
+    gradients: list[Differing]
+    compared_cut: int
+    of_a_layout: bool
+
+    @property
+    def likely(self) -> str:
+        """Where differences come from: ``strategy``, ``replicas``, or ``either`` where that is open."""
+        cut = sum(differing.is_cut for differing in self.differing)
+        found, compared = (
+            (cut, self.compared_cut) if self.compared_cut else (len(self.differing), self.check.parameters)
+        )
+        if 2 * found > compared:
+            return "strategy"
+        return "either" if self.of_a_layout else "replicas"
+
+    def lines(self) -> list[str]:
+        """What differs and what that probably means, in a few lines."""
+        lines: list[str] = [
+            f"{quoted(name)} differs between rank {ranks[0]} and rank {ranks[1]} ({files[0]} and {files[1]})"
+            for name, ranks, files, _ in self.differing[:_MOST_EXAMPLES]
+        ]
+        names = [differing.parameter for differing in self.differing]
+        if len(names) > _MOST_EXAMPLES:
+            lines.append(f"in all {plural(len(names), 'parameter')}: " + listing(names))
+        return [*lines, self._probably()]
+
+    def _probably(self) -> str:
+        cut = sum(differing.is_cut for differing in self.differing)
+        if self.likely == "strategy":
+            of = f"{cut} of the {self.compared_cut} that are cut" if self.compared_cut else "most"
+            return f"{of} differ: the strategy is probably wrong"
+        if self.likely == "either":
+            return "all differ that were compared of some layouts, and others agree: the strategy may be wrong for them"
+        common = set.intersection(*(set(differing.ranks) for differing in self.differing))
+        where = f", on {rank_ranges(common)}" if len(common) == 1 and len(self.differing) > _MOST_EXAMPLES else ""
+        return f"most agree: the replicas have probably diverged{where}"
+
+    def said_of_gradients(self) -> Message:
+        """What to warn of where accumulated gradients differ."""
+        count = plural(len(self.gradients), "parameter")
+        names = listing([differing.parameter for differing in self.gradients])
+        return (
+            f"{count} of accumulated gradients differ between ranks that should hold the same: "
+            + names
+            + "; data-parallel ranks have not reduced them yet, and of each only one rank's is written"
+        )
+
+    def error(self, strategy: str, place: str) -> CheckpointError:
+        """The error to raise, since parameters differ.
+
+        Args:
+            strategy: path of the source strategy.
+            place: path of the source.
+        """
+        first = self.differing[0]
+        compared = "compared" if self.check.compared == "everything" else "sampled"
+        count = f"{len(self.differing)} of {self.check.parameters} {compared} parameters"
+        headline = (
+            f"the source strategy ({strategy}) does not fit this checkpoint, or replicas have diverged: {count} differ "
+            "between ranks that it says hold the same slice"
+        )
+        return CheckpointError(
+            joined("\n", [headline, *("  " + line for line in self.lines())]),
+            file=first.files[1],
+            rank=first.ranks[1],
+            parameter=first.parameter,
+            hint=f"`reshard strategy check {strategy} {place}` tells more, and `reshard verify {place} --replicas "
+            f"--strategy {strategy}` every difference\n"
+            "if replicas are known to have diverged, as those of norms that data-parallel ranks do not synchronise: "
+            "--check-replicas never",
+        )

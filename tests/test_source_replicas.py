@@ -1,0 +1,550 @@
+"""What a source strategy says are replicas is compared before anything is written: samples of it, or all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+
+import reshard as library
+from reshard.checkpoints import FileHandles
+from reshard.errors import CheckpointError
+from reshard.execute import reading
+from reshard.layout import Layout
+from reshard.plan.pieces import StoredSlice
+from reshard.source_replicas.choice import Group
+from tests.reference import Strategy
+from tests.running import Argument, Result, done, fails, warns
+from tests.small import World, tensors
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    same_ranks,
+    scalar,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+# The layout that checkpoints here have, and one that passes every comparison of shapes.
+TRUE, WRONG = ([2, 4], [0, -1]), ([4, 2], [1, -1])
+PREFIXES = ("", "adam_m.", "adam_v.")
+WEIGHTS = [f"{prefix}blocks.{layer}.w{number}" for prefix in PREFIXES for layer in range(6) for number in (1, 2)]
+NORMS = [f"{prefix}blocks.{layer}.norm" for prefix in PREFIXES for layer in range(6)]
+FULL = {**{name: value(name, (32, 24)) for name in WEIGHTS}, **{name: value(name, (24,)) for name in NORMS}}
+COPIED = {"global_step": scalar(7, shape=(1,))}
+
+
+def model(matrix: list[int], cut: list[int], names: Optional[list[str]] = None) -> Strategy:
+    """A strategy that cuts the weights so, and gives every rank the norms whole."""
+    held = {name: layout(matrix, cut if name in WEIGHTS else [-1]) for name in FULL}
+    return single({name: made for name, made in held.items() if names is None or name in names})
+
+
+class Tree:
+    """A checkpoint of 8 ranks that was saved with the true layout, strategies, and a place to write."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.src, self.dst = root, root / "src", root / "dst"
+        self.true = write_strategy(root / "true", model(*TRUE))
+        self.wrong = write_strategy(root / "wrong", model(*WRONG))
+        self.new = write_strategy(root / "new", model([2], [0, -1]))
+
+    def save(self, full: Optional[dict[str, Value]] = None, strategy: Optional[Strategy] = None) -> None:
+        write_tree(self.src, cut_ranks(strategy or model(*TRUE), full or FULL, COPIED))
+
+    def change(self, rank: int, *names: str) -> None:
+        """Let a rank diverge: other values of some parameters."""
+        path = self.src / f"rank_{rank}" / "net-1_10.ckpt"
+        held = read_checkpoint(path)
+        changed = {name: Value(held[name].dtype, held[name].array + 1) for name in names}
+        write_checkpoint(path, {**held, **changed})
+
+    def words(self, old: Path, *options: Argument, command: str = "transform-dir") -> list[Argument]:
+        return [*command.split(), self.src, self.dst, "--src-strategy", old, "--dst-strategy", self.new, *options]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+def replicas(result: Result) -> dict[str, Any]:
+    found = result.json["replicas"]
+    assert isinstance(found, dict)
+    return found
+
+
+CONVERSIONS: dict[str, tuple[str, list[Argument]]] = {
+    "transform-dir": ("transform-dir", []),
+    "by-rank": ("by-rank 1", []),
+    "some ranks": ("transform-dir", ["--ranks", "1"]),
+    "a share": ("transform-dir", ["--shard", "0/2"]),
+    "plan": ("plan", []),
+    "dry run": ("transform-dir", ["--dry-run"]),
+    "all of it": ("transform-dir", ["--check-replicas", "all"]),
+    "all of it, by rank": ("by-rank 0", ["--check-replicas", "all"]),
+    "with --verify": ("transform-dir", ["--verify"]),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str, tree: Tree) -> None:
+    tree.save()
+    command, options = CONVERSIONS[kind]
+    result = fails(
+        3, *tree.words(tree.wrong, *options, command=command),
+        says=["wrong.ckpt", "does not fit this checkpoint, or replicas have diverged", "strategy is probably wrong"],
+    )  # fmt: skip
+    warns(result, "36 of 54", "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}")
+    warns(result, "reshard strategy check", "--replicas", "--check-replicas never", "rank_", "net-1_10.ckpt")
+    assert len(result.err.splitlines()) <= 12
+    assert not tree.dst.exists()
+    done(*tree.words(tree.true, *options, command=command))
+
+
+def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:
+    tree.save()
+    shutil.rmtree(tree.src / "rank_5")
+    fails(3, "recover", tree.src, tree.dst, "--strategy", tree.wrong, says=["the strategy is probably wrong"])
+    with pytest.raises(CheckpointError, match="the strategy is probably wrong") as caught:
+        library.transform_checkpoints(str(tree.src), str(tree.dst), "checkpoint_", str(tree.wrong), str(tree.new))
+    assert caught.value.parameter in WEIGHTS and caught.value.rank is not None
+    assert not tree.dst.exists()
+    warns(done("recover", tree.src, tree.dst, "--strategy", tree.true), "replicas: 54 samples of 54 parameters agree")
+
+
+def test_never_compares_nothing_and_says_so(tree: Tree) -> None:
+    tree.save()
+    found = done(*tree.words(tree.wrong, "--check-replicas", "never", "--json"))
+    assert replicas(found) == {"compared": "nothing", "samples": 0, "parameters": 0, "untested": 0, "tested": False}
+    warns(found, "replicas: not compared (--check-replicas never)")
+
+
+def test_the_summary_tells_what_was_compared(tree: Tree) -> None:
+    tree.save()
+    few = done(*tree.words(tree.true, "--json"))
+    warns(few, "replicas: 54 samples of 54 parameters agree")
+    assert replicas(few) == {"compared": "samples", "samples": 54, "parameters": 54, "untested": 0, "tested": True}
+    more = done(*tree.words(tree.true, "--json", "--verify", "--dry-run"))
+    assert replicas(done(*tree.words(tree.true, "--json", "--verify", "--overwrite")))["samples"] > 54
+    assert more.json["replicas"] is None, "everything is there already"
+    everything = done(*tree.words(tree.true, "--json", "--check-replicas", "all", "--overwrite"))
+    assert (replicas(everything)["compared"], replicas(everything)["parameters"]) == ("everything", 54)
+    assert done(*tree.words(tree.true, "--json", "--overwrite")).json["replicas"] == few.json["replicas"]
+
+
+def test_with_only_the_files_of_the_rank_list_nothing_can_be_tested(tree: Tree) -> None:
+    tree.save()
+    strategies: list[Argument] = ["--src-strategy", tree.wrong, "--dst-strategy", tree.new]
+    for rank in set(range(8)).difference(done("rank-list", 1, *strategies, "--json").json["ranks"]):
+        shutil.rmtree(tree.src / f"rank_{rank}")
+    result = done(*tree.words(tree.wrong, command="by-rank 1"))
+    warns(result, "samples of 18 parameters agree, which ranks hold whole", "could not be tested against the files")
+
+
+class Reads:
+    """What was read.
+
+    Attributes:
+        opened: times that each file was opened.
+        sampled: (path, bytes) of every small request.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.opened: Counter[str] = Counter()
+        self.sampled: list[tuple[str, int]] = []
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    counted = Reads()
+    open_file, read = FileHandles._open, reading.ExplicitReader.read_into
+
+    def counting_open(self: Any, path: str) -> int:
+        counted.opened[path] += 1
+        return open_file(self, path)
+
+    def counting_read(self: Any, source: StoredSlice, start: int, out: memoryview) -> None:
+        # The conversion's own requests are answered from windows, or go through maps.
+        if not self._small:
+            counted.sampled.append((source.path, len(out)))
+        read(self, source, start, out)
+
+    monkeypatch.setattr(FileHandles, "_open", counting_open)
+    monkeypatch.setattr(reading.ExplicitReader, "read_into", counting_read)
+    return counted
+
+
+@pytest.mark.parametrize(("options", "most"), [((), 1024), (("--verify",), 4 * 4096)])
+def test_what_is_read_is_bounded_however_large_the_tree(
+    options: tuple[str, ...], most: int, tmp_path: Path, reads: Reads
+) -> None:
+    names = [f"blocks.{layer}.w{number}" for layer in range(100) for number in range(6)]
+    full = {name: value(name, (64, 96)) for name in names}
+    many = single({name: layout([4, 2], [0, -1]) for name in names})
+    write_tree(tmp_path / "src", cut_ranks(many, full))
+    strategy = write_strategy(tmp_path / "old", many)
+    words: list[Argument] = ["--src-strategy", strategy, "--dst-strategy", "none", "--json", *options]
+    found = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words))
+    assert found["tested"] and found["samples"] >= 100
+    assert len(reads.sampled) <= most
+    assert max(size for _, size in reads.sampled) <= 4096
+    assert len({path for path, _ in reads.sampled}) == 8
+
+
+def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
+    tree.save()
+    done(*tree.words(tree.true, "--check-replicas", "all", "--dry-run"))
+    assert sum(size for _, size in reads.sampled) == 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
+
+
+# Replicas that diverged.
+
+
+def test_a_diverged_replica_is_told_from_a_wrong_strategy(tree: Tree) -> None:
+    tree.save()
+    tree.change(5, "blocks.3.w1")
+    result = fails(
+        3, *tree.words(tree.true, "--check-replicas", "all"),
+        says=["'blocks.3.w1' differs between rank 1 and rank 5", "1 of 54", "the replicas have probably diverged"],
+    )  # fmt: skip
+    warns(result, str(tree.src / "rank_1" / "net-1_10.ckpt"), str(tree.src / "rank_5" / "net-1_10.ckpt"))
+    assert not tree.dst.exists()
+    done(*tree.words(tree.true, "--check-replicas", "never"))
+
+
+def test_norms_that_were_not_synchronised_are_told_from_a_wrong_strategy(tree: Tree) -> None:
+    tree.save()
+    for rank in range(8):
+        tree.change(rank, *NORMS[: rank % 3])
+    fails(3, *tree.words(tree.true, "--check-replicas", "all"), says=["the replicas have probably diverged"])
+
+
+def test_a_rank_that_diverged_as_a_whole_is_named(tree: Tree) -> None:
+    tree.save()
+    tree.change(6, *WEIGHTS, *NORMS)
+    result = fails(3, *tree.words(tree.true), says=["diverged", "rank 6"])
+    assert "the strategy is probably wrong" not in result.err
+
+
+def test_a_layout_that_is_wrong_for_some_parameters_only_may_be_either(tree: Tree) -> None:
+    full = {**FULL, **{f"blocks.{number}.head": value(f"head{number}", (32, 24)) for number in range(3)}}
+    heads = sorted(full.keys() - FULL.keys())
+
+    def layouts(of_heads: tuple[list[int], list[int]]) -> Strategy:
+        held = model(*TRUE)[0]["layouts"]
+        return single({**held, **{name: layout(*of_heads) for name in heads}})
+
+    tree.new = write_strategy(
+        tree.root / "all", single({name: layout([2], [-1, -1][: full[name].array.ndim]) for name in full})
+    )
+
+    tree.save(full, layouts(TRUE))
+    wrong = write_strategy(tree.root / "half", layouts(WRONG))
+    fails(3, *tree.words(wrong), says=["3 of", "the strategy may be wrong for them"])
+
+
+# Where there is nothing to compare, or nothing that tells.
+
+
+def test_without_replicas_the_summary_says_that_the_strategy_was_not_tested(tree: Tree) -> None:
+    cut = single({name: layout([2, 4], [0, -1], -1, 4) for name in WEIGHTS})
+    tree.save({name: FULL[name] for name in WEIGHTS}, cut)
+    old = write_strategy(tree.root / "sharded", cut)
+    for words in (tree.words(old), tree.words(old, command="plan"), tree.words(old, command="by-rank 1")):
+        result = done(*words, "--json", "--overwrite")
+        found = result.json["replicas"]
+        assert found == {"compared": "samples", "samples": 0, "parameters": 0, "untested": 36, "tested": False}
+    text_ = "replicas: none could be compared; the source strategy could not be tested against the files"
+    assert text_ in done(*tree.words(old, "--overwrite", command="plan")).out
+    warns(done(*tree.words(old, "--overwrite")), text_)
+
+
+def test_a_deduplicated_save_has_nothing_to_compare(tree: Tree) -> None:
+    tree.save()
+    for rank in range(8):
+        path = tree.src / f"rank_{rank}" / "net-1_10.ckpt"
+        held = read_checkpoint(path)
+        # Of the two ranks that hold a weight, one saves it; of the eight that hold a norm, one.
+        keep = {name for number, name in enumerate(WEIGHTS) if number % 2 == rank // 4}
+        keep |= {name for number, name in enumerate(NORMS) if number % 8 == rank}
+        write_checkpoint(path, {name: held[name] for name in held if name in keep or name in COPIED})
+    warns(done(*tree.words(tree.true)), "replicas: none could be compared")
+    same_ranks(
+        {rank: read_checkpoint(tree.dst / f"rank_{rank}" / f"checkpoint_{rank}.ckpt") for rank in range(2)},
+        cut_ranks(model([2], [0, -1]), FULL, COPIED),
+    )
+
+
+def test_an_unsharded_source_has_no_strategy_to_test(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "full.ckpt", FULL)
+    words: list[Argument] = ["--src-strategy", "none", "--dst-strategy", write_strategy(tmp_path / "new", model(*TRUE))]
+    result = done("transform-dir", path, tmp_path / "dst", *words, "--json")
+    assert result.json["replicas"] is None and "replicas:" not in result.err
+
+
+def test_values_that_are_all_the_same_do_not_count_as_compared(tree: Tree) -> None:
+    zeros = {name: Value("Float32", full.array * 0) for name, full in FULL.items()}
+    tree.save(zeros)
+    warns(done(*tree.words(tree.wrong)), "replicas: none could be compared")
+
+
+def test_rows_of_padding_do_not_hide_what_differs(tree: Tree) -> None:
+    """Each slice is nearly all zeros, larger than a sample, and differs at its end only."""
+    full = {name: Value("Float32", value(name, (4 * 200, 24)).array) for name in WEIGHTS}
+    for name in full:
+        full[name].array.reshape(4, 200, 24)[:, :150] = 0
+    strategies = (single({name: layout(*cut) for name in WEIGHTS}) for cut in (TRUE, WRONG))
+    true, wrong = strategies
+    tree.save(full, true)
+    fails(3, *tree.words(write_strategy(tree.root / "padded", wrong)), says=["the strategy is probably wrong"])
+    done(*tree.words(write_strategy(tree.root / "right", true)))
+
+
+def test_values_of_a_rank_are_no_replicas(tree: Tree) -> None:
+    held = model(*TRUE)
+    names = ["net.dropout.generator._seed", "default_generator_0._offset"]
+    listed = single({**held[0]["layouts"], **{name: layout([2, 4], [-1]) for name in names}})
+    ranks = cut_ranks(held, FULL, COPIED)
+    for rank, tensors_ in ranks.items():
+        tensors_.update({name: Value("Float32", value(name, (4,)).array + rank) for name in names})
+    write_tree(tree.src, ranks)
+    old = write_strategy(tree.root / "listed", listed)
+    for options in ((), ("--check-replicas", "all")):
+        done(*tree.words(old, "--dry-run", *options))
+
+
+def test_accumulated_gradients_are_compared_with_all_alone_and_warned_of(tree: Tree) -> None:
+    names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
+    listed = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
+    tree.new = write_strategy(tree.root / "new-grads", single({name: layout([2], [0, -1]) for name in names}))
+    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, listed)
+    tree.change(7, *names)
+    old = write_strategy(tree.root / "listed", listed)
+    assert "differ" not in done(*tree.words(old, "--dry-run")).err
+    result = done(*tree.words(old, "--check-replicas", "all"))
+    warns(result, "warning: 4 parameters of accumulated gradients differ", "have not reduced them yet")
+
+
+def test_a_parameter_that_stages_share_is_compared_across_them(tmp_path: Path) -> None:
+    """Cut by rows on one stage, by columns on the other; no rank has a replica in its own stage."""
+    names = ["embedding", "w0", "w1"]
+    full = {name: value(name, (24, 16)) for name in names}
+    shared: Strategy = [
+        {"devices": 4, "layouts": {"embedding": layout([4], [0, -1]), "w0": layout([4], [0, -1])}},
+        {"devices": 2, "layouts": {"embedding": layout([2], [-1, 0]), "w1": layout([2], [0, -1])}},
+    ]
+    write_tree(tmp_path / "src", cut_ranks(shared, full))
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", shared), "--dst-strategy", "none"]
+    words = ["transform-dir", tmp_path / "src", tmp_path / "dst", *words]
+    found = replicas(done(*words, "--dry-run", "--json"))
+    assert (found["samples"], found["untested"]) == (1, 2)
+    assert replicas(done(*words, "--dry-run", "--json", "--check-replicas", "all"))["parameters"] == 1
+    path = tmp_path / "src" / "rank_5" / "net-1_10.ckpt"
+    held = read_checkpoint(path)
+    write_checkpoint(path, {**held, "embedding": Value("Float32", held["embedding"].array + 1)})
+    fails(3, *words, "--check-replicas", "all", says=["'embedding' differs between rank", "and rank 5"])
+
+
+# Files that are not built alike, and such as cannot be read.
+
+
+def test_files_may_hold_their_tensors_in_any_order(tree: Tree) -> None:
+    ranks = cut_ranks(model(*TRUE), FULL, COPIED)
+    held = {rank: dict(reversed(ranks[rank].items())) if rank > 3 else ranks[rank] for rank in ranks}
+    write_tree(tree.src, {rank: {"note": text("x" * rank), **tensors_} for rank, tensors_ in held.items()})
+    assert replicas(done(*tree.words(tree.true, "--json", command="by-rank 1")))["tested"]
+    tree.dst = tree.root / "other"
+    fails(3, *tree.words(tree.wrong, command="by-rank 1"), says=["the strategy is probably wrong"])
+
+
+def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
+    tree.save()
+    for rank in range(4, 8):
+        path = tree.src / f"rank_{rank}" / "net-1_10.ckpt"
+        path.write_bytes(path.read_bytes()[:1000])
+    result = done(*tree.words(tree.true, "--json"))
+    assert replicas(result) == {"compared": "samples", "samples": 18, "parameters": 18, "untested": 36, "tested": False}
+
+
+def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.save()
+    read = reading.ExplicitReader.read_into
+
+    def failing(self: Any, source: StoredSlice, start: int, out: memoryview) -> None:
+        if not self._small and source.rank == 5:
+            raise reading.unreadable(source, OSError(5, "Input/output error"))
+        read(self, source, start, out)
+
+    monkeypatch.setattr(reading.ExplicitReader, "read_into", failing)
+    found = replicas(done(*tree.words(tree.true, "--json")))
+    assert found["tested"] and 18 < found["samples"] < 54
+    tree.dst = tree.root / "other"
+    fails(1, *tree.words(tree.true, "--check-replicas", "all"), says=["cannot be read", "rank 5"])
+
+
+# Which ranks are compared.
+
+
+def layouts_of(devices: int) -> Iterator[Layout]:
+    """Every layout of a matrix over so many devices, optimizer shards included."""
+    for matrix in factorizations(devices):
+        for count in range(len(matrix) + 1):
+            for axes in itertools.permutations(range(len(matrix)), count):
+                for rows in range(count + 1):
+                    plain = Layout(matrix, (axes[:rows], axes[rows:]))
+                    yield plain
+                    for shards in range(2, plain.replica_count + 1):
+                        if plain.replica_count % shards == 0:
+                            yield Layout(matrix, (axes[:rows], axes[rows:]), shards)
+
+
+def factorizations(number: int) -> Iterator[tuple[int, ...]]:
+    if number == 1:
+        yield ()
+    for factor in range(2, number + 1):
+        if number % factor == 0:
+            for rest in factorizations(number // factor):
+                yield (factor, *rest)
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8, 12, 16])
+def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) -> None:
+    """Whatever the true layout: if members of an alleged group hold different slices, two of those probed do."""
+    alike: dict[tuple[int, ...], dict[tuple[int, ...], Layout]] = {}
+    for made in layouts_of(devices):
+        alike.setdefault(made.cuts, {})[tuple(made.slice_of_rank.tolist())] = made
+    shown = 0
+    for group_of in alike.values():
+        for alleged in group_of.values():
+            for number in {0, alleged.slice_count // 2, alleged.slice_count - 1}:
+                group = tuple(alleged.holders(number).tolist())
+                probed = Group(group, group, ()).probed()
+                assert probed[0] == group[0]
+                for true in group_of:
+                    if len({true[rank] for rank in group}) > 1:
+                        shown += 1
+                        assert len({true[rank] for rank in probed}) > 1, (alleged, true)
+    assert shown > 0
+
+
+def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_left() -> None:
+    group = tuple(range(0, 8192, 8))
+    assert len(Group(group, group, ()).probed()) == 12
+    left = (8 * 77, 8 * 500)
+    assert Group(group, left, ()).probed() == [*left]
+    some = group[300:700]
+    found = Group(group, some, ()).probed()
+    assert len(found) == 12 and set(found) <= set(some) and max(found) == some[-1]
+
+
+def test_small_cases_of_the_issue_are_found_for_every_pair_of_layouts(tmp_path: Path) -> None:
+    """Through the command line: eight ranks, every two layouts of four slices of rows."""
+    cuts: list[tuple[list[int], list[Any]]] = [
+        ([2, 4], [0, -1]),
+        ([4, 2], [1, -1]),
+        ([2, 2, 2], [[1, 0], [-1]]),
+        ([2, 2, 2], [[2, 0], [-1]]),
+    ]
+    cuts += [([2, 2, 2], [[0, 1], [-1]]), ([2, 2, 2], [[2, 1], [-1]])]
+    full = {"w": value("w", (16, 8))}
+    new = write_strategy(tmp_path / "new", single({"w": layout([2], [0, -1])}))
+    paths = [write_strategy(tmp_path / f"cut{n}", single({"w": layout(*cut)})) for n, cut in enumerate(cuts)]
+    held = [cut_ranks(single({"w": layout(*cut)}), full) for cut in cuts]
+    for number, ranks in enumerate(held):
+        src = write_tree(tmp_path / f"src{number}", ranks)
+        for other, alleged in enumerate(held):
+            same = all(
+                ranks[one]["w"].same(ranks[two]["w"])
+                for one, two in itertools.combinations(range(8), 2)
+                if alleged[one]["w"].same(alleged[two]["w"])
+            )
+            words: list[Argument] = [
+                "plan",
+                src,
+                tmp_path / "dst",
+                "--src-strategy",
+                paths[other],
+                "--dst-strategy",
+                new,
+            ]
+            if same:
+                done(*words)
+            else:
+                fails(3, *words, says=["'w' differs between rank"])
+
+
+# Other conversions.
+
+
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_lost_ranks_leave_the_others_to_compare(ending: str, tmp_path: Path) -> None:
+    ranks = cut_ranks(model(*TRUE), FULL, COPIED)
+    held = {rank: ranks[rank] for rank in (0, 1, 2, 3, 6)}
+    write_tree(tmp_path / "src", held, f"rank_{{rank}}/net-1_10.{ending}")
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", model(*TRUE)), "--dst-strategy", "none"]
+    found = replicas(done("transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--json"))
+    assert found["tested"] and found["untested"] == 0
+
+
+def test_filters_tell_what_is_compared(tree: Tree) -> None:
+    tree.save()
+    tree.change(3, *NORMS)
+    fails(3, *tree.words(tree.true), says=["diverged"])
+    done(*tree.words(tree.true, "--exclude", "*norm"))
+
+
+def test_the_small_world_has_replicas_of_some_parameters_only(world: World) -> None:
+    world.save(tensors())
+    found = replicas(world.convert("--json"))
+    assert (found["parameters"], found["untested"], found["tested"]) == (2, 1, True)
+
+
+def test_a_tensor_in_several_records_is_compared_as_a_whole(tree: Tree) -> None:
+    ranks = cut_ranks(model(*TRUE), FULL, COPIED)
+    write_tree(tree.src, {rank: ranks[rank] for rank in range(4)})
+    write_tree(tree.src, {rank: ranks[rank] for rank in range(4, 8)}, record_bytes=100)
+    for options in ((), ("--check-replicas", "all")):
+        done(*tree.words(tree.true, "--dry-run", *options))
+        fails(3, *tree.words(tree.wrong, "--dry-run", *options), says=["the strategy is probably wrong"])
+
+
+def test_a_large_tensor_is_compared_in_blocks_and_to_its_end(tmp_path: Path) -> None:
+    shape = (2048, 96)
+    cut = single({"w": layout([2, 2], [-1, 0])})
+    ranks = cut_ranks(cut, {"w": value("w", shape)})
+    ranks[3]["w"].array[-1, -1] += 1
+    write_tree(tmp_path / "src", ranks)
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "old", cut), "--dst-strategy", "none"]
+    words = ["transform-dir", tmp_path / "src", tmp_path / "dst", *words, "--max-memory", "64K"]
+    assert math.prod(shape) * 2 > 16 << 10
+    fails(3, *words, "--check-replicas", "all", "--jobs", "3", says=["'w' differs between rank 1 and rank 3"])
+
+
+def test_resume_compares_what_the_first_command_did(tree: Tree) -> None:
+    tree.save()
+    done(*tree.words(tree.wrong, "--check-replicas", "never", command="by-rank 0"))
+    warns(done("resume", tree.dst), "--check-replicas=never", "replicas: not compared")
+
+
+def test_what_is_compared_is_not_part_of_what_a_conversion_is(tree: Tree) -> None:
+    tree.save()
+    done(*tree.words(tree.true, "--ranks", "0", "--check-replicas", "never"))
+    done(*tree.words(tree.true, "--check-replicas", "all"))
+    assert json.loads((tree.dst / "reshard-manifest.json").read_text())

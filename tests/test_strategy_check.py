@@ -1,0 +1,230 @@
+"""strategy check: whether a strategy is the one that a checkpoint was saved with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus import FIXTURES
+from tests.reference import Strategy
+from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.test_source_replicas import FULL, NORMS, TRUE, WEIGHTS, Tree, model
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    scalar,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+DEMO = FIXTURES / "demo"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    made = Tree(tmp_path)
+    made.save()
+    return made
+
+
+def check(strategy: Path, path: Path, *options: Argument, status: int = 0) -> Result:
+    result = reshard("strategy", "check", strategy, path, *options)
+    assert result.status == status, result.err + result.out
+    return result
+
+
+def found(strategy: Path, path: Path, *options: Argument, status: int = 0) -> Any:
+    return check(strategy, path, *options, "--json", status=status).json
+
+
+def test_the_right_strategy_fits(tree: Tree) -> None:
+    said = check(tree.true, tree.src).out
+    assert "54 parameters: slices of the shapes that the strategy says" in said
+    assert "samples of 54 parameters agree" in said
+    assert said.splitlines()[-1] == "fits"
+    result = found(tree.true, tree.src, "--all")
+    assert result["fits"] and result["step"] == "1_10" and result["ranks"] == list(range(8))
+    assert result["parameters"] == sorted(FULL) and result["not_listed"] == ["global_step"]
+    assert result["replicas"]["compared"] == "everything" and result["replicas"]["parameters"] == 54
+    assert not check(tree.true, tree.src, "--quiet").out
+
+
+@pytest.mark.parametrize("options", [(), ("--all",)])
+def test_a_strategy_that_swaps_axes_does_not_fit_and_which_ranks_hold_the_same_is_told(
+    options: tuple[str, ...], tree: Tree
+) -> None:
+    said = check(tree.wrong, tree.src, *options, status=4).out
+    assert "36 of 54 parameters compared differ between ranks that the strategy says hold the same slice" in said
+    assert "36 of the 36 that are cut differ: the strategy is probably wrong" in said
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
+    assert "by their contents, ranks that hold the same of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
+    assert said.splitlines()[-1].startswith("does not fit")
+    assert len(said.splitlines()) <= 20
+    result = found(tree.wrong, tree.src, *options, status=4)
+    assert result["likely"] == "strategy" and len(result["differing"]) == 36 and not result["fits"]
+    assert result["alike"] == {"parameter": "blocks.0.w1", "groups": [[0, 4], [1, 5], [2, 6], [3, 7]]}
+    assert found(tree.wrong, tree.src, *options, status=4) == result, "another run tells the same"
+
+
+def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
+    tree.change(5, "blocks.3.w1")
+    result = found(tree.true, tree.src, "--all", status=4)
+    assert result["likely"] == "replicas"
+    (differing,) = result["differing"]
+    assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
+    assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
+    said = check(tree.true, tree.src, "--all", status=4).out
+    assert "the replicas have probably diverged" in said and "0,4; 1; 2,6; 3,7; 5" in said
+
+
+def test_filters_tell_what_is_looked_at(tree: Tree) -> None:
+    tree.change(5, *NORMS)
+    check(tree.true, tree.src, status=4)
+    result = found(tree.true, tree.src, "--exclude", "*norm")
+    assert result["parameters"] == sorted(WEIGHTS)
+    assert found(tree.true, tree.src, "--include", "blocks.0.w1")["parameters"] == ["blocks.0.w1"]
+
+
+def test_slices_of_other_shapes_are_told_with_those_alike(tree: Tree) -> None:
+    columns = write_strategy(
+        tree.root / "columns",
+        single({name: layout([2, 4], [-1, 0] if name in WEIGHTS else [0, -1]) for name in FULL}),
+    )
+    result = found(columns, tree.src, status=4)
+    (misfit,) = result["misfits"]
+    assert misfit["parameters"] == sorted(NORMS) and "tensor map [0, -1]" in misfit["detail"]
+    # Columns of another tensor are as good, by their shapes: only what ranks hold could tell, and does not.
+    assert result["parameters"] == sorted(WEIGHTS) and not result["differing"]
+    said = check(columns, tree.src, status=4).out
+    assert "18 parameters: slices of other shapes than the strategy says" in said
+    assert "{,adam_m.,adam_v.}blocks.{0-5}.norm" in said
+
+
+def test_ranks_beyond_the_strategy_and_ranks_without_a_file_are_told(tree: Tree) -> None:
+    four = write_strategy(tree.root / "four", model([1, 4], [0, -1]))
+    result = found(four, tree.src, status=4)
+    assert result["beyond_ranks"] == [4, 5, 6, 7]
+    assert "ranks 4-7 have files, but the strategy has 4 devices" in check(four, tree.src, status=4).out
+    sixteen = write_strategy(tree.root / "sixteen", model([4, 4], [0, -1]))
+    result = found(sixteen, tree.src)
+    assert result["absent_ranks"] == list(range(8, 16))
+    assert "no file of ranks 8-15" in check(sixteen, tree.src).out
+
+
+def test_listed_and_held_parameters_that_do_not_meet_are_told(tree: Tree) -> None:
+    weights = write_strategy(tree.root / "weights", model(*TRUE, names=WEIGHTS))
+    result = found(weights, tree.src)
+    assert result["not_listed"] == sorted([*NORMS, "global_step"]) and not result["not_described"]
+    more = write_strategy(
+        tree.root / "more",
+        single({**model(*TRUE)[0]["layouts"], "blocks.6.w1": layout(*TRUE), "adam_m.x": layout(*TRUE)}),
+    )
+    assert found(more, tree.src)["not_held"] == ["adam_m.x", "blocks.6.w1"]
+    assert "1 weight among them" in check(more, tree.src).out
+    other = write_strategy(tree.root / "other", single({"another": layout(*TRUE)}))
+    assert found(other, tree.src, status=4)["parameters"] == []
+
+
+def test_what_ranks_hold_parts_of_and_the_strategy_does_not_list_is_a_difference(tree: Tree) -> None:
+    norms = write_strategy(tree.root / "norms", model(*TRUE, names=[*NORMS, *WEIGHTS[1:]]))
+    result = found(norms, tree.src, status=4)
+    assert result["not_described"] == WEIGHTS[:1] and result["not_listed"] == ["global_step"]
+    assert "how they are cut is unknown" in check(norms, tree.src, status=4).out
+
+
+def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:
+    sharded = single(
+        {name: layout([2, 4], [0, -1], -1, 4) if name in WEIGHTS else layout([2, 4], [-1]) for name in FULL}
+    )
+    write_tree(tmp_path / "other", cut_ranks(sharded, FULL))
+    strategy = write_strategy(tmp_path / "sharded", sharded)
+    said = check(strategy, tmp_path / "other").out
+    assert "which ranks hold whole; how others are cut could not be tested" in said
+    assert said.splitlines()[-1] == "fits, as far as shapes tell"
+    result = found(strategy, tmp_path / "other")
+    assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
+
+
+def test_the_step_is_the_newest_that_all_ranks_have_or_the_one_that_is_named(tree: Tree) -> None:
+    newer = cut_ranks(model(*TRUE), {name: value(f"new{name}", full.array.shape) for name, full in FULL.items()})
+    write_tree(tree.src, {rank: newer[rank] for rank in range(3)}, "rank_{rank}/net-1_20.ckpt")
+    assert found(tree.true, tree.src)["step"] == "1_10"
+    result = found(tree.true, tree.src, "--step", "1_20")
+    assert (result["step"], result["ranks"]) == ("1_20", [0, 1, 2])
+    write_tree(tree.src, {rank: newer[rank] for rank in range(3)}, "rank_{rank}/net-1_10_breakpoint.ckpt")
+    assert found(tree.true, tree.src, "--file-suffix", "_breakpoint")["ranks"] == [0, 1, 2]
+    fails(3, "strategy", "check", tree.true, tree.src, "--step", "9_9", says=["9_9"])
+
+
+def test_a_damaged_file_counts_as_absent_and_what_cannot_be_read_is_an_error(tree: Tree) -> None:
+    path = tree.src / "rank_5" / "net-1_10.ckpt"
+    path.write_bytes(path.read_bytes()[:1000])
+    result = check(tree.true, tree.src, "--json")
+    warns(result, "rank 5 counts as absent")
+    assert result.json["absent_ranks"] == [5]
+    fails(3, "strategy", "check", tree.true, tree.root / "nowhere", says=["nowhere"])
+    fails(3, "strategy", "check", tree.src / "rank_0" / "net-1_10.ckpt", tree.src, says=["net-1_10.ckpt"])
+    for rank in range(8):
+        (tree.src / f"rank_{rank}" / "net-1_10.ckpt").write_bytes(b"rubbish")
+    fails(3, "strategy", "check", tree.true, tree.src, says=["no file of step 1_10 is readable"])
+
+
+def test_one_file_and_none_are_checked_like_any(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "full.ckpt", {**FULL, "step": scalar(3), "note": text("a note")})
+    assert check(Path("none"), path).out.splitlines()[-1] == "fits, as far as shapes tell"
+    strategy = write_strategy(tmp_path / "true", model(*TRUE))
+    assert found(strategy, path)["absent_ranks"] == list(range(1, 8))
+
+
+def test_accumulated_gradients_do_not_speak_against_a_strategy(tree: Tree) -> None:
+    names = [f"accu_grads.{name}" for name in WEIGHTS[:4]]
+    listed: Strategy = single({**model(*TRUE)[0]["layouts"], **{name: layout(*TRUE) for name in names}})
+    shutil.rmtree(tree.src)
+    tree.save({**FULL, **{name: value(name, (32, 24)) for name in names}}, listed)
+    tree.change(6, *names)
+    strategy = write_strategy(tree.root / "listed", listed)
+    assert not found(strategy, tree.src)["gradients"]
+    result = found(strategy, tree.src, "--all")
+    assert [differing["parameter"] for differing in result["gradients"]] == names and not result["differing"]
+    assert "have not reduced them yet" in check(strategy, tree.src, "--all").out
+
+
+def test_a_checkpoint_of_mindspore_fits_its_own_strategy_alone() -> None:
+    assert found(DEMO / "src_strategy.ckpt", DEMO / "src_checkpoints")["fits"]
+    for other in ("10_dp2mp4pp1", "10_dp8mp1pp1", "10_dp4mp2pp1"):
+        path = FIXTURES / other / "strategy"
+        if path.is_dir():
+            assert not found(path, DEMO / "src_checkpoints", status=4)["fits"], other
+
+
+def test_many_different_misfits_are_counted(tmp_path: Path) -> None:
+    full = {f"w{number}": value(f"w{number}", (8 * (number + 1), 4)) for number in range(9)}
+    true = single({name: layout([2, 4], [0, -1]) for name in full})
+    write_tree(tmp_path / "src", cut_ranks(true, full))
+    for rank in range(8):
+        # Of every tensor another rank has a row more.
+        path = tmp_path / "src" / f"rank_{rank}" / "net-1_10.ckpt"
+        held = dict(read_checkpoint(path))
+        name = f"w{rank}"
+        held[name] = Value("Float32", held[name].array.repeat(2, axis=0))
+        write_checkpoint(path, held)
+    strategy = write_strategy(tmp_path / "true", true)
+    result = found(strategy, tmp_path / "src", status=4)
+    assert len(result["misfits"]) == 8 and result["parameters"] == ["w8"]
+    assert "4 more parameters likewise: -v lists all" in check(strategy, tmp_path / "src", status=4).out
+    assert "    w7\n" in check(strategy, tmp_path / "src", "-v", status=4).out
+
+
+def test_the_same_strategy_in_every_form_fits(tree: Tree) -> None:
+    shapes = {name: full.array.shape for name, full in FULL.items()}
+    for form in ("json", "nested", "merged", "directory"):
+        assert done("strategy", "check", write_strategy(tree.root / form, model(*TRUE), shapes, form), tree.src)
