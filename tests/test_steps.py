@@ -267,6 +267,24 @@ def test_the_mark_of_a_deduplicated_save_decides_even_in_the_only_file_that_is_l
     fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, says=says)
 
 
+def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
+    """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
+    whole = layout([2], [-1, -1])
+    names = [["a0", "b0"], ["a1", "b1"]]
+    source = [{"devices": 2, "layouts": dict.fromkeys(some, whole)} for some in names]
+    world = World(tmp_path, source, single({name: whole for some in names for name in some}))
+    full = {name: value(name, (4, 2)) for some in names for name in some}
+    held = cut_ranks(source, full)
+    for rank, name in enumerate(["a0", "b0", "a1"]):
+        write_checkpoint(world.src / f"rank_{rank}" / "net-1_10.ckpt", {name: held[rank][name]})
+    world.refuses(3, "'b1'", "rank 3")
+    fails(3, *world.words(0, command="by-rank"), says=["'b1'", "rank 3"])
+    fails(3, "recover", world.src, world.dst, "--strategy", world.old, says=["'b1'", "rank 3"])
+    write_checkpoint(world.src / "rank_3" / "net-1_10.ckpt", {"b1": held[3]["b1"]})
+    world.convert("--verify")
+    same_ranks(world.found(), world.expected(full, {}))
+
+
 def test_weights_that_only_an_absent_rank_can_have_saved_are_warned_of(plain: World) -> None:
     plain.save({"w": NEW["w"]}, ranks=[0, 1, 2])
     warns(plain.convert("--quiet"), "warning", "count as not saved: 'v'")

@@ -72,12 +72,11 @@ def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) ->
 def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage], found: set[str]) -> list[Lost]:
     """Parameters that were found nowhere but may have been on an absent rank (de-duplicated saves)."""
     result: dict[str, set[int]] = {}
-    if source.is_none:
+    # Of a stage with one file left nothing but the other stages' files tells it.
+    if source.is_none or not any(step.deduplicated(stage) for stage in source.stages):
         return []
     for stage in stages:
         absent = step.absent(stage)
-        if not absent or not step.deduplicated(stage):
-            continue
         for name in stage.layouts:
             if name not in found:
                 result.setdefault(name, set()).update(absent)
