@@ -268,7 +268,13 @@ class Prepared:
         while True:
             conversion = self._conversion()
             request = conversion.request
-            check_disjoint(request.src, conversion.step.files.values(), request.dst)
+            check_disjoint(
+                request.src,
+                conversion.step.files.values(),
+                request.dst,
+                (conversion.path(rank) for rank in conversion.ranks),
+                request.exact_file,
+            )
             if options.lost_only and isinstance(conversion, Recovery):
                 lost = set(conversion.lost)
                 conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)

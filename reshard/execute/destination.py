@@ -109,31 +109,87 @@ class Destination:
         return os.path.realpath(directory) == os.path.normpath(wanted)
 
 
-def check_disjoint(src: Union[str, Mapping[int, str]], sources: Iterable[str], dst: str) -> None:
-    """Refuse a source and a target of which one contains the other.
+def check_disjoint(
+    src: Union[str, Mapping[int, str]],
+    sources: Iterable[str],
+    dst: str,
+    targets: Iterable[str] = (),
+    exact_file: bool = False,
+) -> None:
+    """Refuse a source and a target of which one contains the other, by whatever names, links or mounts.
 
     Args:
         src: SRC as typed.
         sources: the source files.
         dst: target directory, or target file.
+        targets: the target files.
+        exact_file: the target is one file, and may lie beside source files.
 
     Raises:
         UsageError: they overlap.
+        RetryableError: one of them cannot be looked at.
     """
     target = os.path.realpath(dst)
+    places = _Places()
     if isinstance(src, str) and os.path.isdir(src):
         root = os.path.realpath(src)
-        if _contains(root, target) or _contains(target, root):
+        if _contains(root, target) or _contains(target, root) or places.contains(root, target):
             raise UsageError(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
             )
     rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
+    held: dict[_Place, str] = {}
     for path in sources:
         real = os.path.realpath(path)
-        if _contains(target, real):
+        if _contains(target, real) or places.contains(target, real):
             raise UsageError(f"source file {path} lies in DST {dst}", file=path, hint="choose another DST")
         if rank_directories and _contains(os.path.dirname(real), target):
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
+        for name in (real,) if exact_file else (real, os.path.dirname(real)):
+            place = places.of(name)
+            if place is not None:
+                held.setdefault(place, path)
+    for path in targets:
+        real = os.path.realpath(path)
+        source = held.get(places.of(real), held.get(places.of(os.path.dirname(real))))
+        if source is not None:
+            raise UsageError(
+                f"{path} is, by another name, where source file {source} lies", file=path, hint="choose another DST"
+            )
+
+
+_Place = Optional[tuple[int, int]]
+
+
+class _Places:
+    """Where files and directories lie, by device and inode: the same place may have several names, as mounts have."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Place] = {}
+
+    def of(self, path: str) -> _Place:
+        """The place of a path; None where there is nothing."""
+        if path not in self._known:
+            try:
+                status = os.stat(path)
+                self._known[path] = (status.st_dev, status.st_ino)
+            except (FileNotFoundError, NotADirectoryError):
+                self._known[path] = None
+            except OSError as error:
+                raise RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path) from error
+        return self._known[path]
+
+    def contains(self, directory: str, path: str) -> bool:
+        """Whether a directory is a path, or one of the directories above it."""
+        place = self.of(directory)
+        while place is not None:
+            if self.of(path) == place:
+                return True
+            above = os.path.dirname(path)
+            if above == path:
+                break
+            path = above
+        return False
 
 
 class Space(NamedTuple):

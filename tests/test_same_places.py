@@ -1,0 +1,94 @@
+"""A target never replaces what it is made of, whatever name it has there: links, hard links, bind mounts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+import reshard
+from reshard.errors import UsageError
+from tests.running import LAUNCHER, fails
+from tests.small import World, tensors
+from tests.trees import tree_bytes
+
+FULL = tensors()
+CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run(
+    ["unshare", "--mount", "true"], capture_output=True, check=False
+).returncode
+
+
+@pytest.mark.skipif(not CAN_MOUNT, reason="mounts need a mount namespace of one's own")
+@pytest.mark.parametrize(
+    "mounts",
+    [
+        [("src", "dst")],
+        [("src", "dst/inner")],
+        [("src/rank_0", "dst/rank_0")],
+        [("src/rank_1", "dst/rank_0")],
+        [("src/rank_0", "dst")],
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--overwrite",), ("--dry-run",)])
+def test_a_bind_mount_of_the_source_is_no_target(
+    mounts: list[tuple[str, str]], options: tuple[str, ...], world: World
+) -> None:
+    world.save(FULL, "rank_{rank}/checkpoint_{rank}.ckpt")
+    before = tree_bytes(world.src)
+    dst = world.dst
+    lines = ["set -e"]
+    for source, target in mounts:
+        (world.root / target).mkdir(parents=True)
+        lines.append(f"mount --bind '{world.root / source}' '{world.root / target}'")
+        if target == "dst/inner":
+            dst = world.root / target / "new"
+    world.dst = dst
+    words = " ".join(f"'{word}'" for word in world.words(*options))
+    lines.append(f"exec '{sys.executable}' -c '{LAUNCHER}' {words}")
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2, result.stderr
+    assert tree_bytes(world.src) == before
+
+
+def hard_linked(source: Path, target: Path) -> None:
+    os.link(source, target)
+
+
+def linked(source: Path, target: Path) -> None:
+    target.symlink_to(source)
+
+
+@pytest.mark.parametrize("link", [hard_linked, linked])
+def test_a_target_that_is_a_source_file_by_another_name_is_not_replaced(
+    link: Callable[[Path, Path], None], world: World
+) -> None:
+    world.save(FULL)
+    (world.dst / "rank_1").mkdir(parents=True)
+    link(world.src / "rank_1" / "net-1_10.ckpt", world.dst / "rank_1" / "checkpoint_1.ckpt")
+    before = tree_bytes(world.src)
+    fails(2, *world.words("--overwrite"), says=["rank_1"])
+    assert tree_bytes(world.src) == before
+
+
+@pytest.mark.parametrize("link", [None, hard_linked, linked])
+def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Path], None], world: World) -> None:
+    world.save(FULL)
+    files = {rank: str(world.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in range(4)}
+    target = Path(files[2])
+    if link is not None:
+        target = world.root / "made.ckpt"
+        link(Path(files[2]), target)
+    before = tree_bytes(world.src)
+    with pytest.raises(UsageError):
+        reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
+    assert tree_bytes(world.src) == before
+    beside = world.src / "rank_2" / "made.ckpt"
+    reshard.transform_checkpoint_by_rank(0, files, str(beside), str(world.old), str(world.new))
+    assert beside.exists()
