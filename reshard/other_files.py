@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from typing import Optional
+
+from reshard.storage import UnfitError, opened_regular
 
 HEAD = 16
 """Bytes that `kind_by_head` needs."""
@@ -26,9 +27,6 @@ def kind_by_head(head: bytes) -> Optional[str]:
 
 def kind_of(path: str) -> Optional[str]:
     """What the file of a path is, or None where that is not known or cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        # Opening a FIFO would wait for its writer.
-        if stat.S_ISREG(os.stat(path).st_mode):
-            with open(path, "rb") as file:
-                return kind_by_head(file.read(HEAD))
+    with contextlib.suppress(OSError, UnfitError), opened_regular(path) as fd:
+        return kind_by_head(os.pread(fd, HEAD, 0))
     return None

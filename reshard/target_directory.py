@@ -36,6 +36,7 @@ from reshard.records import (
 from reshard.records.identity import short_digest
 from reshard.records.ledger import another_conversion
 from reshard.report import Report
+from reshard.storage import exists, is_regular_file, status_at
 from reshard.wording import rank_ranges, some_names
 
 
@@ -186,7 +187,7 @@ class TargetDirectory:
     def manifest(self) -> Optional[str]:
         """The manifest's path, if it is there."""
         path = os.path.join(self._root, MANIFEST_NAME)
-        return path if os.path.isfile(path) else None
+        return path if is_regular_file(path) else None
 
     @property
     def sources(self) -> str:
@@ -229,7 +230,7 @@ class TargetDirectory:
             TargetError: something stands in its place.
             RetryableError: it cannot be recorded.
         """
-        if not named and not self._overwrite and os.path.lexists(target.path) and not self._finished_meanwhile(target):
+        if not named and not self._overwrite and exists(target.path) and not self._finished_meanwhile(target):
             raise self._existing([target.rank])
         if named != self._overwrite:
             return
@@ -334,15 +335,7 @@ class TargetDirectory:
         return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
 
     def _status(self, rank: int) -> Optional[os.stat_result]:
-        path = self._conversion.path(rank)
-        try:
-            return os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise RetryableError(
-                f"{path}: cannot be looked at (rank {rank}): {error.strerror or error}", file=path, rank=rank
-            ) from error
+        return status_at(self._conversion.path(rank))
 
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""

@@ -14,6 +14,7 @@ from reshard.records import Identity, Manifest
 from reshard.records.ledger import begun_in
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
+from reshard.storage import is_regular_file
 from reshard.strategies import Strategy
 from reshard.verification import (
     Difference,
@@ -158,7 +159,7 @@ def converted_files(
     """
     if manifest is not None:
         listed = {file.rank: os.path.join(out, file.file) for file in manifest.files}
-        return {rank: path for rank, path in listed.items() if os.path.isfile(path)}, []
+        return {rank: path for rank, path in listed.items() if is_regular_file(path)}, []
     tree = find_checkpoints(out)
     newest = next(iter(tree.candidates()), None)
     if newest is None:

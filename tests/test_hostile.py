@@ -238,12 +238,31 @@ def test_a_prefix_cannot_lead_elsewhere(world: World, prefix: str) -> None:
     assert sorted(world.root.rglob("*")) == before
 
 
-@pytest.mark.parametrize("path", ["a\0b", "a\0/{rank}/x.ckpt", "x" * 300, "x/" * 1500 + "x{rank}"])
+@pytest.mark.parametrize("path", ["a\0b", "a\0/{rank}/x.ckpt", "x/" * 1500 + "x{rank}"])
 def test_paths_that_cannot_exist_are_refused(world: World, path: str) -> None:
     world.save(tensors())
     for words in uses_of_a_file(world, Path(path)).values():
         if any(path in str(word) for word in words):
             refused(3, *words)
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "x/" * 2100 + "x"])
+def test_paths_that_are_too_long_are_wrong_usage(world: World, path: str) -> None:
+    world.save(tensors())
+    uses: dict[str, list[Argument]] = {
+        **uses_of_a_file(world, Path(path)),
+        "target": ["transform-dir", world.src, path, "--src-strategy", world.old, "--dst-strategy", world.new],
+        "status": ["status", path],
+        "verify": ["verify", path],
+        "merge": ["fingerprint", "--merge", path],
+        "merged": ["merge-pipeline", world.old.parent, path + ".ckpt"],
+    }
+    # A pattern whose directories are not there matches nothing, however long it is.
+    del uses["pattern"]
+    for words in uses.values():
+        if any(path in str(word) for word in words):
+            with within():
+                fails(2, *words, says=["too long"])
 
 
 def test_a_step_of_thousands_of_digits_is_wrong_usage(world: World) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from reshard.checkpoints.naming import FileNames, names_of
 from reshard.checkpoints.tree import find_checkpoints
+from reshard.storage.json_text import Fields
 from tests.running import Argument, Result, done, fails, warns
 from tests.small import COPIED, PLAIN_TARGET, World
 from tests.small import tensors as small_tensors
@@ -178,12 +179,12 @@ def test_files_of_two_formats_are_told_how_to_recover(plain: World) -> None:
 
 def test_names_in_records_never_lead_out_of_the_directory() -> None:
     said = {"template": "rank_{rank}/net", "own": [{"rank": 1, "name": "rank_1/other"}]}
-    names = FileNames.from_json(said)
+    names = FileNames.from_fields(Fields(said, "names"))
     assert (names.of(0), names.of(1), names.of(12)) == ("rank_0/net", "rank_1/other", "rank_12/net")
     for wrong in ("../x", "/x", "a/../x", "a//x", "./x", "", "a\0"):
         for broken in ({**said, "template": wrong}, {**said, "own": [{"rank": 1, "name": wrong}]}):
             with pytest.raises(ValueError, match="no name"):
-                FileNames.from_json(broken)
+                FileNames.from_fields(Fields(broken, "names"))
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "", "{x}", "a{rank}", "{{", "rank_1"])

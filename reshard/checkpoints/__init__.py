@@ -9,7 +9,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.dtypes import can_hold
-from reshard.checkpoints.files import FileHandles, cut_short, reading_error
+from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.naming import FileNames
 from reshard.checkpoints.open import format_of, read_index
 from reshard.checkpoints.output import (
@@ -24,6 +24,7 @@ from reshard.checkpoints.output import (
 from reshard.checkpoints.steps import Step
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
+from reshard.storage import cut_short
 
 __all__ = [
     "CheckpointIndex",

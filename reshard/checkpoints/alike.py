@@ -16,6 +16,8 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.errors import RetryableError
+from reshard.storage import read_range
 
 # Structures kept; a de-duplicated save gives every file its own.
 _MOST_STRUCTURES = 16
@@ -55,7 +57,7 @@ class _Structure:
                     if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
                     for offset, length, gaps in _gaps(self.example):
-                        data = os.pread(fd, length, offset)
+                        data = read_range(fd, self.example.path, offset, length)
                         reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
                 self._reads = reads
             return self._reads
@@ -84,14 +86,14 @@ class KnownStructures:
         for structure in structures:
             try:
                 reads = structure.reads(self._handles)
-            except OSError:
+            except (OSError, RetryableError):
                 # The example is gone, which whoever needs it will find; this file is parsed instead.
                 continue
-            if all(_matches(fd, read) for read in reads):
+            if all(_matches(fd, path, read) for read in reads):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
-                    trailer = os.pread(fd, TRAILER_SIZE, size - TRAILER_SIZE)
-                    if len(trailer) != TRAILER_SIZE or not trailer.startswith(CRC_MARK):
+                    trailer = read_range(fd, path, size - TRAILER_SIZE, TRAILER_SIZE)
+                    if not trailer.startswith(CRC_MARK):
                         continue
                     crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
                 return CheckpointIndex(path, format, size, structure.example.tensors, crc, structure.example.metadata)
@@ -113,8 +115,8 @@ class KnownStructures:
                 self._known.popitem(last=False)
 
 
-def _matches(fd: int, read: _Read) -> bool:
-    data = os.pread(fd, read.length, read.offset)
+def _matches(fd: int, path: str, read: _Read) -> bool:
+    data = read_range(fd, path, read.offset, read.length)
     return all(data[at : at + len(part)] == part for at, part in read.parts)
 
 

@@ -17,12 +17,12 @@ file costs bounded time and memory.
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
+from reshard.storage import read_range
 from reshard.wording import quoted
 
 CRC_MARK = b"crc_num"
@@ -381,7 +381,7 @@ class _Walk:
         """Begin the window at the position; it then holds at least ``count`` bytes."""
         passed = self.position - (self._start + len(self._window))
         self._length = min(2 * self._length, _MOST_WINDOW) if passed < _NEAR else _LEAST_WINDOW
-        self._window = os.pread(self._fd, max(self._length, count), self.position)
-        self._start = self.position
-        if len(self._window) < count:
+        if self._size - self.position < count:
             raise self.damaged("the file ends here, inside a record: it is truncated")
+        self._window = read_range(self._fd, self.path, self.position, count, self._length)
+        self._start = self.position

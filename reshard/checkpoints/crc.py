@@ -11,9 +11,10 @@ from typing import Callable, NamedTuple
 
 from reshard.checkpoints.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
-from reshard.checkpoints.files import FileHandles, cut_short, reading_error
+from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
-from reshard.errors import DamagedCheckpointError
+from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.storage import UnfitError, cut_short, opened_regular, read_range
 from reshard.wording import quoted
 
 # MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
@@ -146,12 +147,11 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
         ReshardError: it cannot be read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened_regular(path) as fd:
             stream = _Stream(fd, path, block_bytes, on_block)
             stream.add_range(0, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
+    except UnfitError as error:
+        raise CheckpointError(f"{path}: {error}", file=path) from error
     except OSError as error:
         raise reading_error(path, error) from error
     return stream.crc
@@ -220,4 +220,6 @@ class _Stream:
 
     def integer(self, tensor: Tensor) -> int:
         ((offset, size),) = tensor.extents
-        return int.from_bytes(os.pread(self._fd, size, offset), "little", signed=not tensor.dtype.startswith("U"))
+        return int.from_bytes(
+            read_range(self._fd, self._path, offset, size), "little", signed=not tensor.dtype.startswith("U")
+        )

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError, ReshardError, RetryableError
+from reshard.storage import too_long
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
@@ -28,21 +29,9 @@ _LASTING = {
     errno.ENOTDIR: "does not exist",
     errno.EISDIR: "is a directory",
     errno.ELOOP: "is a loop of symbolic links",
-    errno.ENAMETOOLONG: "has too long a name",
     errno.ENXIO: "is not a file",
     errno.ENODEV: "is not a file",
 }
-
-
-def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
-    """The error to show for a file that ended earlier than when it was opened."""
-    whose = f" (rank {rank})" if rank is not None else ""
-    return RetryableError(
-        f"{path}: became shorter while it was read{whose}",
-        file=path,
-        rank=rank,
-        hint="wait until nothing writes the source any more, then give the same command again",
-    )
 
 
 def changed_meanwhile(path: str, how: str) -> RetryableError:
@@ -56,6 +45,8 @@ def changed_meanwhile(path: str, how: str) -> RetryableError:
 
 def reading_error(path: str, error: OSError) -> ReshardError:
     """The error to show for a failed read of ``path``: lasting, or worth a retry."""
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
     lasting = _LASTING.get(error.errno or 0)
     if lasting is not None:
         return CheckpointError(f"{path}: {lasting}", file=path)

@@ -8,15 +8,18 @@ for the number of the rank, ``{rank:03}`` for the same in at least three digits,
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from reshard.checkpoints.steps import Pattern
+from reshard.defaults import MOST_DEVICES
+from reshard.storage.json_text import Fields, JsonError
+from reshard.wording import quoted
 
 _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
+_LONGEST_NAME = 255
 _DIGITS = re.compile("[0-9]+")
 _NUMBERED = re.compile(r"rank_\{rank\}/([^/]*)\{rank\}", re.DOTALL)
 
@@ -52,16 +55,19 @@ class FileNames:
         return cls(f"rank_{{rank}}/{_escaped(prefix)}{{rank}}")
 
     @classmethod
-    def from_json(cls, said: Any) -> FileNames:
+    def from_fields(cls, said: Fields) -> FileNames:
         """What `dataclasses.asdict` made, after JSON.
 
         Raises:
-            ValueError, TypeError, KeyError: it is something else, or a name leads out of the tree.
+            JsonError: it is something else, or a name leads out of the tree.
         """
-        found = cls(said["template"], tuple(NamedFile(int(file["rank"]), file["name"]) for file in said["own"]))
+        own = [Fields(file, "own") for file in said.entries("own")]
+        found = cls(
+            said.text("template"),
+            tuple(NamedFile(file.integer("rank", 0, MOST_DEVICES), file.text("name")) for file in own),
+        )
         for name in (found.of(0), *(file.name for file in found.own)):
-            if os.path.isabs(name) or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-                raise ValueError("no name of a file in a tree")
+            check_inside(name)
         return found
 
     @property
@@ -80,6 +86,17 @@ class FileNames:
     @functools.cached_property
     def _own(self) -> dict[int, str]:
         return {file.rank: file.name for file in self.own}
+
+
+def check_inside(name: str) -> None:
+    """Refuse a name that is not one of a file in a tree.
+
+    Raises:
+        JsonError: it leads out of it, or no file can have it.
+    """
+    parts = name.split("/")
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > _LONGEST_NAME:
+        raise JsonError(f"{quoted(name)} is no name of a file in a tree")
 
 
 def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:

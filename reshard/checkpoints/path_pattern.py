@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.steps import RANK_NUMBER, Pattern
+from reshard.storage import is_directory
 
 RANK = "{rank}"
 
@@ -42,7 +43,7 @@ def match_paths(pattern: str, unfinished: str) -> Iterator[Match]:
         OSError: a directory cannot be listed.
     """
     start = fixed_directory(pattern)
-    if os.path.isdir(start or os.curdir):
+    if is_directory(start or os.curdir):
         yield from _descend(start, pattern[len(start) :].split(os.sep), -1, (), unfinished)
 
 
@@ -72,16 +73,16 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         if len(numbers) > 1:
             continue
         path = directory + name
-        is_directory = os.path.isdir(path)
-        if is_directory and name.endswith(unfinished):
+        directory_there = is_directory(path)
+        if directory_there and name.endswith(unfinished):
             continue
         found = numbers.pop() if numbers else -1
         blanked = _blanked(match)
         # The file's own name belongs to its step and series, not to the naming of its directory.
-        inner = (*naming, *_pieces(blanked), os.sep) if is_directory else naming
+        inner = (*naming, *_pieces(blanked), os.sep) if directory_there else naming
         if not rest:
             yield Match(found, inner, path, blanked)
-        elif is_directory:
+        elif directory_there:
             yield from _descend(path + os.sep, rest, found, inner, unfinished)
 
 

@@ -11,12 +11,12 @@ The library itself is not used here because it gives no offsets in the file.
 from __future__ import annotations
 
 import json
-import os
 from typing import Any, NoReturn, Optional
 
 from reshard.checkpoints.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.storage import read_range
 from reshard.wording import quoted
 
 METADATA = "__metadata__"
@@ -79,14 +79,12 @@ def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
 def _read_header(fd: int, path: str, size: int) -> tuple[dict[str, Any], int]:
     if size < LENGTH_SIZE:
         raise _damaged(path, f"it has {size} bytes, less than the length of a header")
-    length = int.from_bytes(os.pread(fd, LENGTH_SIZE, 0), "little")
+    length = int.from_bytes(read_range(fd, path, 0, LENGTH_SIZE), "little")
     if length > LONGEST_HEADER:
         raise _damaged(path, f"its header claims {length} bytes, more than the {LONGEST_HEADER} allowed")
     if LENGTH_SIZE + length > size:
         raise _damaged(path, f"its header claims {length} bytes, but the file has {size}: it is truncated")
-    text = os.pread(fd, length, LENGTH_SIZE)
-    if len(text) < length:
-        raise _damaged(path, "it ends inside the header: it is truncated")
+    text = read_range(fd, path, LENGTH_SIZE, length)
     if text[:1] != b"{":
         raise _damaged(path, "its header does not begin with '{'")
     if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:

@@ -13,7 +13,6 @@ import functools
 import itertools
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from reshard.checkpoints.refused import refuse_other_forms
 from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.errors import CheckpointError, ReshardError
 from reshard.near_names import path_meant
+from reshard.storage import exists, is_directory
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
@@ -246,12 +246,12 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
                     hint=path_meant(src) or "{rank} stands for a rank's number; * ? and [..] match anything else",
                 )
             single = False
-        elif not os.path.lexists(src):
+        elif not exists(src):
             wild = any(mark in src for mark in "*?[{")
             wildcards = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
             hint = wildcards if wild else path_meant(src)
             raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
-        elif os.path.isdir(src):
+        elif is_directory(src):
             found, single = _rank_directories(src), False
         else:
             refuse_other_forms(src)
@@ -294,7 +294,7 @@ def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[Sou
     """
     name = os.path.basename(os.path.abspath(directory))
     match = _RANK_DIRECTORY.fullmatch(name) or _FAULT_DIRECTORY.fullmatch(name)
-    if match is None or not os.path.isdir(directory):
+    if match is None or not is_directory(directory):
         return None
     rank = int(match[2])
     files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
@@ -341,7 +341,7 @@ def passed_over(src: str) -> tuple[list[str], list[str]]:
 
 def _is_pattern(src: str) -> bool:
     """Whether a source is a path with ``{rank}`` in it, and not a directory or file of that name."""
-    return RANK in src and not os.path.lexists(src)
+    return RANK in src and not exists(src)
 
 
 def _rank_numbers(src: str) -> set[int]:
@@ -400,16 +400,6 @@ def _reading(path: str) -> Iterator[None]:
         raise reading_error(path, error) from error
 
 
-def _is_directory(path: str) -> bool:
-    """Whether a path is a directory. One that cannot be looked at is an error, not a rank without files."""
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise reading_error(path, error) from error
-
-
 def _subdirectories(directory: str) -> list[str]:
     with _reading(directory), os.scandir(directory) as entries:
         return sorted(entry.name for entry in entries if _leads_to(entry.is_dir))
@@ -417,7 +407,7 @@ def _subdirectories(directory: str) -> list[str]:
 
 def _checkpoints(path: str) -> Iterator[str]:
     """The checkpoint files directly in a directory, by name; or the path itself, if it is one."""
-    if not _is_directory(path):
+    if not is_directory(path):
         if os.path.splitext(path)[1] in FORMATS:
             yield path
         return

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints, reading_error
+from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import strategy_of
@@ -31,6 +31,7 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
+from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
 
 
@@ -104,12 +105,7 @@ def fingerprint(
     elif ranks is not None or strategy is not None:
         raise UsageError("--ranks and --strategy go with SRC, which is missing", hint="name the checkpoint")
     for path in merge:
-        try:
-            with open(path, "rb") as file:
-                content = file.read()
-        except OSError as error:
-            raise reading_error(path, error) from error
-        result.merge(Fingerprints.from_json(content, path))
+        result.merge(read_fingerprints(path))
     for name in result.differing:
         report.warn(f"{quoted(name)} differs between ranks; its fingerprint is that of the lowest")
     if typed["as_json"]:

@@ -14,6 +14,7 @@ from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
 from reshard.errors import UsageError
 from reshard.messages import full_text
+from reshard.storage import exists, is_directory
 from reshard.wording import byte_size, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def inspect(
     what is said of completeness is a guess. What would make a conversion refuse is shown as a
     finding, and the exit status stays 0.
     """
-    if not os.path.lexists(path) or os.path.isdir(path) or "{rank}" in path:
+    if not exists(path) or is_directory(path) or "{rank}" in path:
         from reshard.inspection.tree import inspect_tree
         from reshard.strategies import read_strategy
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
+import errno
 import re
 
 from distributed import Security
@@ -11,7 +10,11 @@ from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.comm.registry import get_backend
 
 from reshard.errors import UsageError
+from reshard.storage import UnfitError, exists, read_small, too_long
+from reshard.storage.json_text import Fields, JsonError, parse_json
 
+# With many workers some hundred KB.
+_LARGEST = 64 << 20
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 
@@ -23,24 +26,24 @@ def scheduler_address(typed: str) -> str:
     """
     if "://" in typed:
         return typed
-    if not os.path.exists(typed) and _HOST_AND_PORT.fullmatch(typed):
+    if not exists(typed) and _HOST_AND_PORT.fullmatch(typed):
         return typed
     try:
-        with open(typed, encoding="utf-8") as file:
-            address = json.load(file)["address"]
-        if not isinstance(address, str):
-            raise TypeError
+        return Fields(parse_json(read_small(typed, _LARGEST)), "the file").text("address")
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(typed) from error
         raise UsageError(
             f"{typed}: is no address such as tcp://host:8786, and cannot be read as a scheduler file: "
             f"{error.strerror or error}",
             file=typed,
         ) from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (JsonError, UnfitError) as error:
         raise UsageError(
-            f"{typed}: is not a scheduler file", file=typed, hint="dask scheduler --scheduler-file FILE writes one"
+            f"{typed}: is not a scheduler file: {error}",
+            file=typed,
+            hint="dask scheduler --scheduler-file FILE writes one",
         ) from error
-    return address
 
 
 def check_address(address: str) -> None:

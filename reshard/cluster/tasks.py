@@ -20,6 +20,7 @@ from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.conversion import Request
 from reshard.report import Report
 from reshard.source_crcs import damaged_files
+from reshard.storage import status_at
 from reshard.transform import Options, Part, prepare
 from reshard.wording import some_names
 
@@ -64,7 +65,7 @@ def unseen_paths(paths: Sequence[str]) -> list[str]:
     """Those of these paths that do not exist here."""
     deadline = time.monotonic() + _SEEN_AFTER
     while True:
-        unseen = [path for path in paths if not os.path.exists(path)]
+        unseen = [path for path in paths if status_at(path) is None]
         if not unseen or time.monotonic() > deadline:
             return unseen
         time.sleep(0.1)

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional, Union
 
 from reshard import temporary
-from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
+from reshard.errors import TargetError, UnwritableError, UsageError
+from reshard.storage import exists, is_directory, is_regular_file, look_error, names_in
 from reshard.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
@@ -42,32 +43,20 @@ class Destination:
             TargetError: it is something else than a directory.
             RetryableError: it cannot be read.
         """
-        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+        if exists(self.path) and not is_directory(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
         if others:
             # One listing tells which of many rank directories are there.
             entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
-            entries.update(filter(_RANK_DIRECTORY.fullmatch, self._listed("")))
+            entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
+        # A directory that another run which gave up has removed meanwhile holds nothing.
         return sorted(
             os.path.join(entry, name)
             for entry in entries
-            for name in self._listed(entry)
+            for name in names_in(os.path.join(self.path, entry))
             if name.endswith(_CHECKPOINT_ENDINGS)
         )
-
-    def _listed(self, name: str) -> list[str]:
-        """What is in one of its directories; nothing where there is no such directory."""
-        directory = os.path.join(self.path, name)
-        if name and not os.path.isdir(directory):
-            return []
-        try:
-            return os.listdir(directory)
-        except FileNotFoundError:
-            # Another run that gave up has removed what it had made.
-            return []
-        except OSError as error:
-            raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
 
     def check(self, present: Collection[str], allowed: Collection[str], writing: Collection[str]) -> None:
         """Refuse a directory that holds what must not stand beside the new files, or where they must not go.
@@ -95,7 +84,7 @@ class Destination:
                     file=path,
                     hint="remove the link, or choose another DST",
                 )
-            if os.path.lexists(path) and not os.path.isfile(path):
+            if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
 
     def remove_dead_temporaries(self, directories: Iterable[str]) -> None:
@@ -131,7 +120,7 @@ def check_disjoint(
     """
     target = os.path.realpath(dst)
     places = _Places()
-    if isinstance(src, str) and os.path.isdir(src):
+    if isinstance(src, str) and is_directory(src):
         root = os.path.realpath(src)
         if _contains(root, target) or _contains(target, root) or places.contains(root, target):
             raise UsageError(
@@ -227,7 +216,7 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     devices: dict[str, int] = {}
     for directory, count in needed:
         existing = os.path.abspath(directory)
-        while not os.path.isdir(existing):
+        while not is_directory(existing):
             existing = os.path.dirname(existing)
         if existing not in devices:
             with _asking(existing):
@@ -261,7 +250,7 @@ def _asking(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path) from error
+        raise look_error(path, error) from error
 
 
 def _contains(directory: str, path: str) -> bool:

@@ -16,6 +16,7 @@ from reshard import temporary
 from reshard.errors import ReshardError, RetryableError, UnwritableError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
+from reshard.storage import is_directory, too_long
 
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
@@ -185,7 +186,7 @@ class TargetWriter:
     def _create(self, directory: str) -> tuple[int, str]:
         """A temporary file in a directory, which is made where it is not there."""
         for _ in range(_TIMES):
-            self._made_directory = not os.path.isdir(directory)
+            self._made_directory = not is_directory(directory)
             # Another run that gave up may remove the directory between the two.
             with contextlib.suppress(FileNotFoundError):
                 os.makedirs(directory, exist_ok=True)
@@ -200,6 +201,8 @@ class TargetWriter:
         self.discard()
 
     def _fail(self, error: OSError) -> None:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(self.target.path) from error
         what = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
         kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
         said = kind(

@@ -34,6 +34,7 @@ from reshard.records.ledger import begun_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
+from reshard.storage import exists, is_directory
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.wording import plural, rank_ranges, some_names
@@ -151,7 +152,7 @@ def inspect_tree(
 
 def _other_directory(path: str) -> Optional[CheckpointError]:
     """The error for a directory without checkpoints that another command reads."""
-    if not os.path.isdir(path):
+    if not is_directory(path):
         return None
     if _converted(path):
         return CheckpointError(
@@ -171,7 +172,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
 
 
 def _converted(path: str) -> bool:
-    return os.path.lexists(os.path.join(path, MANIFEST_NAME)) or bool(begun_in(path))
+    return exists(os.path.join(path, MANIFEST_NAME)) or bool(begun_in(path))
 
 
 class _Inspection:
@@ -236,7 +237,7 @@ class _Inspection:
     def _look_at_names(self) -> None:
         """Findings that need no header."""
         tree = self._tree
-        if not tree.single_file and os.path.isdir(tree.root) and _converted(tree.root):
+        if not tree.single_file and is_directory(tree.root) and _converted(tree.root):
             self._say(
                 "conversion",
                 f"{tree.root}: was written by reshard",

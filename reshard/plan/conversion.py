@@ -46,6 +46,7 @@ from reshard.plan.selection import Selection, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
+from reshard.storage import exists
 from reshard.strategies import Stage, Strategy
 from reshard.wording import quoted, rank_ranges
 
@@ -167,7 +168,7 @@ def _candidates(request: Request, handles: FileHandles) -> tuple[Iterable[StepFi
                 rank=beyond[0],
             )
         for rank, path in request.src.items():
-            if not os.path.lexists(path):
+            if not exists(path):
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
         return [StepFiles(None, dict(request.src))], ()
     tree = find_checkpoints(request.src, request.file_suffix)

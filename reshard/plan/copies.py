@@ -8,17 +8,17 @@ with its own number, where there is one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
+from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.errors import CheckpointError, InputError
 from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.names import as_pattern, belongs_to_rank
 from reshard.plan.source import SourceStep
 from reshard.report import Report
+from reshard.storage import read_range
 from reshard.strategies import Strategy
 from reshard.wording import quoted, rank_ranges
 
@@ -157,11 +157,9 @@ class CopiedValues:
             while done < length:
                 try:
                     with self._handles.borrow(path) as fd:
-                        block = os.pread(fd, min(_BLOCK - len(pending), length - done), offset + done)
+                        block = read_range(fd, path, offset + done, min(_BLOCK - len(pending), length - done))
                 except OSError as error:
                     raise reading_error(path, error) from error
-                if not block:
-                    raise cut_short(path, rank)
                 done += len(block)
                 pending += block
                 if len(pending) == _BLOCK:

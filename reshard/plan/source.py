@@ -15,6 +15,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, S
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.report import Report
+from reshard.storage import exists
 from reshard.strategies import Stage
 from reshard.wording import step_words
 
@@ -112,7 +113,7 @@ class SourceStep:
         except DamagedCheckpointError as error:
             return error
         except CheckpointError as error:
-            if os.path.lexists(path):
+            if exists(path):
                 raise
             raise RetryableError(
                 f"{path}: vanished while the checkpoint was read (rank {rank})",

@@ -11,13 +11,26 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Callable, Optional
 
 from reshard.checkpoints import FileNames, Literal, OutputLayout
+from reshard.checkpoints.open import FORMATS
+from reshard.defaults import MOST_DEVICES
 from reshard.layout import Layout
+from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Strategy
+from reshard.wording import quoted
 
 _DIGEST_LENGTH = 16
+_SHOWN = 200
+# How members of a record are taken, by the attribute's annotation.
+_TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
+    "str": Fields.text,
+    "Optional[str]": Fields.optional_text,
+    "tuple[str, ...]": Fields.texts,
+    "FileNames": lambda fields, key: FileNames.from_fields(fields.fields(key)),
+    "int": lambda fields, key: fields.integer(key, 1, MOST_DEVICES + 1),
+}
 
 
 @dataclass(frozen=True)
@@ -60,21 +73,33 @@ class Identity:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Identity:
+    def from_json(cls, text: bytes) -> Identity:
         """What `to_json` made.
 
         Raises:
-            ValueError: the text is something else.
+            JsonError: the text is something else.
         """
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError("no identity")
-        try:
-            names = FileNames.from_json(found["names"])
-            patterns = {field: tuple(found[field]) for field in ("include", "exclude")}
-            return cls(**{**found, **patterns, "names": names})
-        except (KeyError, TypeError) as error:
-            raise ValueError("no identity") from error
+        return cls.from_fields(Fields(parse_json(text), "the record"))
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Identity:
+        """An identity of members that are named as its attributes.
+
+        Raises:
+            JsonError: they are not what an identity has.
+        """
+        attributes = {attribute.name: attribute for attribute in dataclasses.fields(cls)}
+        unknown = [key for key in fields if key not in attributes]
+        if unknown:
+            raise JsonError(f"{quoted(unknown[0])} is not known")
+        found: dict[str, Any] = {}
+        for name, attribute in attributes.items():
+            if name in fields or attribute.default is dataclasses.MISSING:
+                found[name] = _TAKEN_AS[str(attribute.type)](fields, name)
+        made = cls(**found)
+        if made.format not in FORMATS.values():
+            raise JsonError(f"{quoted(made.format)} is no format")
+        return made
 
     def differences(self, other: Identity) -> list[str]:
         """How this conversion differs from another, for people."""
@@ -128,7 +153,6 @@ def short_digest(*parts: bytes) -> str:
 
 def _said(value: object) -> str:
     if isinstance(value, FileNames):
-        return value.template
-    if isinstance(value, (tuple, list)):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
+        value = value.template
+    said = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else "" if value is None else str(value)
+    return (said if len(said) <= _SHOWN else f"{said[:_SHOWN]}...") or "none"

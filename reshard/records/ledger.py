@@ -19,6 +19,7 @@ What runs were given lies beside them in files of its own; see `given`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -27,11 +28,13 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from reshard import temporary
-from reshard.errors import RetryableError, TargetError
+from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.locks import Lock, locked, try_alone
 from reshard.records.sources import SourceFile
+from reshard.storage import UnfitError, exists, is_regular_file, names_in, read_small, too_long
+from reshard.storage.json_text import JsonError
 
 DIRECTORY = ".reshard"
 
@@ -41,6 +44,8 @@ _NONE = "none"
 # Where locks tell nothing, a run that has left no trace for so long is taken for dead.
 _LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
+# A plan holds the patterns of --include and --exclude, which a command line bounds.
+_LARGEST_PLAN = 16 << 20
 
 
 class DoneRecord(NamedTuple):
@@ -100,7 +105,7 @@ class Ledger:
     @property
     def exists(self) -> bool:
         """Whether some run of this conversion has begun."""
-        return os.path.isfile(os.path.join(self._own, "plan.json"))
+        return is_regular_file(os.path.join(self._own, "plan.json"))
 
     @property
     def in_use(self) -> bool:
@@ -136,14 +141,14 @@ class Ledger:
             return alone is True or (alone is None and _long_untouched(self._own))
 
     def _marks(self) -> list[str]:
-        return [name for name in _listed(self._own) if name.startswith("replacing.")]
+        return [name for name in names_in(self._own) if name.startswith("replacing.")]
 
     def _make_root(self) -> None:
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, at any moment before it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 os.makedirs(self._root)
-            if os.path.lexists(self._root):
+            if exists(self._root):
                 return
 
     def _check_root(self) -> None:
@@ -169,7 +174,7 @@ class Ledger:
             RetryableError: the directory cannot be written.
         """
         try:
-            for name in _listed(self._root):
+            for name in names_in(self._root):
                 if _OURS.fullmatch(name) and name != self.identity.digest:
                     self._forget(name)
             if not self.done() and self._nobody_writes():
@@ -183,7 +188,7 @@ class Ledger:
             self._writing = Lock.shared(os.path.join(self._own, "lock"))
             temporary.remove_dead(self._own)
             path = os.path.join(self._own, "plan.json")
-            if not os.path.exists(path):
+            if not exists(path):
                 temporary.write_whole(path, (self.identity.to_json() + "\n").encode())
         except OSError as error:
             raise _unwritable(self._root, error) from error
@@ -215,13 +220,13 @@ class Ledger:
             return
         writing.release()
         # What cannot be tidied up does no harm.
-        with contextlib.suppress(OSError, RetryableError):
+        with contextlib.suppress(OSError, ReshardError):
             with self.guarded():
                 with try_alone(os.path.join(self._own, "lock")) as alone:
                     if alone is not True or self.done() or self._marks():
                         return
                     _remove_records(self._own)
-                if any(name != "lock" for name in _listed(self._root)):
+                if any(name != "lock" for name in names_in(self._root)):
                     return
                 os.unlink(os.path.join(self._root, "lock"))
                 os.rmdir(self._root)
@@ -261,7 +266,7 @@ class Ledger:
         """Source files that a conversion into this directory found damaged, be it one of an older step."""
         return {
             found
-            for name in filter(_OURS.fullmatch, _listed(self._root))
+            for name in filter(_OURS.fullmatch, names_in(self._root))
             for found in _sources_in(os.path.join(self._root, name, "damaged"))
         }
 
@@ -285,7 +290,7 @@ class Ledger:
 
     def forget_given(self) -> None:
         """Everything is made anew, perhaps of other files."""
-        for name in filter(IS_GIVEN.fullmatch, _listed(self._own)):
+        for name in filter(IS_GIVEN.fullmatch, names_in(self._own)):
             _remove(os.path.join(self._own, name))
 
     def given(self) -> list[Given]:
@@ -299,13 +304,13 @@ class Ledger:
 
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
-        for name in _listed(os.path.join(self._own, "sources")):
+        for name in names_in(os.path.join(self._own, "sources")):
             _remove(os.path.join(self._own, "sources", name))
 
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; several where several runs have made the same."""
         found: dict[int, list[DoneRecord]] = {}
-        for name in _listed(os.path.join(self._own, "done")):
+        for name in names_in(os.path.join(self._own, "done")):
             record = _parsed(name)
             if record is not None and (ranks is None or record.rank in ranks):
                 found.setdefault(record.rank, []).append(record)
@@ -333,14 +338,14 @@ class Ledger:
     def forget(self, ranks: Collection[int]) -> None:
         """Forget that targets are finished, because they are to be made again."""
         chosen = set(ranks)
-        for name in _listed(os.path.join(self._own, "done")):
+        for name in names_in(os.path.join(self._own, "done")):
             record = _parsed(name)
             if record is None or record.rank in chosen:
                 _remove(os.path.join(self._own, "done", name))
 
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
         """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
-        return os.path.exists(os.path.join(self._own, _replacing(ranks, sources)))
+        return exists(os.path.join(self._own, _replacing(ranks, sources)))
 
     def is_replacing(self, ranks: Optional[Collection[int]] = None) -> bool:
         """Whether a run that replaces targets, of just these ranks or of any, was begun and has not ended."""
@@ -356,7 +361,7 @@ class Ledger:
     def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
         """All of these ranks, or of all, have been made."""
         start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
-        for name in _listed(self._own):
+        for name in names_in(self._own):
             if name.startswith(start):
                 _remove(os.path.join(self._own, name))
 
@@ -385,20 +390,33 @@ def begun_in(destination: str) -> list[Identity]:
     """The conversions that have begun in a directory; one, unless something went wrong.
 
     Raises:
+        TargetError: a record is not what a run of ours writes.
         RetryableError: the records cannot be read.
     """
     root = os.path.join(destination, DIRECTORY)
     found = []
-    for name in filter(_OURS.fullmatch, _listed(root)):
+    for name in filter(_OURS.fullmatch, names_in(root)):
+        path = os.path.join(root, name, "plan.json")
         try:
-            with open(os.path.join(root, name, "plan.json"), encoding="utf-8") as file:
-                found.append(Identity.from_json(file.read()))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            found.append(Identity.from_json(read_small(path, _LARGEST_PLAN)))
+        except (FileNotFoundError, NotADirectoryError):
             # Killed before it said what it is: nothing was written by it.
             continue
+        except JsonError as error:
+            raise _foreign(path, f"is damaged: {error}") from error
+        except UnfitError as error:
+            raise _foreign(path, str(error)) from error
         except OSError as error:
-            raise RetryableError(f"{root}: cannot be read: {error.strerror or error}", file=root) from error
+            raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
     return found
+
+
+def _foreign(path: str, what: str) -> TargetError:
+    return TargetError(
+        f"{path}: {what}; it is no record of reshard",
+        file=path,
+        hint=f"choose another DST, or remove {os.path.dirname(path)} if nothing else uses it",
+    )
 
 
 def another_conversion(destination: str, mine: Identity, others: list[Identity]) -> TargetError:
@@ -422,7 +440,7 @@ def _remove_records(path: str) -> None:
     """Remove a conversion's records, and nothing else that may lie there."""
     for directory in (*(os.path.join(path, name) for name in ("done", "sources", "damaged")), path):
         temporary.remove_dead(directory)
-        for name in _listed(directory):
+        for name in names_in(directory):
             ours = directory != path or name in ("lock", "plan.json") or name.startswith("replacing.")
             if ours or IS_GIVEN.fullmatch(name):
                 with contextlib.suppress(OSError):
@@ -456,16 +474,7 @@ def _parsed(name: str) -> Optional[DoneRecord]:
 
 def _sources_in(directory: str) -> Iterator[SourceFile]:
     """The source files whose records lie in a directory."""
-    return filter(None, map(SourceFile.parse, _listed(directory)))
-
-
-def _listed(directory: str) -> list[str]:
-    try:
-        return sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise RetryableError(f"{directory}: cannot be read: {error.strerror}", file=directory) from error
+    return filter(None, map(SourceFile.parse, names_in(directory)))
 
 
 def _remove(path: str) -> None:
@@ -477,5 +486,7 @@ def _remove(path: str) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: str, error: OSError) -> RetryableError:
+def _unwritable(path: str, error: OSError) -> ReshardError:
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
     return RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path)

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from typing import Callable, Optional
 
+from reshard.storage import look_error
+
 _PATIENCE = 60.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -46,12 +48,17 @@ def try_alone(path: str) -> Iterator[Optional[bool]]:
     """Hold a lock alone: True where it is held, False where another has it, None where nobody knows.
 
     A file that does not exist is locked by nobody.
+
+    Raises:
+        ReshardError: it cannot be opened.
     """
     try:
         fd = _open(path)
     except (FileNotFoundError, NotADirectoryError):
         yield True
         return
+    except OSError as error:
+        raise look_error(path, error) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,8 +111,10 @@ def locked(path: str, again: Callable[[], None]) -> Iterator[None]:
 def _open(path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except PermissionError:
-        # Of another user: it can be asked, where reading suffices for that.
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # Of another user, or not to be written by anybody: it can be asked, where reading suffices for that.
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 

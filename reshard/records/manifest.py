@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from reshard import temporary
+from reshard.checkpoints.naming import check_inside
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.near_names import path_meant
 from reshard.records.identity import Identity
+from reshard.storage import UnfitError, is_directory, read_small, too_long
+from reshard.storage.json_text import Fields, JsonError, parse_json
+from reshard.wording import quoted
 
 MANIFEST_NAME = "reshard-manifest.json"
 VERSION = 1
+
+# Some hundred bytes per rank.
+_LARGEST = 64 << 20
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
 
 
 class ManifestFile(NamedTuple):
@@ -84,18 +95,18 @@ def read_manifest(directory: str) -> Manifest:
     """
     path = os.path.join(directory, MANIFEST_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
-            said = json.load(file)
-        if said["version"] != VERSION:
+        said = Fields(parse_json(read_small(path, _LARGEST)), "the manifest")
+        version = said.integer("version", 0, 1 << 31)
+        if version != VERSION:
             raise CheckpointError(
-                f"{path}: is of version {said['version']}, which is not known here",
+                f"{path}: is of version {version}, which is not known here",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
-        files = tuple(_file(entry) for entry in said["files"])
-        return Manifest(Identity.from_json(json.dumps(said["plan"])), files)
-    except FileNotFoundError:
-        if not os.path.isdir(directory):
+        files = tuple(_file(Fields(entry, "files")) for entry in said.entries("files"))
+        return Manifest(Identity.from_fields(said.fields("plan")), files)
+    except (FileNotFoundError, NotADirectoryError):
+        if not is_directory(directory):
             raise CheckpointError(
                 f"{directory}: is no directory",
                 file=directory,
@@ -107,21 +118,22 @@ def read_manifest(directory: str) -> Manifest:
             hint="it is written when all target ranks are converted; the same command goes on where it stopped",
         ) from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from error
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (JsonError, UnfitError) as error:
         raise CheckpointError(
-            f"{path}: is damaged, or no manifest of reshard",
+            f"{path}: is damaged, or no manifest of reshard: {error}",
             file=path,
             hint="remove it and give the conversion's command again, which writes it anew",
         ) from error
 
 
-def _file(entry: dict[str, Any]) -> ManifestFile:
-    rank, name, size, headers, crc = (entry[key] for key in ManifestFile._fields)
-    inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in name.split("/")
-    if not isinstance(rank, int) or not isinstance(size, int) or not inside:
-        raise ValueError("no file of a manifest")
+def _file(entry: Fields) -> ManifestFile:
+    name = entry.text("file")
+    check_inside(name)
+    headers, crc = entry.optional_text("headers"), entry.optional_text("crc32")
     for digest in (headers, crc):
-        if digest is not None:
-            int(digest, 16)
-    return ManifestFile(rank, name, size, headers, crc)
+        if digest is not None and not _DIGEST.fullmatch(digest):
+            raise JsonError(f"{quoted(digest)} is no digest")
+    return ManifestFile(entry.integer("rank", 0, MOST_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, cut_short, reading_error
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.storage import storage_of
 from reshard.names import kind_of
 from reshard.records.identity import short_digest
+from reshard.storage import read_range
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
 _TENSORS = 8
@@ -153,10 +154,7 @@ class SourceSampler:
         try:
             with self._handles.borrow(index.path) as fd:
                 for offset, count in structure.samples(rank):
-                    data = os.pread(fd, count, offset)
-                    if len(data) < count:
-                        raise cut_short(index.path, rank)
-                    samples.append(data)
+                    samples.append(read_range(fd, index.path, offset, count))
                 status = os.fstat(fd)
         except OSError as error:
             raise reading_error(index.path, error) from error

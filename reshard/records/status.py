@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Optional
@@ -13,6 +12,7 @@ from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import Ledger, begun_in
 from reshard.records.manifest import MANIFEST_NAME, read_manifest
+from reshard.storage import exists, status_at
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def status_of(directory: str) -> Status:
     """
     begun = begun_in(directory)
     path = os.path.join(directory, MANIFEST_NAME)
-    manifest = path if os.path.lexists(path) else None
+    manifest = path if exists(path) else None
     if len(begun) > 1:
         raise TargetError(
             f"{directory} holds records of {len(begun)} conversions",
@@ -67,7 +67,7 @@ def status_of(directory: str) -> Status:
     if not begun:
         if manifest is not None:
             return _by_manifest(directory)
-        meant = None if os.path.lexists(directory) else path_meant(directory)
+        meant = None if exists(directory) else path_meant(directory)
         raise TargetError(
             f"{directory}: no conversion was begun here",
             file=directory,
@@ -77,8 +77,9 @@ def status_of(directory: str) -> Status:
     ledger = Ledger(directory, identity)
     statuses = {}
     for rank in range(identity.ranks):
-        with contextlib.suppress(OSError):
-            statuses[rank] = os.stat(os.path.join(directory, identity.file_of(rank)))
+        status = status_at(os.path.join(directory, identity.file_of(rank)))
+        if status is not None:
+            statuses[rank] = status
     records = ledger.done()
     done: list[int] = []
     changed: list[int] = []
@@ -107,12 +108,12 @@ def _by_manifest(directory: str) -> Status:
     changed: list[int] = []
     size = 0
     for file in manifest.files:
-        with contextlib.suppress(OSError):
-            if os.stat(os.path.join(directory, file.file)).st_size == file.size:
-                done.append(file.rank)
-                size += file.size
-            else:
-                changed.append(file.rank)
+        status = status_at(os.path.join(directory, file.file))
+        if status is not None and status.st_size == file.size:
+            done.append(file.rank)
+            size += file.size
+        elif status is not None:
+            changed.append(file.rank)
     known = {*done, *changed}
     missing = tuple(rank for rank in range(manifest.plan.ranks) if rank not in known)
     path = os.path.join(directory, MANIFEST_NAME)

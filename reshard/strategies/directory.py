@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from reshard.errors import StrategyError
+from reshard.storage import is_directory, names_in
 from reshard.strategies.model import Stage, StrategyFile
-from reshard.strategies.one_file import OtherFile, parse, read_bytes, read_error
+from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.stages import (
     FileRecord,
     StageRecord,
@@ -156,17 +157,14 @@ def check_gaps(file: FileRecord) -> None:
 
 
 def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
-    try:
-        names = os.listdir(directory)
-    except (OSError, ValueError) as error:
-        raise read_error(directory, error) from error
+    names = names_in(directory)
     left_out = os.path.realpath(leave_out) if leave_out is not None else None
     kept = [name for name in names if left_out != os.path.realpath(os.path.join(directory, name))]
     return sorted(kept, key=_natural)
 
 
 def _is_of_rank(path: str) -> bool:
-    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and os.path.isdir(path)
+    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

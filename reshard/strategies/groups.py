@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.errors import StrategyError
+from reshard.storage import read_range
 from reshard.strategies import protobuf_file
 from reshard.strategies.one_file import LARGEST_GROUP_INFO, OtherFile, opened, read_bytes
 
@@ -35,11 +36,11 @@ def read_group_info(path: str) -> GroupInfo:
         RetryableError: reading failed.
     """
     with opened(path) as file:
-        size = 0 if isinstance(file, OtherFile) else os.fstat(file.fileno()).st_size
-        data = b"" if isinstance(file, OtherFile) else file.read(min(size, LARGEST_GROUP_INFO) + 1)
+        size = 0 if isinstance(file, OtherFile) else os.fstat(file).st_size
+        data = b"" if isinstance(file, OtherFile) else read_range(file, path, 0, min(size, LARGEST_GROUP_INFO))
     is_strategy = protobuf_file.parse_strategy(data, path) is not None
     # A strategy's items would pass for rank lists.
-    if data and len(data) <= LARGEST_GROUP_INFO and not is_strategy:
+    if data and size <= LARGEST_GROUP_INFO and not is_strategy:
         found = protobuf_file.parse_group_map(data, path)
         if found is not None:
             return GroupInfo(path, *found)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
 from reshard.messages import listing
+from reshard.storage import exists, is_directory
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
@@ -44,7 +45,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         RetryableError: writing failed.
     """
     form = _form_of(target_file)
-    if not os.path.isdir(directory):
+    if not is_directory(directory):
         raise StrategyError(
             f"{directory} is not a directory",
             file=directory,
@@ -84,7 +85,7 @@ def _form_of(target_file: str) -> str:
 
 
 def _check_replaceable(target: str) -> None:
-    if not os.path.lexists(target):
+    if not exists(target):
         return
     data = read_bytes(target)
     found = data if isinstance(data, OtherFile) else parse(target, data) if data else None

@@ -8,17 +8,17 @@ it over.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Optional, Union
+from typing import Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.near_names import path_meant
 from reshard.other_files import kind_by_head
+from reshard.storage import UnfitError, opened_regular, read_range, too_long
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 
@@ -30,7 +30,7 @@ _HEAD = 32
 _CIPHER_MARKS = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")
 # The bytes that begin the parts of a Checkpoint's Value: its tag, tensor or map tensor.
 _VALUE_PARTS = (b"\x0a", b"\x12", b"\x1a")
-_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,18 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
     with opened(path) as file:
         if isinstance(file, OtherFile):
             return file
-        head = file.read(_HEAD)
-        size = os.fstat(file.fileno()).st_size
+        size = os.fstat(file).st_size
+        head = read_range(file, path, 0, min(size, _HEAD))
         kind = _kind_by_head(head, size)
         if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
             # Its groups look like the values of a checkpoint.
-            content = head + file.read(max(0, size - len(head)))
-            if protobuf_file.parse_group_map(content, path) is not None:
-                kind = "a group_info file"
+            content = read_range(file, path, 0, size)
+            kind = kind if protobuf_file.parse_group_map(content, path) is None else "a group_info file"
         if kind is not None:
             return OtherFile(path, kind)
         limit = LARGEST_JSON if _looks_like_json(head) else LARGEST_PROTOBUF
-        data = head + file.read(max(0, size - len(head))) if size <= limit else b""
-        if size <= limit and len(data) <= limit:
-            return data
+        if size <= limit:
+            return read_range(file, path, 0, size)
         if _must_be_one(path, head):
             raise StrategyError(
                 f"{path} is larger than any strategy file ({limit >> 20} MiB)",
@@ -122,34 +120,33 @@ def read_strategy_file(path: str) -> StrategyFile:
     return found
 
 
-@contextmanager
-def opened(path: str) -> Iterator[Union[BinaryIO, OtherFile]]:
-    """A regular file open for reading; an `OtherFile` where it is none.
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Union[int, OtherFile]]:
+    """The descriptor of a regular file, open for reading; an `OtherFile` where it is none.
 
     Raises:
         StrategyError: missing or not readable.
         RetryableError: opening or reading it failed.
     """
-    try:
-        # Opening a FIFO waits for its writer, opening a device may do anything.
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            yield OtherFile(path, "a directory" if stat.S_ISDIR(mode) else "not a regular file")
-            return
-        with open(path, "rb") as file:
+    with contextlib.ExitStack() as stack:
+        try:
+            try:
+                file: Union[int, OtherFile] = stack.enter_context(opened_regular(path))
+            except UnfitError as error:
+                file = OtherFile(path, str(error).replace("is ", "", 1))
             yield file
-    except (OSError, ValueError) as error:
-        raise read_error(path, error) from error
+        except OSError as error:
+            raise read_error(path, error) from error
 
 
-def read_error(path: str, error: Union[OSError, ValueError]) -> ReshardError:
+def read_error(path: str, error: OSError) -> ReshardError:
     """What a failure to open or read a file or directory means for the user."""
     if isinstance(error, FileNotFoundError):
         return StrategyError(f"{path}: there is no such file or directory", file=path, hint=path_meant(path))
-    if isinstance(error, OSError) and error.errno not in _WRONG_PATH:
-        return RetryableError(f"{path} cannot be read: {error.strerror}", file=path)
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return StrategyError(f"{path} cannot be read: {reason}", file=path)
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    kind = StrategyError if error.errno in _WRONG_PATH else RetryableError
+    return kind(f"{path} cannot be read: {error.strerror}", file=path)
 
 
 def _looks_like_json(data: bytes) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Optional
 
 from reshard.errors import StrategyError
+from reshard.storage import is_directory
 from reshard.strategies.directory import check_gaps, find_stages
 from reshard.strategies.model import NONE, Strategy
 from reshard.strategies.one_file import read_strategy_file
@@ -29,7 +29,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
         return Strategy.none()
     if not path:
         raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")
-    if os.path.isdir(path):
+    if is_directory(path):
         found = find_stages(path)
         return Strategy(found.stages, path, found.notes)
     record = records_of(read_strategy_file(path))

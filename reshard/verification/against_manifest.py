@@ -8,9 +8,17 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, find_checkpoints, read_index, reading_error
+from reshard.checkpoints import (
+    CheckpointIndex,
+    FileHandles,
+    crc_of_file,
+    find_checkpoints,
+    read_index,
+    reading_error,
+)
 from reshard.errors import CheckpointError
 from reshard.records import Manifest, ManifestFile
+from reshard.storage import read_range, status_at
 from reshard.verification.difference import Difference
 from reshard.verification.reading import Means
 
@@ -51,15 +59,12 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
 
 def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
-    if not os.path.lexists(path):
+    status = status_at(path)
+    if status is None:
         yield f"{path} is missing"
         return
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise reading_error(path, error) from error
-    if size != file.size:
-        yield f"{path} has {size} bytes, not {file.size}"
+    if status.st_size != file.size:
+        yield f"{path} has {status.st_size} bytes, not {file.size}"
         return
     try:
         index = read_index(means.handles, path)
@@ -87,13 +92,8 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     try:
         with handles.borrow(index.path) as fd:
             for offset, size in [*extents, (index.size, 0)]:
-                while position < offset:
-                    data = os.pread(fd, offset - position, position)
-                    if not data:
-                        break
-                    hashed.update(data)
-                    position += len(data)
-                position = max(position, offset + size)
+                hashed.update(read_range(fd, index.path, position, offset - position))
+                position = offset + size
     except OSError as error:
         raise reading_error(index.path, error) from error
     return hashed.hexdigest()[:16]

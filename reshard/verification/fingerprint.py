@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,8 +24,8 @@ from reshard.verification.true_layouts import is_text
 from reshard.wording import number_ranges, quoted
 
 _SUM_BYTES = 16
-# In the place of a stage: a sum over all of a parameter that no stage has all of.
-_SEVERAL = -1
+SEVERAL = -1
+"""In the place of a stage: a sum over all of a parameter that no stage has all of."""
 
 
 class Entry(NamedTuple):
@@ -79,7 +78,7 @@ class ParameterSums:
 
     @property
     def _stages(self) -> set[int]:
-        return {stage for stage, _ in self.slices if stage != _SEVERAL}
+        return {stage for stage, _ in self.slices if stage != SEVERAL}
 
     def check_cuts(self) -> None:
         """Refuse slices of one stage that overlap: they are of different strategies."""
@@ -104,6 +103,39 @@ class Copy(NamedTuple):
     total: int
 
 
+class _SliceSums(Mapping[tuple[int, Box], int]):
+    """Sums by stage and box in few bytes: parameters that are cut alike share the places."""
+
+    def __init__(self, places: dict[tuple[int, Box], int], sums: bytes) -> None:
+        self._places = places
+        self._sums = sums
+
+    def __getitem__(self, key: tuple[int, Box]) -> int:
+        at = self._places[key] * _SUM_BYTES
+        return int.from_bytes(self._sums[at : at + _SUM_BYTES], "little")
+
+    def __iter__(self) -> Iterator[tuple[int, Box]]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class SharedPlaces:
+    """The places that parameters share."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, Box], ...], dict[tuple[int, Box], int]] = {}
+
+    def sums(self, keys: Iterable[tuple[int, Box]], sums: Iterable[int]) -> _SliceSums:
+        """The sums, one for every key."""
+        told = tuple(keys)
+        places = self._known.get(told)
+        if places is None:
+            places = self._known[told] = {key: number for number, key in enumerate(told)}
+        return _SliceSums(places, b"".join(total.to_bytes(_SUM_BYTES, "little") for total in sums))
+
+
 @dataclass
 class Fingerprints:
     """The fingerprints of a checkpoint, or of what some ranks hold of it.
@@ -115,6 +147,7 @@ class Fingerprints:
 
     parameters: dict[str, ParameterSums] = field(default_factory=dict)
     values: dict[str, dict[int, Copy]] = field(default_factory=dict)
+    _shared: SharedPlaces = field(default_factory=SharedPlaces, init=False, repr=False, compare=False)
 
     def entries(self) -> list[Entry]:
         """Every tensor by name, whether listed or not; of a value the lowest rank's copy."""
@@ -158,13 +191,13 @@ class Fingerprints:
             if name in self.values or (mine and (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape)):
                 raise _contradiction(name, "its type, its shape or the strategy")
             if mine is None:
-                self.parameters[name] = ParameterSums(name, theirs.dtype, theirs.shape, dict(theirs.slices))
+                self.parameters[name] = ParameterSums(name, theirs.dtype, theirs.shape, theirs.slices)
                 continue
             merged = dict(mine.slices)
             for (stage, box), total in theirs.slices.items():
                 if merged.setdefault((stage, box), total) != total:
                     raise _contradiction(name, f"the slice {[list(interval) for interval in box]} of stage {stage}")
-            mine.slices = merged
+            mine.slices = self._shared.sums(merged, merged.values())
             mine.check_cuts()
         for name, copies in other.values.items():
             if name in self.parameters:
@@ -175,7 +208,7 @@ class Fingerprints:
                     raise _contradiction(name, f"the copy of rank {rank}")
 
     def to_json(self) -> dict[str, Any]:
-        """The documented form, which `from_json` reads."""
+        """The documented form, which `read_fingerprints` reads."""
         made = {entry.name: entry.fingerprint for entry in self.entries()}
         return {
             "version": VERSION,
@@ -189,7 +222,7 @@ class Fingerprints:
                     "fingerprint": made[name],
                     "slices": [
                         {
-                            "stage": None if stage == _SEVERAL else stage,
+                            "stage": None if stage == SEVERAL else stage,
                             "box": [list(interval) for interval in box],
                             "sum": f"{total:032x}",
                         }
@@ -210,44 +243,6 @@ class Fingerprints:
                 for name, copies in sorted(self.values.items())
             ],
         }
-
-    @classmethod
-    def from_json(cls, text: bytes, path: str) -> Fingerprints:
-        """Read what `to_json` made.
-
-        Raises:
-            InputError: the text is nothing of the kind.
-        """
-        try:
-            document = json.loads(text)
-            if document["version"] != VERSION:
-                raise ValueError
-            result = cls()
-            for item in document["parameters"]:
-                name, dtype, shape = str(item["name"]), str(item["dtype"]), tuple(map(int, item["shape"]))
-                slices = {}
-                for part in item["slices"]:
-                    box = tuple((int(start), int(stop)) for start, stop in part["box"])
-                    if len(box) != len(shape) or not all(0 <= a <= b <= size for (a, b), size in zip(box, shape)):
-                        raise ValueError
-                    stage = _SEVERAL if part["stage"] is None else int(part["stage"])
-                    slices[stage, box] = int(part["sum"], 16)
-                result.parameters[name] = ParameterSums(name, dtype, shape, slices)
-                result.parameters[name].check_cuts()
-            for item in document["values"]:
-                copies = {
-                    int(copy["rank"]): Copy(str(copy["dtype"]), tuple(map(int, copy["shape"])), int(copy["sum"], 16))
-                    for copy in item["copies"]
-                }
-                if copies:
-                    result.values[str(item["name"])] = copies
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION})",
-                file=path,
-                hint="pass a file that holds what that command printed, and nothing else",
-            ) from error
-        return result
 
 
 def _contradiction(name: str, what: str) -> InputError:
@@ -273,7 +268,7 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
             total += math.prod(parameter.shape) * tree.sample(parameter).item_size
     means.progress.begin(total, "reading")
     try:
-        shared = _Keys()
+        shared = SharedPlaces()
         for batch in batches(tree.parameters.values(), lambda parameter: len(parameter.slices)):
             _add_parameters(result, tree, batch, shared, means)
         copies: dict[Copy, Copy] = {}
@@ -291,7 +286,9 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     return result
 
 
-def _add_parameters(result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: _Keys, means: Means) -> None:
+def _add_parameters(
+    result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: SharedPlaces, means: Means
+) -> None:
     parts: list[Part] = []
     for parameter in parameters:
         parts += [
@@ -311,7 +308,7 @@ def _add_parameters(result: Fingerprints, tree: Tree, parameters: list[Parameter
         keys = [(held.stage, held.box) for held in parameter.slices if held.holders]
         found = [next(sums) for _ in keys]
         if parameter.name in totals:
-            keys.append((_SEVERAL, whole_box(parameter.shape)))
+            keys.append((SEVERAL, whole_box(parameter.shape)))
             found.append(totals[parameter.name])
         slices = shared.sums(keys, found)
         result.parameters[parameter.name] = ParameterSums(parameter.name, parameter.dtype, parameter.shape, slices)
@@ -320,36 +317,3 @@ def _add_parameters(result: Fingerprints, tree: Tree, parameters: list[Parameter
 def _in_pieces(parameter: Parameter) -> bool:
     """Whether no stage has all of a parameter, but several together have."""
     return parameter.cells.whole and not parameter.cells.of_one_stage
-
-
-class _SliceSums(Mapping[tuple[int, Box], int]):
-    """Sums by stage and box in few bytes: parameters that are cut alike share the places."""
-
-    def __init__(self, places: dict[tuple[int, Box], int], sums: bytes) -> None:
-        self._places = places
-        self._sums = sums
-
-    def __getitem__(self, key: tuple[int, Box]) -> int:
-        at = self._places[key] * _SUM_BYTES
-        return int.from_bytes(self._sums[at : at + _SUM_BYTES], "little")
-
-    def __iter__(self) -> Iterator[tuple[int, Box]]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-class _Keys:
-    """The places that parameters share."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, Box], ...], dict[tuple[int, Box], int]] = {}
-
-    def sums(self, keys: Iterable[tuple[int, Box]], sums: Iterable[int]) -> _SliceSums:
-        """The sums, one for every key."""
-        told = tuple(keys)
-        places = self._known.get(told)
-        if places is None:
-            places = self._known[told] = {key: number for number, key in enumerate(told)}
-        return _SliceSums(places, b"".join(total.to_bytes(_SUM_BYTES, "little") for total in sums))

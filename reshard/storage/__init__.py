@@ -1,0 +1,32 @@
+"""Files and directories: whether they are there, and reading them as what anybody may have written.
+
+Nothing here knows what files mean.
+"""
+
+from reshard.storage.look import (
+    exists,
+    is_directory,
+    is_regular_file,
+    link_at,
+    look_error,
+    names_in,
+    status_at,
+    too_long,
+)
+from reshard.storage.read import UnfitError, cut_short, opened_regular, read_range, read_small
+
+__all__ = [
+    "UnfitError",
+    "cut_short",
+    "exists",
+    "is_directory",
+    "is_regular_file",
+    "link_at",
+    "look_error",
+    "names_in",
+    "opened_regular",
+    "read_range",
+    "read_small",
+    "status_at",
+    "too_long",
+]

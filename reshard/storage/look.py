@@ -1,0 +1,111 @@
+"""What is at a path: nothing, something, or nobody can tell at this moment.
+
+`os.path.exists` and its kin take every failure for absence, so that a file server which is away for
+a second looks like a checkpoint that is not there. Here absence is an answer and failure an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Optional
+
+from reshard.errors import InputError, ReshardError, RetryableError, UsageError
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM)
+_SHOWN = 300
+
+
+def status_at(path: str) -> Optional[os.stat_result]:
+    """The status of what a path leads to, through links; None where it leads to nothing.
+
+    Raises:
+        UsageError: the path is too long to be one.
+        InputError: it may not be looked at.
+        RetryableError: it cannot be looked at at this moment.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # ValueError: no file can have a name with a NUL, or one that cannot be encoded.
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            # Links in a circle lead to nothing, as one to nowhere.
+            return None
+        raise look_error(path, error) from error
+
+
+def link_at(path: str) -> Optional[os.stat_result]:
+    """The status of what stands at a path, be it a link; None where there is nothing.
+
+    Raises:
+        ReshardError: as `status_at`.
+    """
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise look_error(path, error) from error
+
+
+def exists(path: str) -> bool:
+    """Whether something stands at a path, be it a link that leads to nothing.
+
+    Raises:
+        ReshardError: as `status_at`.
+    """
+    return link_at(path) is not None
+
+
+def is_directory(path: str) -> bool:
+    """Whether a path leads to a directory.
+
+    Raises:
+        ReshardError: as `status_at`.
+    """
+    found = status_at(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_regular_file(path: str) -> bool:
+    """Whether a path leads to a regular file.
+
+    Raises:
+        ReshardError: as `status_at`.
+    """
+    found = status_at(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def names_in(directory: str) -> list[str]:
+    """The names in a directory, sorted; none where there is no directory.
+
+    Raises:
+        ReshardError: it cannot be listed; as `status_at`.
+    """
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise look_error(directory, error) from error
+
+
+def look_error(path: str, error: OSError) -> ReshardError:
+    """The error to show where nobody can tell what is at a path."""
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    if error.errno in _FORBIDDEN:
+        return InputError(f"{path}: may not be looked at: {error.strerror}", file=path)
+    return RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path)
+
+
+def too_long(path: str) -> UsageError:
+    """The error for a path that the system takes for too long."""
+    shown = path if len(path) <= _SHOWN else f"{path[:_SHOWN]}..."
+    return UsageError(f"{shown}: is too long for a path", file=path, hint="give a shorter one, or one relative to here")

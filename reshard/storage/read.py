@@ -1,0 +1,116 @@
+"""Reading files that anybody may have written, or may be writing.
+
+What is no regular file is never waited for, a small file has a bound, and a read that gives less than
+the file has is read on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import Optional
+
+from reshard.errors import RetryableError
+
+# Reads in which nothing came, though the file has more.
+_TIMES = 3
+
+
+class UnfitError(ValueError):
+    """A file is not what it should be; the text goes on after its name, as in ``is larger than ...``."""
+
+
+@contextlib.contextmanager
+def opened_regular(path: str) -> Iterator[int]:
+    """A descriptor of a regular file, open for reading while the block runs.
+
+    Raises:
+        UnfitError: it is something else.
+        OSError: it is not there, or cannot be opened.
+    """
+    try:
+        # To open a FIFO waits for its writer, and to open a device may do anything.
+        _check_regular(os.stat(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except ValueError as error:
+        if isinstance(error, UnfitError):
+            raise
+        # A name with a NUL, or one that cannot be encoded: no file has it.
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    try:
+        _check_regular(os.fstat(fd))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _check_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UnfitError("is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file")
+
+
+def read_small(path: str, most: int) -> bytes:
+    """The content of a small file.
+
+    Args:
+        path: the file.
+        most: bytes that it may have.
+
+    Raises:
+        UnfitError: it is no regular file, or larger.
+        RetryableError: it does not give what it has.
+        OSError: it is not there, or cannot be read.
+    """
+    with opened_regular(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > most:
+            raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {most:,} are allowed")
+        return read_range(fd, path, 0, size)
+
+
+def read_range(fd: int, path: str, offset: int, least: int, most: Optional[int] = None) -> bytes:
+    """Bytes of an open file from an offset on.
+
+    A read may give less than was asked for, on network file systems above all, and that says nothing of
+    the file: it is read on, and what stays missing is an error that may pass, never damage.
+
+    Args:
+        fd: descriptor of the file.
+        path: its name, for messages.
+        offset: where to begin.
+        least: bytes that the file had there when it was opened; all of them are read.
+        most: bytes to ask for.
+
+    Raises:
+        RetryableError: the file became shorter, or does not give what it has.
+        OSError: reading failed.
+    """
+    data = os.pread(fd, max(least, most or 0), offset)
+    idle = 0
+    while len(data) < least:
+        more = os.pread(fd, least - len(data), offset + len(data))
+        data += more
+        if more:
+            continue
+        idle += 1
+        if os.fstat(fd).st_size < offset + least:
+            raise cut_short(path)
+        if idle == _TIMES:
+            raise RetryableError(
+                f"{path}: cannot be read: it gives {len(data)} bytes at byte {offset}, and has {least}", file=path
+            )
+    return data
+
+
+def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:
+    """The error to show for a file that ended earlier than when it was opened."""
+    whose = f" (rank {rank})" if rank is not None else ""
+    return RetryableError(
+        f"{path}: became shorter while it was read{whose}",
+        file=path,
+        rank=rank,
+        hint="wait until nothing writes the source any more, then give the same command again",
+    )

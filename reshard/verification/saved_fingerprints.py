@@ -1,0 +1,146 @@
+"""Reading the results of `reshard fingerprint --json`, to merge them.
+
+Results of large checkpoints have hundreds of MB, and anybody may have written them: they are walked
+tensor by tensor, slice by slice, and what is kept of each is a few bytes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from reshard.checkpoints import reading_error
+from reshard.defaults import MOST_DEVICES
+from reshard.errors import InputError
+from reshard.storage import UnfitError, opened_regular
+from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
+from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
+from reshard.verification.sums import PRIME, VERSION, Box
+from reshard.wording import quoted
+
+_LARGEST = 1 << 30
+_WINDOW = 1 << 18
+_MOST_TENSORS = 1 << 20
+_MOST_SLICES = 1 << 22
+_MOST_DIMENSIONS = 64
+_MOST_ELEMENTS = 1 << 62
+_LONGEST_ITEM = 1 << 16
+
+
+def read_fingerprints(path: str) -> Fingerprints:
+    """Read a result that was printed with --json.
+
+    Raises:
+        InputError: the file is none, or of another version.
+        RetryableError: reading failed.
+    """
+    try:
+        with opened_regular(path) as fd:
+            size = os.fstat(fd).st_size
+            if size > _LARGEST:
+                raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {_LARGEST:,} are allowed")
+            return _Reading(fd).result
+    except OSError as error:
+        raise reading_error(path, error) from error
+    except (JsonError, UnfitError) as error:
+        raise InputError(
+            f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
+            file=path,
+            hint="pass a file that holds what that command printed, and nothing else",
+        ) from error
+
+
+class _Reading:
+    """One file while it is walked.
+
+    Attributes:
+        result: what it holds.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.result = Fingerprints()
+        self._slices = 0
+        self._shared = SharedPlaces()
+        position = 0
+
+        def read() -> bytes:
+            nonlocal position
+            data = os.pread(fd, _WINDOW, position)
+            position += len(data)
+            return data
+
+        self._stream = stream = JsonStream(read, _LONGEST_ITEM)
+        parts = {"parameters": self._parameter, "values": self._value}
+        missing = {"version", *parts}
+        for key in stream.members():
+            missing.discard(key)
+            if key in parts:
+                for _ in stream.elements():
+                    parts[key]()
+                    if len(self.result.parameters) + len(self.result.values) > _MOST_TENSORS:
+                        raise JsonError(f"it holds more than {_MOST_TENSORS} tensors")
+            elif stream.value() != VERSION and key == "version":
+                raise JsonError("it is of another version")
+        stream.end()
+        if missing:
+            raise JsonError(f"{min(missing)} is missing")
+
+    def _parameter(self) -> None:
+        about: dict[str, object] = {}
+        parts: list[tuple[tuple[int, Box], int]] = []
+        for key in self._stream.members():
+            if key == "slices":
+                parts = [self._slice() for _ in self._stream.elements()]
+            else:
+                about[key] = self._stream.value()
+        fields = Fields(about, "parameters")
+        name, shape = fields.text("name"), fields.integers("shape", 0, _MOST_ELEMENTS)
+        for (_, box), _ in parts:
+            if len(box) != len(shape) or not all(stop <= size for (_, stop), size in zip(box, shape)):
+                raise JsonError(f"{quoted(name)}: a slice is not one of its shape")
+        if name in self.result.parameters or len({place for place, _ in parts}) < len(parts):
+            raise JsonError(f"it lists {quoted(name)}, or a slice of it, twice")
+        slices = self._shared.sums((place for place, _ in parts), (total for _, total in parts))
+        self.result.parameters[name] = made = ParameterSums(name, fields.text("dtype"), shape, slices)
+        made.check_cuts()
+
+    def _slice(self) -> tuple[tuple[int, Box], int]:
+        self._slices += 1
+        if self._slices > _MOST_SLICES:
+            raise JsonError(f"it holds more than {_MOST_SLICES} slices")
+        fields = Fields(self._stream.value(), "slices")
+        box: list[tuple[int, int]] = []
+        for interval in fields.entries("box"):
+            ends = integers(interval, "slices: box", 0, _MOST_ELEMENTS)
+            if len(ends) != 2 or ends[0] > ends[1] or len(box) == _MOST_DIMENSIONS:
+                raise JsonError("slices: box is no box")
+            box.append((ends[0], ends[1]))
+        stage = SEVERAL if fields.is_null("stage") else fields.integer("stage", 0, MOST_DEVICES)
+        return (stage, tuple(box)), _sum(fields)
+
+    def _value(self) -> None:
+        about: dict[str, object] = {}
+        copies: dict[int, Copy] = {}
+        for key in self._stream.members():
+            if key != "copies":
+                about[key] = self._stream.value()
+                continue
+            for _ in self._stream.elements():
+                fields = Fields(self._stream.value(), "copies")
+                rank = fields.integer("rank", 0, MOST_DEVICES)
+                shape = fields.integers("shape", 0, _MOST_ELEMENTS)
+                copies[rank] = Copy(fields.text("dtype"), shape, _sum(fields))
+        name = Fields(about, "values").text("name")
+        if name in self.result.values:
+            raise JsonError(f"it lists {quoted(name)} twice")
+        if copies:
+            self.result.values[name] = copies
+
+
+def _sum(fields: Fields) -> int:
+    try:
+        total = int(fields.text("sum"), 16)
+    except ValueError:
+        total = -1
+    if not 0 <= total < PRIME:
+        raise JsonError("a sum is no sum")
+    return total

@@ -1,0 +1,216 @@
+"""Records that anybody may have written: manifests, plans, fingerprints to merge, scheduler files.
+
+Whatever stands in their place, a command that reads them ends, soon, with a few lines and no bug.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+import pytest
+
+from reshard.verification.sums import VERSION
+from tests.checkpoint_writing import write_sparse
+from tests.running import Argument, Result, done, reshard
+from tests.small import World, tensors
+from tests.test_hostile import SPECIAL, measured, within
+
+
+class Record(NamedTuple):
+    """A kind of record.
+
+    Attributes:
+        find: the file, in a world where a conversion is complete.
+        uses: commands that read it.
+        status: of a command that is given another thing.
+    """
+
+    find: Callable[[World], Path]
+    uses: Callable[[World, Path], list[list[Argument]]]
+    status: int = 3
+
+
+def plan_of(world: World) -> Path:
+    (found,) = world.dst.glob(".reshard/*/plan.json")
+    return found
+
+
+def result_of(world: World) -> Path:
+    path = world.root / "result.json"
+    path.write_text(done("fingerprint", world.src, "--strategy", world.old, "--json", "--quiet").out)
+    return path
+
+
+def scheduler_of(world: World) -> Path:
+    path = world.root / "scheduler.json"
+    path.write_text('{"type": "Scheduler", "address": "nothing://1"}')
+    return path
+
+
+RECORDS = {
+    "manifest": Record(
+        lambda world: world.dst / "reshard-manifest.json",
+        lambda world, path: [["verify", world.dst], ["verify", world.dst, "--ranks", 0]],
+    ),
+    "manifest alone": Record(
+        lambda world: world.dst / "reshard-manifest.json", lambda world, path: [["status", world.dst]]
+    ),
+    "plan": Record(
+        plan_of,
+        lambda world, path: [["status", world.dst], world.words(), world.words(0, command="by-rank")],
+    ),
+    "result": Record(result_of, lambda world, path: [["fingerprint", "--merge", path]]),
+    "scheduler": Record(
+        scheduler_of,
+        lambda world, path: [world.words("--scheduler", path)],
+        status=2,
+    ),
+}
+
+
+@pytest.fixture(params=RECORDS)
+def record(request: pytest.FixtureRequest, world: World) -> tuple[Record, Path]:
+    if request.param == "scheduler":
+        pytest.importorskip("distributed")
+    world.save(tensors())
+    world.convert("--checksum", "crc32")
+    found = RECORDS[request.param]
+    path = found.find(world)
+    if request.param == "manifest alone":
+        plan_of(world).unlink()
+    return found, path
+
+
+def read(world: World, record: Record, path: Path, *, seconds: int = 5) -> list[Result]:
+    results = []
+    for words in record.uses(world, path):
+        with within(seconds):
+            result = reshard(*words)
+        assert "internal error" not in result.err, (words, result.err)
+        assert len(result.err.splitlines()) < 10
+        assert len(result.err) < 5000
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SPECIAL if kind not in ("missing",)])
+def test_what_is_no_file_is_no_record_and_never_waited_for(
+    world: World, record: tuple[Record, Path], kind: str
+) -> None:
+    use, path = record
+    path.unlink()
+    with SPECIAL[kind](path):
+        for result in read(world, use, path):
+            assert result.status != 0, result
+            assert path.name in result.err or str(world.dst) in result.err
+
+
+@pytest.mark.parametrize("head", [b"", b'{"version": 1, "a": ', b'{"ranks": [', b"\xff" * 8])
+def test_a_sparse_terabyte_is_not_read(world: World, record: tuple[Record, Path], head: bytes) -> None:
+    use, path = record
+    path.unlink()
+    write_sparse(path, [head, 1 << 40])
+    for result in read(world, use, path):
+        assert result.status == use.status, result
+        assert str(path) in result.err
+
+
+TEXTS = {
+    "nothing": b"",
+    "half": b'{"version": 1, "pl',
+    "nested": b'{"a":' * 100_000,
+    "nested lists": b"[" * 1_000_000,
+    "a list": b"[]",
+    "null": b"null",
+    "no UTF-8": b'{"\xff": 1}',
+    "half a surrogate pair": b'{"version": "\\ud800"}',
+    "twice": b'{"version": 1, "version": 2}',
+    "NaN": b'{"version": NaN}',
+    "digits": b'{"version": ' + b"9" * 1_000_000 + b"}",
+    "a version to come": b'{"version": 1000000}',
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_is_no_record_is_refused_by_name(world: World, record: tuple[Record, Path], text: str) -> None:
+    use, path = record
+    path.write_bytes(TEXTS[text])
+    for result in read(world, use, path):
+        assert result.status == use.status, result
+        assert str(path) in result.err
+
+
+WRONG: list[Any] = [
+    None, True, -1, 0, 10**9, 2**63, 2**64, 1.5, "", "x", "a\0b", "../../etc/passwd", "/dev/zero", "x" * 5000, "\ud800",
+    [], [[]], [None], {}, {"": 0}, ["a\0b"],
+]  # fmt: skip
+
+
+def leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of everything that a JSON document holds; of a list only the first entry's."""
+    if path:
+        yield path
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(content, list) and content:
+        yield from leaves(content[0], (*path, 0))
+
+
+def with_value(content: Any, path: tuple[Any, ...], value: Optional[Any], remove: bool = False) -> Any:
+    made = copy.deepcopy(content)
+    place = made
+    for key in path[:-1]:
+        place = place[key]
+    if remove:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return made
+
+
+def test_no_value_of_a_record_is_taken_for_granted(world: World, record: tuple[Record, Path]) -> None:
+    use, path = record
+    content = json.loads(path.read_text())
+    for place in leaves(content):
+        for wrong in WRONG:
+            path.write_text(json.dumps(with_value(content, place, wrong)))
+            read(world, use, path)
+        path.write_text(json.dumps(with_value(content, place, None, remove=True)))
+        read(world, use, path)
+
+
+@pytest.mark.parametrize("kind", ["manifest alone", "plan"])
+def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> None:
+    world.save(tensors())
+    world.convert()
+    path = RECORDS[kind].find(world)
+    content = json.loads(path.read_text())
+    (content if kind == "plan" else content["plan"])["ranks"] = 10**9
+    path.write_text(json.dumps(content))
+    if kind != "plan":
+        plan_of(world).unlink()
+    result, megabytes = measured("status", world.dst)
+    assert result.status == 3 and str(path) in result.err
+    assert megabytes < 100
+
+
+def test_a_large_result_is_merged_in_little_memory(tmp_path: Path) -> None:
+    """What is kept is a few bytes per slice, whatever the text takes."""
+    slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
+    parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}
+    with open(tmp_path / "result.json", "w") as file:
+        file.write(f'{{"version": "{VERSION}", "fingerprint": null, "complete": true, "parameters": [')
+        for number in range(200):
+            text = json.dumps({"name": f"w{number}", **parameter, "slices": slices})
+            file.write(("," if number else "") + text)
+        file.write('], "values": []}')
+    assert (tmp_path / "result.json").stat().st_size > 30e6
+    result, megabytes = measured("fingerprint", "--merge", tmp_path / "result.json")
+    assert result.status == 0, result.err
+    assert len(result.out.splitlines()) == 201
+    assert megabytes < 150
