@@ -96,7 +96,7 @@ class TargetDirectory:
             task="recover" if isinstance(conversion, Recovery) else "convert",
         )
         self._destination = Destination(self._root)
-        self._ledger = Ledger(self._root, identity)
+        self._ledger = Ledger(self._root, identity, report.note)
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
     def survey(self, guarded: bool = False) -> list[int]:

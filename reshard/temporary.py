@@ -25,6 +25,9 @@ _UNTOUCHED_SECONDS = 3600.0
 _NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
+# New files that somebody else locked at once: more are no accident, and locks that tell nothing.
+_TIMES = 100
+
 _unfinished: set[str] = set()
 
 
@@ -37,7 +40,9 @@ def create(directory: str) -> tuple[int, str]:
     Raises:
         OSError: it cannot be created.
     """
+    times = 0
     while True:
+        times += 1
         path = os.path.join(directory, f".reshard-tmp-{_machine()}-{os.getpid()}-{os.urandom(6).hex()}")
         _unfinished.add(path)
         try:
@@ -45,17 +50,27 @@ def create(directory: str) -> tuple[int, str]:
         except OSError:
             _unfinished.discard(path)
             raise
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
         try:
-            os.lstat(path)
-            return fd, path
+            if _lock_new(fd) or times > _TIMES:
+                os.lstat(path)
+                return fd, path
+            # Somebody looks whether it is a dead run's, or holds it for ever: another name.
+            _drop(fd, path)
         except FileNotFoundError:
             # Taken for a dead run's between creating and locking it.
             _drop(fd, path)
         except BaseException:
             _drop(fd, path)
             raise
+
+
+def _lock_new(fd: int) -> bool:
+    """Lock a file that was just made, if nobody has done so before; where there are no locks, nobody has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _drop(fd: int, path: str) -> None:

@@ -31,7 +31,7 @@ from reshard import temporary
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
-from reshard.records.locks import Lock, locked, try_alone
+from reshard.records.locks import Lock, Tell, locked, try_alone
 from reshard.records.sources import SourceFile
 from reshard.storage import UnfitError, exists, is_regular_file, names_in, read_small, too_long
 from reshard.storage.json_text import JsonError
@@ -92,10 +92,12 @@ class Ledger:
     Args:
         destination: the target directory.
         identity: which conversion.
+        tell: told when another run keeps this one waiting.
     """
 
-    def __init__(self, destination: str, identity: Identity) -> None:
+    def __init__(self, destination: str, identity: Identity, tell: Tell = lambda text: None) -> None:
         self.identity = identity
+        self._tell = tell
         self._destination = destination
         self._root = os.path.join(destination, DIRECTORY)
         self._own = os.path.join(self._root, identity.digest)
@@ -131,7 +133,7 @@ class Ledger:
                 self._made_destination = True
             self._make_root()
             self._check_root()
-            with locked(os.path.join(self._root, "lock"), again=self._make_root):
+            with locked(os.path.join(self._root, "lock"), self._make_root, self._tell):
                 yield
         except OSError as error:
             raise _unwritable(self._root, error) from error
@@ -185,7 +187,7 @@ class Ledger:
                     _remove_records(self._own)
             for name in ("done", "sources"):
                 os.makedirs(os.path.join(self._own, name), exist_ok=True)
-            self._writing = Lock.shared(os.path.join(self._own, "lock"))
+            self._writing = Lock.shared(os.path.join(self._own, "lock"), self._tell)
             temporary.remove_dead(self._own)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):

@@ -14,10 +14,49 @@ import time
 from collections.abc import Iterator
 from typing import Callable, Optional
 
+from reshard.errors import RetryableError
 from reshard.storage import look_error
 
-_PATIENCE = 60.0
+TOLD_AFTER = 2.0
+"""Seconds of waiting for a lock until somebody is told."""
+GIVEN_UP_AFTER = 120.0
+"""Seconds of waiting for a lock until it is an error: nobody of ours holds one for so long."""
+
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+_LEAST_PAUSE = 0.005
+_MOST_PAUSE = 0.1
+
+Tell = Callable[[str], None]
+"""Told, once, what is waited for."""
+
+
+class _Wait:
+    """Waits for a lock in pauses; the time is that since it was made."""
+
+    def __init__(self, path: str, tell: Tell) -> None:
+        self._path = path
+        self._tell: Optional[Tell] = tell
+        self._began = time.monotonic()
+        self._pause = _LEAST_PAUSE
+
+    def pause(self) -> None:
+        """Wait a moment.
+
+        Raises:
+            RetryableError: it has been long enough.
+        """
+        waited = time.monotonic() - self._began
+        if waited > GIVEN_UP_AFTER:
+            raise RetryableError(
+                f"{self._path}: another process has held this lock for {GIVEN_UP_AFTER:.0f} s",
+                file=self._path,
+                hint=f"`fuser {self._path}` on each machine that writes there tells which; end it if it hangs",
+            )
+        if waited > TOLD_AFTER and self._tell is not None:
+            self._tell(f"waiting for {self._path}, which another process has locked")
+            self._tell = None
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _MOST_PAUSE)
 
 
 class Lock:
@@ -27,15 +66,27 @@ class Lock:
         self._fd = fd
 
     @classmethod
-    def shared(cls, path: str) -> Lock:
-        """Hold a lock beside others who share it; the file is made if need be.
+    def shared(cls, path: str, tell: Tell) -> Lock:
+        """Hold a lock beside others who share it, waiting for it; the file is made if need be.
+
+        Where there are no locks, nothing is held.
+
+        Args:
+            path: the file to lock.
+            tell: told when it takes long.
 
         Raises:
+            RetryableError: another holds it alone for too long.
             OSError: the file cannot be made.
         """
+        wait = _Wait(path, tell)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            while _is_busy(fd, fcntl.LOCK_SH):
+                wait.pause()
+        except BaseException:
+            os.close(fd)
+            raise
         return cls(fd)
 
     def release(self) -> None:
@@ -71,41 +122,45 @@ def try_alone(path: str) -> Iterator[Optional[bool]]:
 
 
 @contextlib.contextmanager
-def locked(path: str, again: Callable[[], None]) -> Iterator[None]:
+def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
     """Hold a lock alone, waiting for it; without locks, hold nothing.
 
     Args:
         path: the file to lock, made if need be. Who holds it may remove it.
         again: makes the file's directory again, should it have been removed meanwhile.
+        tell: told when it takes long.
 
     Raises:
-        OSError: it cannot be had, or another takes too long.
+        RetryableError: another holds it for too long.
+        OSError: it cannot be had.
     """
-    deadline = time.monotonic() + _PATIENCE
+    wait = _Wait(path, tell)
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise
+            wait.pause()
             again()
             continue
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in _BUSY:
-                    if time.monotonic() > deadline:
-                        raise OSError(errno.ETIMEDOUT, "another run holds it for too long", path) from error
-                    time.sleep(0.005)
-                    continue
-            else:
-                if not _still_there(path, fd):
-                    continue
+            if _is_busy(fd, fcntl.LOCK_EX):
+                wait.pause()
+                continue
+            if not _still_there(path, fd):
+                continue
             yield
             return
         finally:
             os.close(fd)
+
+
+def _is_busy(fd: int, kind: int) -> bool:
+    """Try to lock; whether somebody else's lock is in the way. Where there are no locks, nobody's is."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _BUSY
+    return False
 
 
 def _open(path: str) -> int:

@@ -1,0 +1,100 @@
+"""Locks that others hold, readers as well: waited for with a word, and not for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard import temporary
+from reshard.records import locks
+from tests.running import fails, warns
+from tests.small import World, tensors
+from tests.trees import same_ranks
+
+FULL = tensors()
+
+
+@contextlib.contextmanager
+def held(path: Path, kind: int, seconds: float = 0) -> Iterator[None]:
+    """Somebody who may read a lock file holds it while this block runs, or for some seconds of it."""
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, kind)
+    timer = threading.Timer(seconds, fcntl.flock, (fd, fcntl.LOCK_UN)) if seconds else None
+    if timer is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.join()
+        os.close(fd)
+
+
+@pytest.fixture
+def begun(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world of which one rank is converted, where nobody waits for long."""
+    world.save(FULL)
+    world.by_rank(0)
+    monkeypatch.setattr(locks, "TOLD_AFTER", 0.05)
+    monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 0.4)
+    return world
+
+
+def lock_of(world: World, which: str) -> Path:
+    if which == "begin and end":
+        return world.dst / ".reshard" / "lock"
+    (found,) = world.dst.glob(".reshard/*/lock")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [("begin and end", fcntl.LOCK_EX), ("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)],
+)
+def test_a_lock_that_is_never_given_up_is_an_error_that_names_it(begun: World, which: str, kind: int) -> None:
+    path = lock_of(begun, which)
+    with held(path, kind):
+        result = fails(1, *begun.words(), says=[path, "has held this lock", "fuser"])
+        warns(result, f"waiting for {path}")
+    begun.convert()
+    same_ranks(begun.found(), begun.expected(FULL))
+
+
+@pytest.mark.parametrize(("which", "kind"), [("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)])
+def test_a_lock_that_is_given_up_is_waited_for(begun: World, which: str, kind: int) -> None:
+    path = lock_of(begun, which)
+    with held(path, kind, seconds=0.2):
+        warns(begun.convert(), f"waiting for {path}")
+    same_ranks(begun.found(), begun.expected(FULL))
+
+
+def test_who_reads_a_lock_of_those_that_write_is_no_hindrance(begun: World) -> None:
+    with held(lock_of(begun, "writing"), fcntl.LOCK_SH):
+        assert "waiting" not in begun.convert().err
+    same_ranks(begun.found(), begun.expected(FULL))
+
+
+def test_a_new_file_that_somebody_locks_at_once_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+    others: list[int] = []
+
+    def meddling(fd: int, kind: int) -> None:
+        if len(others) < 2:
+            others.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+            lock(others[-1], fcntl.LOCK_SH)
+        lock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", meddling)
+    fd, path = temporary.create(str(tmp_path))
+    assert len(others) == 2 and os.listdir(tmp_path) == [os.path.basename(path)]
+    for number in (fd, *others):
+        os.close(number)
+    temporary.remove(path)
