@@ -63,6 +63,9 @@ RECORDS = {
         plan_of,
         lambda world, path: [["status", world.dst], world.words(), world.words(0, command="by-rank")],
     ),
+    "command": Record(
+        lambda world: next(world.dst.glob(".reshard/*/command.*.json")), lambda world, path: [["resume", world.dst]]
+    ),
     "result": Record(result_of, lambda world, path: [["fingerprint", "--merge", path]]),
     "scheduler": Record(
         scheduler_of,

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import socket
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -25,6 +24,8 @@ from reshard.checkpoints.open import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
+from reshard.storage import names_in, read_small
+from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE
 from reshard.wording import number_ranges
 
@@ -35,6 +36,7 @@ IS_GIVEN = re.compile(r"command\.[0-9a-f]{16}\.json")
 # Paths and patterns take some hundred bytes each.
 _LARGEST = 1 << 20
 _MOST = 10_000
+_SHOWN = 40
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
@@ -129,9 +131,7 @@ def given_in(directory: str) -> list[Given]:
         RetryableError: one cannot be read.
     """
     try:
-        if not os.path.isdir(directory):
-            return []
-        names = [name for name in os.listdir(directory) if IS_GIVEN.fullmatch(name)]
+        names = [name for name in names_in(directory) if IS_GIVEN.fullmatch(name)]
         if len(names) > _MOST:
             raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
         paths = [os.path.join(directory, name) for name in names]
@@ -152,22 +152,16 @@ _AGAIN = "give the command that began the conversion again"
 
 
 def _read(path: str) -> Given:
-    # Opening a FIFO would wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with open(fd, "rb") as file:
-        content = file.read(_LARGEST + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     try:
-        if len(content) > _LARGEST:
-            raise ValueError("too large")
-        said = json.loads(content)
+        said = parse_json(read_small(path, _LARGEST, through_links=False))
         if isinstance(said, dict) and said.get("version") not in (None, VERSION):
             raise TargetError(
-                f"{path}: is of version {said['version']!r}, which is not known here",
+                f"{path}: is of version {str(said['version'])[:_SHOWN]}, which is not known here",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
         return _parsed(said)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise TargetError(f"{path}: is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
@@ -201,7 +195,7 @@ def _parsed(said: Any) -> Given:
         try:
             Step.parse(said["step"])
         except UsageError as error:
-            raise ValueError(error.message) from error
+            raise ValueError(error.message[:200]) from error
     if said["lost_only"] and said["task"] != "recover":
         raise ValueError("lost_only goes with recover")
     del said["version"]

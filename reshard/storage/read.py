@@ -24,8 +24,12 @@ class UnfitError(ValueError):
 
 
 @contextlib.contextmanager
-def opened_regular(path: str) -> Iterator[int]:
+def opened_regular(path: str, through_links: bool = True) -> Iterator[int]:
     """A descriptor of a regular file, open for reading while the block runs.
+
+    Args:
+        path: the file.
+        through_links: it may be a symbolic link to one.
 
     Raises:
         UnfitError: it is something else.
@@ -33,8 +37,9 @@ def opened_regular(path: str) -> Iterator[int]:
     """
     try:
         # To open a FIFO waits for its writer, and to open a device may do anything.
-        _check_regular(os.stat(path))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        _check_regular(os.stat(path) if through_links else os.lstat(path))
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        fd = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
     except ValueError as error:
         if isinstance(error, UnfitError):
             raise
@@ -52,19 +57,20 @@ def _check_regular(status: os.stat_result) -> None:
         raise UnfitError("is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file")
 
 
-def read_small(path: str, most: int) -> bytes:
+def read_small(path: str, most: int, through_links: bool = True) -> bytes:
     """The content of a small file.
 
     Args:
         path: the file.
         most: bytes that it may have.
+        through_links: it may be a symbolic link to one.
 
     Raises:
         UnfitError: it is no regular file, or larger.
         RetryableError: it does not give what it has.
         OSError: it is not there, or cannot be read.
     """
-    with opened_regular(path) as fd:
+    with opened_regular(path, through_links) as fd:
         size = os.fstat(fd).st_size
         if size > most:
             raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {most:,} are allowed")
