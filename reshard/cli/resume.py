@@ -23,6 +23,7 @@ from reshard.errors import InputError, TargetError
 from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
+from reshard.storage import exists, is_directory
 from reshard.strategies import read_strategy
 from reshard.transform import Phases, Summary
 from reshard.wording import counted_ranks, number_ranges, rank_ranges
@@ -109,7 +110,7 @@ def _together(commands: Sequence[Given], dst: str) -> Given:
 
 
 def _exists(path: str) -> bool:
-    return os.path.lexists(path) or (RANK in path and os.path.isdir(fixed_directory(path)))
+    return exists(path) or (RANK in path and is_directory(fixed_directory(path)))
 
 
 def _is_done(found: Status, given: Optional[Given]) -> bool:
