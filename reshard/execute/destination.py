@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional, Union
 
 from reshard import temporary
 from reshard.errors import TargetError, UnwritableError, UsageError
-from reshard.storage import exists, is_directory, is_regular_file, look_error, names_in
+from reshard.storage import exists, is_directory, is_regular_file, look_error, names_in, status_at
 from reshard.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
@@ -159,13 +159,8 @@ class _Places:
     def of(self, path: str) -> _Place:
         """The place of a path; None where there is nothing."""
         if path not in self._known:
-            try:
-                status = os.stat(path)
-                self._known[path] = (status.st_dev, status.st_ino)
-            except (FileNotFoundError, NotADirectoryError):
-                self._known[path] = None
-            except OSError as error:
-                raise RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path) from error
+            status = status_at(path)
+            self._known[path] = None if status is None else (status.st_dev, status.st_ino)
         return self._known[path]
 
     def contains(self, directory: str, path: str) -> bool:
