@@ -271,7 +271,8 @@ def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -
     """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
     whole = layout([2], [-1, -1])
     names = [["a0", "b0"], ["a1", "b1"]]
-    source = [{"devices": 2, "layouts": dict.fromkeys(some, whole)} for some in names]
+    # Nobody saves the last ones, which does not matter while all ranks are there.
+    source = [{"devices": 2, "layouts": dict.fromkeys([*some, f"never{some[0]}"], whole)} for some in names]
     world = World(tmp_path, source, single({name: whole for some in names for name in some}))
     full = {name: value(name, (4, 2)) for some in names for name in some}
     held = cut_ranks(source, full)

@@ -77,7 +77,7 @@ def unread_parameters(source: Strategy, step: SourceStep, stages: Iterable[Stage
         return []
     for stage in stages:
         absent = step.absent(stage)
-        for name in stage.layouts:
+        for name in stage.layouts if absent else ():
             if name not in found:
                 result.setdefault(name, set()).update(absent)
     return [Lost(name, frozenset([frozenset(ranks)])) for name, ranks in result.items()]
