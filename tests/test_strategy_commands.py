@@ -283,7 +283,7 @@ def test_diff_across_pipelines_begins_with_the_sum() -> None:
     _, _, empty, *summary = done("strategy", "diff", four, none).out.splitlines()[:6]
     assert empty == ""
     assert [line.split(":")[0] for line in summary] == [
-        " 78 moved, the same slices on other ranks",
+        " 78 moved, cut alike but held by other ranks",
         "126 cut differently",
         " 68 only in A, left out",
     ]

@@ -33,7 +33,7 @@ _MOST_PATTERNS = 20
 _MOST_SUMMED = 3
 _EFFECTS = {
     UNCHANGED: "unchanged",
-    MOVED: "moved, the same slices on other ranks",
+    MOVED: "moved, cut alike but held by other ranks",
     CUT_DIFFERENTLY: "cut differently",
     CONTRADICTING: "not the same tensor in A and B",
 }
