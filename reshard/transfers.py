@@ -29,11 +29,13 @@ class Transfers:
 
     Attributes:
         taken: bytes that a target rank's file takes from a source rank's, by (source, target).
+        copied: of these, the bytes of values that are copied as they are.
         read: bytes that requests to a source rank's file cover, by source rank; approximate where
             they skip over what is not needed.
     """
 
     taken: Counter[tuple[int, int]] = field(default_factory=Counter)
+    copied: Counter[tuple[int, int]] = field(default_factory=Counter)
     read: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -61,6 +63,7 @@ def transfers_of(conversion: Conversion, execution: ExecutionOptions) -> Transfe
             for value in conversion.copied_values(rank):
                 if value.name not in conversion.sorted.unholdable:
                     found.taken[value.rank, rank] += value.tensor.nbytes
+                    found.copied[value.rank, rank] += value.tensor.nbytes
                     found.read[value.rank] += value.tensor.nbytes
     return found
 

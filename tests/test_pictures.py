@@ -32,9 +32,21 @@ def words(picture: bytes) -> list[str]:
     return [element.text or "" for element in root.iter(f"{SVG}text")]
 
 
-def painted_cells(picture: bytes) -> int:
+def paths_of(picture: bytes, class_: str) -> list[str]:
+    """What the paths of a class draw."""
     paths = ElementTree.fromstring(picture).iter(f"{SVG}path")
-    return sum(path.attrib["d"].count("M") for path in paths)
+    return [path.attrib["d"] for path in paths if path.attrib["class"] == class_]
+
+
+def painted_cells(picture: bytes, class_: str = "heat") -> int:
+    return sum(d.count("M") for d in paths_of(picture, class_))
+
+
+def line_places(picture: bytes, class_: str) -> tuple[list[float], list[float]]:
+    """Where the horizontal and the vertical lines of a class are, from the map's corner."""
+    (d,) = paths_of(picture, class_)
+    rows = [float(at) for at in re.findall(r"M0 ([\d.]+)h", d)]
+    return rows, [float(at) for at in re.findall(r"M([\d.]+) 0v", d)]
 
 
 def test_a_transfer_map_paints_a_cell_per_pair_that_moves_something() -> None:
@@ -55,6 +67,59 @@ def test_a_transfer_map_adds_up_neighbours_of_many_ranks_and_says_so() -> None:
     assert "a cell is 5 source ranks by 5 target ranks" in said
     assert "stands for 5.0 KiB, as from source ranks 0-4 to target ranks 0-4" in said
     assert len(picture) < 50_000
+
+
+def test_a_transfer_map_has_lines_between_equal_cells() -> None:
+    picture = transfer_map(dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], 5), 2, 2, "x")
+    rows, columns = line_places(picture, "line")
+    (cells,) = paths_of(picture, "heat")
+    width, height = (float(re.search(rf"{way}([\d.]+)", cells)[1]) for way in "hv")  # type: ignore[index]
+    corners = {(float(x), float(y)) for x, y in re.findall(r"M([\d.]+) ([\d.]+)h", cells)}
+    # Nothing is painted where the lines are.
+    assert len(rows) == len(columns) == 1 and len(corners) == 4
+    assert all(not y < at < y + height for _, y in corners for at in rows)
+    assert all(not x < at < x + width for x, _ in corners for at in columns)
+
+
+def test_a_transfer_map_of_many_ranks_has_lines_at_its_labels_only() -> None:
+    rows, columns = line_places(transfer_map({(0, 0): 1}, 1024, 768, "x"), "line")
+    assert 20 < len(rows) < 40 and 5 < len(columns) < 20
+
+
+def test_a_transfer_map_separates_and_names_pipeline_stages() -> None:
+    picture = transfer_map({(0, 0): 1}, 16, 24, "x", source_stages=[0, 8], target_stages=[0, 12, 18])
+    down, across = 640 // 16, 640 // 24
+    assert line_places(picture, "stage") == ([8 * down + 0.5], [12 * across + 0.5, 18 * across + 0.5])
+    assert [word for word in words(picture) if word.startswith("stage")] == [
+        *("stage 0", "stage 1", "stage 2"),
+        *("stage 0", "stage 1"),
+    ]
+    alone = transfer_map({(0, 0): 1}, 16, 24, "x", source_stages=[0], target_stages=[0])
+    assert not paths_of(alone, "stage") and not any(word.startswith("stage") for word in words(alone))
+
+
+@pytest.mark.parametrize(("count", "expected"), [(16, [str(number) for number in range(16)]), (64, [])])
+def test_stages_without_room_for_words_are_numbers_or_nothing(count: int, expected: list[str]) -> None:
+    stages = range(0, 1024, 1024 // count)
+    picture = transfer_map({(0, 0): 1}, 1024, 1, "x", source_stages=stages)
+    rotated = [
+        element.text
+        for element in ElementTree.fromstring(picture).iter(f"{SVG}text")
+        if "rotate" in element.attrib.get("transform", "")
+    ]
+    assert rotated == ["source rank", *expected]
+    assert len(line_places(picture, "stage")[0]) == count - 1
+
+
+def test_a_transfer_map_tells_copied_values_from_parameters() -> None:
+    moved = {(0, 0): 1000, (0, 1): 8, (1, 0): 500, (1, 1): 1000}
+    picture = transfer_map(moved, 2, 2, "x", copied={(0, 0): 8, (0, 1): 8})
+    assert painted_cells(picture, "copied") == 1 and painted_cells(picture) == 3
+    said = " ".join(words(picture))
+    assert "nothing but values that are copied as they are, such as global_step" in said
+    assert "16 B of it values that are copied as they are" in said
+    without = transfer_map(moved, 2, 2, "x")
+    assert painted_cells(without, "copied") == 0 and "copied" not in " ".join(words(without))
 
 
 def test_a_transfer_map_of_nothing_says_so() -> None:

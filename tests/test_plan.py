@@ -22,6 +22,7 @@ from reshard.plan.conversion import Request
 from reshard.strategies import read_strategy
 from reshard.transfers import transfers_of
 from reshard.transform import Options, prepare
+from tests.corpus import ROOT
 from tests.layouts import strategies, tensors
 from tests.running import Argument, done, fails, warns
 from tests.small import World
@@ -213,6 +214,22 @@ def test_the_drawing_is_a_picture_of_the_transfer(world: World) -> None:
     done(*world.words("--svg", drawn, command="plan"))
     assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
     assert not world.dst.exists()
+
+
+@pytest.mark.parametrize(
+    ("picture", "dst", "target"),
+    [("transfers", "out/mp4", "demo/dst_strategy.ckpt"), ("transfers-stages", "out/planned", "10_dp2mp2pp2/strategy")],
+)
+def test_the_pages_pictures_of_transfers_are_what_is_drawn_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: str, dst: str, target: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words: list[Argument] = ["plan", "fixtures/demo/src_checkpoints", dst, "--svg", tmp_path / "made.svg"]
+    done(*words, "--src-strategy", "fixtures/demo/src_strategy.ckpt", "--dst-strategy", f"fixtures/{target}")
+    made = (tmp_path / "made.svg").read_bytes()
+    assert made == (ROOT / "docs" / "pictures" / f"{picture}.svg").read_bytes()
+    assert (b">stage 1</text>" in made) == (picture == "transfers-stages")
+    assert b"80 B of it values that" in made if picture == "transfers" else b"160 B of it values that" in made
 
 
 def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path) -> None:

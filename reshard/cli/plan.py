@@ -203,5 +203,13 @@ def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
 
     request = prepared.conversion.request
     title = f"{request.src} to {request.dst}"
-    picture = transfer_map(moved.taken, request.source.device_count, request.target.device_count, title)
+    picture = transfer_map(
+        moved.taken,
+        request.source.device_count,
+        request.target.device_count,
+        title,
+        copied=moved.copied,
+        source_stages=[stage.first_rank for stage in request.source.stages],
+        target_stages=[stage.first_rank for stage in request.target.stages],
+    )
     write_picture(path, picture, quiet)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 from reshard.pictures import svg
 from reshard.wording import byte_size, plural, rank_ranges
@@ -14,20 +15,43 @@ _LEVELS = 12
 _SIDE = 640
 _LARGEST_CELL = 56
 _LEGIBLE_CELL = 46
-_COLOURS = {"heat": ("fill", "#0550ae", "#79c0ff")}
+# Lines between smaller cells would hide them: there are only those at the labels.
+_CELL_WITH_LINES = 8
+# Pixels that `stage 12` takes, and `12`.
+_STAGE_IN_WORDS, _STAGE_AS_NUMBER = 56, 18
+_COLOURS = {
+    "heat": ("fill", "#0550ae", "#79c0ff"),
+    "copied": ("fill", "#f1dfb8", "#4a3c12"),
+    "stage": ("stroke", "#bc4c00", "#f0883e"),
+}
+
+Pairs = Mapping[tuple[int, int], int]
+"""A number per pair of source and target rank."""
 
 
-def transfer_map(moved: Mapping[tuple[int, int], int], sources: int, targets: int, title: str) -> bytes:
+def transfer_map(
+    moved: Pairs,
+    sources: int,
+    targets: int,
+    title: str,
+    *,
+    copied: Optional[Pairs] = None,
+    source_stages: Sequence[int] = (),
+    target_stages: Sequence[int] = (),
+) -> bytes:
     """Draw the bytes moved from source ranks (rows) to target ranks (columns) as an SVG heat map.
 
     Where there are more than `MOST_CELLS` ranks on a side, neighbours are added up, and the picture
-    says so.
+    says so. Pairs that move nothing but copied values have a colour of their own.
 
     Args:
         moved: bytes per pair of source and target rank; pairs that move nothing may be left out.
         sources: number of source ranks.
         targets: number of target ranks.
         title: what is converted, in a line.
+        copied: of these bytes, those of values that are copied as they are.
+        source_stages: first rank of every pipeline stage of the source, ascending.
+        target_stages: first rank of every pipeline stage of the target, ascending.
 
     Returns:
         The SVG file's content.
@@ -38,40 +62,70 @@ def transfer_map(moved: Mapping[tuple[int, int], int], sources: int, targets: in
     beyond = [pair for pair in moved if not (0 <= pair[0] < sources and 0 <= pair[1] < targets)]
     if beyond:
         raise ValueError(f"ranks {beyond[0]} are beyond {sources} source and {targets} target ranks")
-    down, across = _Axis(sources), _Axis(targets)
-    cells: dict[tuple[int, int], int] = {}
-    for (source, target), size in moved.items():
-        if size:
-            cell = (source // down.ranks_per_cell, target // across.ranks_per_cell)
-            cells[cell] = cells.get(cell, 0) + size
-    most = max(cells.values(), default=0)
+    down, across = _Axis(sources, source_stages, 18), _Axis(targets, target_stages, 44)
+    cells = _added_up(moved, down, across)
+    values = _added_up(copied or {}, down, across)
+    only_values = {cell for cell, size in cells.items() if values.get(cell) == size}
+    heat = {cell: size for cell, size in cells.items() if cell not in only_values}
+    most = max(heat.values(), default=0)
 
-    left, width = 84.0, max(across.length + 100, 480)
+    left, width = 84.0 + down.room_for_stages, max(across.length + 100 + down.room_for_stages, 480)
     body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
-    top = line + 34
+    top = line + 34 + across.room_for_stages
     body += [
-        svg.text(left + across.length / 2, top - 26, "target rank", text_anchor="middle"),
-        svg.text(
-            0,
-            0,
-            "source rank",
-            text_anchor="middle",
-            transform=f"translate(24 {top + down.length / 2:g}) rotate(-90)",
-        ),
+        svg.text(left + across.length / 2, top - 26 - across.room_for_stages, "target rank", text_anchor="middle"),
+        svg.text(0, 0, "source rank", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
     ]
-    body += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks(44)]
-    body += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks(18)]
-    body += _painted(cells, most, down.cell, across.cell, left, top)
+    body += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
+    body += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
+    body += [
+        svg.text(left + at, top - 26, words, "soft", text_anchor="middle") for at, words in across.stage_captions()
+    ]
+    body += [
+        svg.text(0, 0, words, "soft", text_anchor="middle", transform=_upright(left - 48, top + at))
+        for at, words in down.stage_captions()
+    ]
+    grid = _Grid(down, across, left, top)
+    body += grid.lines()
+    body += grid.painted(heat, most)
+    if only_values:
+        body.append(grid.area(only_values, "copied"))
+    body += grid.stage_lines()
     body.append(svg.rectangle(left, top, across.length, down.length, "line"))
+    if min(down.cell, across.cell) >= _LEGIBLE_CELL:
+        for cell, size in cells.items():
+            strong = cell in heat and _opacity(_level(size, most)) > 0.7
+            body.append(grid.written(cell, byte_size(size), "paper" if strong else "ink"))
 
     line = top + down.length + 28
     if most:
         body += _legend(most, left, line)
         line += 44
-    for words in _summary(moved, cells, down, across):
+    if only_values:
+        body.append(svg.rectangle(left, line - 12, 20, 12, "copied"))
+        body.append(
+            svg.text(left + 28, line - 1, "nothing but values that are copied as they are, such as global_step", "soft")
+        )
+        line += 24
+    for words in _summary(moved, sum((copied or {}).values()), heat, down, across):
         lines, line = svg.paragraph(16, line, words, width - 32, "soft")
         body += lines
     return svg.document(width, line, title, body, _COLOURS)
+
+
+def _added_up(sizes: Pairs, down: _Axis, across: _Axis) -> dict[tuple[int, int], int]:
+    """Bytes per cell."""
+    cells: dict[tuple[int, int], int] = {}
+    for (source, target), size in sorted(sizes.items()):
+        if size:
+            cell = (source // down.ranks_per_cell, target // across.ranks_per_cell)
+            cells[cell] = cells.get(cell, 0) + size
+    return cells
+
+
+def _upright(x: float, y: float) -> str:
+    """Where text goes that is read from below."""
+    return f"translate({x:g} {y:g}) rotate(-90)"
 
 
 class _Axis:
@@ -83,10 +137,14 @@ class _Axis:
         cells: rows or columns.
         cell: their height or width.
         length: of the whole side.
+        stages: first rank of every pipeline stage, where there are several.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, stages: Sequence[int], distance: int) -> None:
+        """Args: distance: pixels between labels at least."""
         self.ranks = ranks
+        self._distance = distance
+        self.stages = tuple(stages) if len(stages) > 1 else ()
         self.ranks_per_cell = max(1, math.ceil(ranks / MOST_CELLS))
         self.cells = math.ceil(ranks / self.ranks_per_cell)
         self.cell = min(_LARGEST_CELL, _SIDE // max(1, self.cells))
@@ -97,39 +155,93 @@ class _Axis:
         first = cell * self.ranks_per_cell
         return rank_ranges(range(first, min(first + self.ranks_per_cell, self.ranks)))
 
-    def ticks(self, distance: int) -> list[tuple[float, int]]:
-        """Places along the side that are at least ``distance`` apart, and the first rank there."""
+    def ticks(self) -> list[tuple[float, int]]:
+        """Places of labels, and the first rank there."""
         every = 1
-        while every * self.cell < distance:
+        while every * self.cell < self._distance:
             every *= 2
         return [((number + 0.5) * self.cell, number * self.ranks_per_cell) for number in range(0, self.cells, every)]
 
+    @property
+    def room_for_stages(self) -> int:
+        """Pixels beside the ranks' numbers for what `stage_captions` says."""
+        return 18 if self.stages else 0
 
-def _painted(
-    cells: Mapping[tuple[int, int], int], most: int, height: int, width: int, left: float, top: float
-) -> list[str]:
-    """One path per level of colour, which is far smaller than an element per cell."""
-    paths: dict[int, list[str]] = {}
-    written = []
-    for (row, column), size in sorted(cells.items()):
-        level = _level(size, most)
-        paths.setdefault(level, []).append(f"M{column * width} {row * height}h{width}v{height}h-{width}z")
-        if min(height, width) >= _LEGIBLE_CELL:
-            middle = (left + (column + 0.5) * width, top + (row + 0.5) * height + 4)
-            colour = "paper" if _opacity(level) > 0.7 else "ink"
-            written.append(svg.text(*middle, byte_size(size), colour, text_anchor="middle", style="font-size:10px"))
-    painted = [
-        svg.element(
+    def borders(self) -> list[float]:
+        """Places where a pipeline stage begins, the first aside."""
+        return [first / self.ranks_per_cell * self.cell for first in self.stages[1:]]
+
+    def stage_captions(self) -> list[tuple[float, str]]:
+        """The middles of the pipeline stages and what they are called, as far as there is room."""
+        ends = [0.0, *self.borders(), self.length]
+        stages = list(enumerate(zip(ends, ends[1:]))) if self.stages else []
+        least = min((end - start for _, (start, end) in stages), default=0)
+        if least < _STAGE_AS_NUMBER:
+            return []
+        word = "stage " if least >= _STAGE_IN_WORDS else ""
+        return [((start + end) / 2, f"{word}{number}") for number, (start, end) in stages]
+
+    def lines(self) -> list[float]:
+        """Places of the lines between rows or columns."""
+        if self.cell >= _CELL_WITH_LINES:
+            return [number * self.cell for number in range(1, self.cells)]
+        return [at - self.cell / 2 for at, _ in self.ticks()[1:]]
+
+
+class _Grid(NamedTuple):
+    """The cells, and where they are in the picture."""
+
+    down: _Axis
+    across: _Axis
+    left: float
+    top: float
+
+    def painted(self, cells: Pairs, most: int) -> list[str]:
+        """One path per level of colour, which is far smaller than an element per cell."""
+        levels: dict[int, list[tuple[int, int]]] = {}
+        for cell, size in cells.items():
+            levels.setdefault(_level(size, most), []).append(cell)
+        return [self.area(levels[level], "heat", _opacity(level)) for level in sorted(levels)]
+
+    def area(self, cells: Iterable[tuple[int, int]], class_: str, opacity: float = 1) -> str:
+        """Some of the cells in one colour; lines between them stay free, so that equal ones can be told apart."""
+        height, width = self.down.cell, self.across.cell
+        line, column_line = (int(size >= _CELL_WITH_LINES) for size in (height, width))
+        shape = f"h{width - column_line}v{height - line}h-{width - column_line}z"
+        return svg.element(
             "path",
-            d="".join(found),
-            class_="heat",
-            fill_opacity=_opacity(level),
+            d="".join(f"M{column * width + column_line} {row * height + line}{shape}" for row, column in sorted(cells)),
+            class_=class_,
+            fill_opacity=opacity,
             shape_rendering="crispEdges",
-            transform=f"translate({left:g} {top:g})",
+            transform=self._place,
         )
-        for level, found in sorted(paths.items())
-    ]
-    return [*painted, *written]
+
+    def lines(self) -> list[str]:
+        """Lines between cells."""
+        return [self._ruled(self.down.lines(), self.across.lines(), "line", 1)]
+
+    def stage_lines(self) -> list[str]:
+        """Heavier lines between pipeline stages."""
+        if not self.down.stages and not self.across.stages:
+            return []
+        return [self._ruled(self.down.borders(), self.across.borders(), "stage", 3)]
+
+    def written(self, cell: tuple[int, int], words: str, class_: str) -> str:
+        """Text in the middle of a cell."""
+        x = self.left + (cell[1] + 0.5) * self.across.cell
+        y = self.top + (cell[0] + 0.5) * self.down.cell + 4
+        return svg.text(x, y, words, class_, text_anchor="middle", style="font-size:10px")
+
+    @property
+    def _place(self) -> str:
+        return f"translate({self.left:g} {self.top:g})"
+
+    def _ruled(self, rows: Iterable[float], columns: Iterable[float], class_: str, width: float) -> str:
+        # In the pixels that `area` leaves free.
+        d = "".join(f"M0 {at + 0.5:g}h{self.across.length}" for at in rows)
+        d += "".join(f"M{at + 0.5:g} 0v{self.down.length}" for at in columns)
+        return svg.element("path", d=d, class_=class_, fill="none", stroke_width=width, transform=self._place)
 
 
 def _level(size: int, most: int) -> int:
@@ -151,21 +263,20 @@ def _legend(most: int, left: float, top: float) -> list[str]:
     return body
 
 
-def _summary(
-    moved: Mapping[tuple[int, int], int], cells: Mapping[tuple[int, int], int], down: _Axis, across: _Axis
-) -> list[str]:
+def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis) -> list[str]:
     pairs = sum(1 for size in moved.values() if size)
+    values = f", {byte_size(copied)} of it values that are copied as they are" if copied else ""
     said = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, 'source rank')} to "
-        f"{plural(across.ranks, 'target rank')}; {pairs} of {down.ranks * across.ranks} pairs move anything."
+        f"{plural(across.ranks, 'target rank')}{values}; {pairs} of {down.ranks * across.ranks} pairs move anything."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
         said.append(
             f"Neighbouring ranks are added up: a cell is {plural(down.ranks_per_cell, 'source rank')} by "
             f"{plural(across.ranks_per_cell, 'target rank')}, and is labelled by the first."
         )
-    if cells:
-        (row, column), size = max(cells.items(), key=lambda item: item[1])
+    if heat:
+        (row, column), size = max(heat.items(), key=lambda item: item[1])
         said.append(
             f"The strongest colour stands for {byte_size(size)}, as from source {down.ranks_of(row)} "
             f"to target {across.ranks_of(column)}."
