@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable, Optional
@@ -40,16 +41,22 @@ class DaskCluster:
 
     Args:
         directory: gets the scheduler file and logs.
+        protocol: ``tcp`` or ``tls``.
+        everywhere: variables for the scheduler, the workers and commands.
         settings: of Dask, for the scheduler.
     """
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, protocol: str = "tcp", everywhere: Optional[Mapping[str, str]] = None, **settings: Any
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.file = directory / "scheduler.json"
         self._directory = directory
         self._started: list[subprocess.Popen[bytes]] = []
+        self._environment = {**_ENVIRONMENT, **(everywhere or {})}
         environment = {f"DASK_{name}".upper(): str(value) for name, value in settings.items()}
-        self.scheduler = self._start("dask_scheduler", environment, "--host", "127.0.0.1", "--port", "0")
+        place = ["--host", f"{protocol}://127.0.0.1", "--port", "0"]
+        self.scheduler = self._start("dask_scheduler", environment, *place)
         until(self.file.exists)
 
     def worker(self, **faults: Any) -> subprocess.Popen[bytes]:
@@ -80,7 +87,7 @@ class DaskCluster:
         with open(self._directory / f"log{len(self._started)}", "wb") as log:
             process = subprocess.Popen(
                 [*words, *options],
-                env={**_ENVIRONMENT, **environment},
+                env={**self._environment, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -88,20 +95,20 @@ class DaskCluster:
         self._started.append(process)
         return process
 
-    def start(self, *arguments: Argument) -> subprocess.Popen[str]:
+    def start(self, *arguments: Argument, **environment: str) -> subprocess.Popen[str]:
         """Begin a command of reshard on this cluster."""
         words = [str(argument) for argument in (*arguments, "--scheduler", self.file)]
         return subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, *words],
-            env=_ENVIRONMENT,
+            env={**self._environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, *arguments: Argument) -> Result:
+    def run(self, *arguments: Argument, **environment: str) -> Result:
         """Run a command of reshard on this cluster."""
-        return ended(self.start(*arguments))
+        return ended(self.start(*arguments, **environment))
 
     def __enter__(self) -> DaskCluster:
         return self

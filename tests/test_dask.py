@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard.checkpoints import FileHandles, read_index
 from reshard.plan.shares import bundles
+from tests.certificates import make_certificate
 from tests.dask_cluster import DaskCluster, ended, until
-from tests.running import Argument, done, fails, reshard, warns
+from tests.running import Argument, done, fails, flat, reshard, warns
 from tests.small import PLAIN, World, tensors
 from tests.trees import layout, single
 
@@ -320,6 +322,56 @@ def test_an_address_that_dask_cannot_use_is_wrong_usage(world: World, typed: str
     warns(result, "Dask cannot use this address")
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "nowhere",
+        "tcp://",
+        "tcp://host",
+        "tcp://host:0",
+        "tcp://host:99999",
+        "tcp://ho st:1",
+        "tcp://a@host:1/x",
+        "../:1/",
+        "a" * 10**6,
+    ],
+)
+def test_a_scheduler_file_whose_address_is_none_is_wrong_usage(world: World, address: str) -> None:
+    world.save(tensors())
+    file = world.root / "scheduler.json"
+    file.write_text(json.dumps({"type": "Scheduler", "address": address}))
+    result = world.refuses(2, file, "is not of the form tcp://host:8786", options=("--scheduler", file))
+    assert len(result.err) < 1000
+
+
+def test_a_cluster_with_tls_takes_only_those_with_its_certificates(large: Large, tmp_path: Path) -> None:
+    known, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
+    required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
+    dst = tmp_path / "dst"
+    with DaskCluster(tmp_path / "cluster", "tls", {**known, **required}) as cluster:
+        cluster.workers(2)
+        address = json.loads(cluster.file.read_text())["address"]
+        assert address.startswith("tls://")
+        assert cluster.run(*large.words(dst)).status == 0
+        large.same(dst)
+        refused = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **others)
+        assert refused.status == 2
+        warns(refused, address, "do not agree on encryption", "certificate")
+        without = cluster.run(*large.words(tmp_path / "other", "--dry-run"), **dict.fromkeys(known, ""))
+        assert without.status == 2
+        warns(without, "Dask's configuration names no certificates for TLS")
+
+
+def test_where_encryption_is_required_no_scheduler_without_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(tensors())
+    monkeypatch.setenv("DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION", "true")
+    result = reshard(*world.words("--scheduler", "tcp://127.0.0.1:1"), subprocess_=True)
+    assert result.status == 2
+    warns(result, "requires encryption")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"address": 3}', "[" * 100000])
 def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: str) -> None:
     world.save(tensors())
@@ -339,3 +391,8 @@ def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pyte
 def test_by_rank_has_no_scheduler(world: World) -> None:
     world.save(tensors())
     fails(2, *world.words(0, "--scheduler", "tcp://127.0.0.1:1", command="by-rank"), says=["--scheduler"])
+
+
+@pytest.mark.parametrize("command", ["transform-dir", "plan"])
+def test_the_help_says_that_schedulers_are_trusted(command: str) -> None:
+    assert "only one that you trust: dask exchanges pickles" in flat(done(command, "--help").out)

@@ -352,7 +352,8 @@ def divided(command: F) -> F:
                 "Effort",
                 "--scheduler",
                 metavar="ADDRESS|FILE",
-                help="Workers of this Dask cluster do it; its address or scheduler file.",
+                help="Workers of this Dask cluster do it; its address or scheduler file. Only one that you trust: Dask "
+                "exchanges pickles.",
             ),
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from typing import Optional
 
 from distributed import Security
 from distributed.comm.addressing import get_address_host_port, parse_address
@@ -15,7 +16,11 @@ from reshard.storage.json_text import Fields, JsonError, parse_json
 
 # With many workers some hundred KB.
 _LARGEST = 64 << 20
-_HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
+# Perhaps a scheme, a name or address (one of IPv6 in brackets), a port.
+_ADDRESS = re.compile(
+    r"(?:[a-z][a-z0-9]{0,31}://)?(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?\]):(\d{1,5})", re.ASCII
+)
+_ENCRYPTED = ("tls", "wss")
 
 
 def scheduler_address(typed: str) -> str:
@@ -25,11 +30,12 @@ def scheduler_address(typed: str) -> str:
         UsageError: it is neither.
     """
     if "://" in typed:
+        _check_form(typed)
         return typed
-    if not exists(typed) and _HOST_AND_PORT.fullmatch(typed):
+    if not exists(typed) and _ADDRESS.fullmatch(typed):
         return typed
     try:
-        return Fields(parse_json(read_small(typed, _LARGEST)), "the file").text("address")
+        address = Fields(parse_json(read_small(typed, _LARGEST)), "the file").text("address")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise too_long(typed) from error
@@ -44,6 +50,19 @@ def scheduler_address(typed: str) -> str:
             file=typed,
             hint="dask scheduler --scheduler-file FILE writes one",
         ) from error
+    _check_form(address, file=typed)
+    return address
+
+
+def _check_form(address: str, file: Optional[str] = None) -> None:
+    """Refuse what is not ``scheme://host:port``, before anything else looks at it."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        shown = address if len(address) < 80 else f"{address[:80]}..."
+        where = "" if file is None else f"{file}: "
+        raise UsageError(
+            f"{where}Dask cannot use this address: {shown!r} is not of the form tcp://host:8786", file=file
+        )
 
 
 def check_address(address: str) -> None:
@@ -52,7 +71,10 @@ def check_address(address: str) -> None:
         scheme, _ = parse_address(address)
         get_backend(scheme)
         get_address_host_port(address)
-        if scheme == "tls" and Security().get_connection_args("client").get("ssl_context") is None:
+        security = Security()
+        if scheme in _ENCRYPTED and security.get_connection_args("client").get("ssl_context") is None:
             raise ValueError("Dask's configuration names no certificates for TLS")
+        if scheme not in _ENCRYPTED and security.require_encryption:
+            raise ValueError("Dask's configuration requires encryption (tls://)")
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         raise UsageError(f"{address}: Dask cannot use this address: {error}") from error

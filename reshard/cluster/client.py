@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Any, Callable, Optional
 
 from distributed import Client
+from distributed.comm.core import FatalCommClosedError
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
 from reshard.cluster.address import check_address
 from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
-from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError
+from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
 from reshard.plan.conversion import Conversion, Request
 from reshard.plan.shares import bundles
@@ -133,6 +134,13 @@ class Cluster:
             check_address(self._address)
             try:
                 self._connected = Client(self._address, name="reshard", set_as_default=False)
+            except FatalCommClosedError as error:
+                raise UsageError(
+                    f"the Dask scheduler at {self._address} and this machine do not agree on encryption: "
+                    f"{error if str(error) else error.__cause__}",
+                    hint="certificates of one authority are needed everywhere; "
+                    "docs/many-machines.md tells how Dask is given them",
+                ) from error
             except LOST as error:
                 raise RetryableError(
                     f"the Dask scheduler at {self._address} cannot be reached: {error}",
