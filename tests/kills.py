@@ -105,8 +105,11 @@ class Rounds:
         assert not manifest.exists() or manifest.read_bytes() == self.manifest
 
     def end(self) -> None:
-        """Let one run come to its end, compare, and begin anew."""
-        self.finish(run_here(self.words(self.dst), self.root / "log"))
+        """Let one run come to its end, the same command or `resume`, compare, and begin anew."""
+        recorded = any(self.dst.glob(".reshard/*/command.*.json"))
+        resumed = recorded and self.random.random() < 0.5
+        words = ["resume", str(self.dst)] if resumed else self.words(self.dst)
+        self.finish(run_here(words, self.root / "log"))
         self.check(alone=True)
         found = {path.relative_to(self.dst) for path in self.dst.rglob("rank_*/*")}
         assert found == set(self.whole), f"left over: {sorted(map(str, found ^ set(self.whole)))}"
