@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Optional
 
@@ -74,7 +75,8 @@ def transform_checkpoint_by_rank(
     name = str(save_checkpoint_file_name)
     request = Request(
         src={int(rank): str(path) for rank, path in checkpoint_files_map.items()},
-        dst=name,
+        # The directory may be a link here; in a tree of ranks it may not.
+        dst=os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name)),
         source=read_strategy(_path(src_strategy_file)),
         target=read_strategy(_path(dst_strategy_file)),
         ranks=(rank_id,),

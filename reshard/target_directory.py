@@ -271,7 +271,11 @@ class TargetDirectory:
                 if found is None:
                     return None
                 if self._lacking(found).issubset(computed):
-                    return self._write_manifest(found, computed)
+                    manifest = self._write_manifest(found, computed)
+                    break
+        # Also of machines that have got another name since, as pods do.
+        self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
+        return manifest
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []

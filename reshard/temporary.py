@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import time
+from typing import Optional
 
 from reshard import signals
 
@@ -31,8 +32,21 @@ _TIMES = 100
 _unfinished: set[str] = set()
 
 
-def create(directory: str) -> tuple[int, str]:
+def open_directory(path: str) -> int:
+    """A descriptor of a directory; a link in the place of the last name is not followed.
+
+    Raises:
+        OSError: there is none, or something else.
+    """
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str]:
     """Create and lock a temporary file.
+
+    Args:
+        directory: where.
+        directory_fd: a descriptor of that directory, which may have got another name meanwhile.
 
     Returns:
         Its descriptor, open for reading and writing, and its path.
@@ -46,21 +60,22 @@ def create(directory: str) -> tuple[int, str]:
         path = os.path.join(directory, f".reshard-tmp-{_machine()}-{os.getpid()}-{os.urandom(6).hex()}")
         _unfinished.add(path)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            name = path if directory_fd is None else os.path.basename(path)
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory_fd)
         except OSError:
             _unfinished.discard(path)
             raise
         try:
             if _lock_new(fd) or times > _TIMES:
-                os.lstat(path)
+                os.lstat(name, dir_fd=directory_fd)
                 return fd, path
             # Somebody looks whether it is a dead run's, or holds it for ever: another name.
-            _drop(fd, path)
+            _drop(fd, path, directory_fd)
         except FileNotFoundError:
             # Taken for a dead run's between creating and locking it.
-            _drop(fd, path)
+            _drop(fd, path, directory_fd)
         except BaseException:
-            _drop(fd, path)
+            _drop(fd, path, directory_fd)
             raise
 
 
@@ -73,29 +88,33 @@ def _lock_new(fd: int) -> bool:
     return True
 
 
-def _drop(fd: int, path: str) -> None:
+def _drop(fd: int, path: str, directory_fd: Optional[int]) -> None:
     os.close(fd)
     with contextlib.suppress(OSError):
-        remove(path)
+        remove(path, directory_fd)
 
 
-def rename(path: str, final: str) -> None:
-    """Give a temporary file its final name.
+def rename(path: str, final: str, directory_fd: Optional[int] = None) -> None:
+    """Give a temporary file its final name, in the directory that it was created in.
 
     Raises:
         OSError: it cannot have it.
     """
-    os.rename(path, final)
+    if directory_fd is None:
+        os.rename(path, final)
+    else:
+        names = os.path.basename(path), os.path.basename(final)
+        os.rename(*names, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
     _unfinished.discard(path)
 
 
-def remove(path: str) -> None:
+def remove(path: str, directory_fd: Optional[int] = None) -> None:
     """Remove a temporary file of this process.
 
     Raises:
         OSError: it cannot be removed.
     """
-    os.unlink(path)
+    os.unlink(path if directory_fd is None else os.path.basename(path), dir_fd=directory_fd)
     _unfinished.discard(path)
 
 
@@ -135,40 +154,54 @@ def sync_directory(path: str) -> None:
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        # Some network file systems cannot flush a directory; they do so by themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
+        sync(fd)
     finally:
         os.close(fd)
 
 
-def remove_dead(directory: str) -> None:
+def sync(directory_fd: int) -> None:
+    """Like `sync_directory`, of a directory that is open."""
+    try:
+        os.fsync(directory_fd)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; they do so by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+
+
+def remove_dead(directory: str, complete: bool = False) -> None:
     """Remove temporary files that no living process is writing.
 
-    A directory that cannot be listed has none that matter.
+    A directory that cannot be listed, or that is a link, has none that matter.
+
+    Args:
+        directory: where.
+        complete: nothing is left to be written there, so that a file whose lock can be had is nobody's,
+            whichever machine it is of.
     """
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        path = os.path.join(directory, name)
-        with contextlib.suppress(OSError):
-            # Network file systems lock alone only what may be written.
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if _dead(fd, match[1], int(match[2])):
-                    os.unlink(path)
-            finally:
-                os.close(fd)
+    with contextlib.suppress(OSError):
+        directory_fd = open_directory(directory)
+        try:
+            for name in os.listdir(directory_fd):
+                match = _NAME.fullmatch(name)
+                if match is not None:
+                    _remove_if_dead(name, directory_fd, match[1], int(match[2]), complete)
+        finally:
+            os.close(directory_fd)
 
 
-def _dead(fd: int, machine: str, process: int) -> bool:
+def _remove_if_dead(name: str, directory_fd: int, machine: str, process: int, complete: bool) -> None:
+    with contextlib.suppress(OSError):
+        # Network file systems lock alone only what may be written.
+        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
+        try:
+            if _dead(fd, machine, process, complete):
+                os.unlink(name, dir_fd=directory_fd)
+        finally:
+            os.close(fd)
+
+
+def _dead(fd: int, machine: str, process: int, complete: bool) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -176,7 +209,8 @@ def _dead(fd: int, machine: str, process: int) -> bool:
             return False
         if machine == _machine():
             return not os.path.exists(f"/proc/{process}")
-    return machine == _machine() or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
+        complete = False
+    return complete or machine == _machine() or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 
 
 @functools.cache

@@ -87,10 +87,16 @@ class Destination:
             if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
 
-    def remove_dead_temporaries(self, directories: Iterable[str]) -> None:
-        """Remove what killed runs left, here and in these directories."""
-        for directory in (self.path, *(os.path.join(self.path, name) for name in directories)):
-            temporary.remove_dead(directory)
+    def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
+        """Remove what killed runs left, here and in these directories.
+
+        Args:
+            directories: relative to it.
+            complete: nothing is left to be written, so that what nobody holds is nobody's, of other machines too.
+        """
+        temporary.remove_dead(os.path.realpath(self.path), complete)
+        for name in directories:
+            temporary.remove_dead(os.path.join(self.path, name), complete)
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""

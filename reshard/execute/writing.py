@@ -44,6 +44,8 @@ class TargetWriter:
         self._finish = finish
         self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
         self._fd: Optional[int] = None
+        # Of the directory that the file is in, whatever is put in its place meanwhile.
+        self._directory_fd: Optional[int] = None
         self._temporary = ""
         self._lock = threading.Lock()
         self._open_parts = 0
@@ -133,9 +135,10 @@ class TargetWriter:
         if self._made_directory:
             temporary.sync_directory(os.path.dirname(directory) or ".")
         self._finish(self.target, status, crc, False)
-        temporary.rename(self._temporary, self.target.path)
+        assert self._directory_fd is not None
+        temporary.rename(self._temporary, self.target.path, self._directory_fd)
         self._temporary = ""
-        temporary.sync_directory(directory)
+        temporary.sync(self._directory_fd)
         self._finish(self.target, status, crc, True)
 
     def discard(self) -> None:
@@ -143,13 +146,13 @@ class TargetWriter:
         with self._lock:
             self._closed = True
             path, self._temporary = self._temporary, ""
-            fd = self._idle_descriptor()
+            self._users += 1
         if path:
             with contextlib.suppress(OSError):
-                temporary.remove(path)
+                temporary.remove(path, self._directory_fd)
                 if self._made_directory:
                     os.rmdir(os.path.dirname(path))
-        _close(fd)
+        self._leave()
 
     def _enter(self) -> int:
         """The descriptor, to be used until `_leave`.
@@ -165,15 +168,17 @@ class TargetWriter:
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
-            fd = self._idle_descriptor()
-        _close(fd)
+            idle = self._idle_descriptors()
+        for fd in idle:
+            _close(fd)
 
-    def _idle_descriptor(self) -> Optional[int]:
-        """The descriptor, if it is to be closed now; the caller has the lock."""
+    def _idle_descriptors(self) -> tuple[Optional[int], ...]:
+        """The descriptors that are to be closed now; the caller has the lock."""
         if not self._closed or self._users:
-            return None
-        fd, self._fd = self._fd, None
-        return fd
+            return ()
+        idle = self._fd, self._directory_fd
+        self._fd = self._directory_fd = None
+        return idle
 
     def _descriptor(self) -> int:
         """The file's descriptor, opened when it is first asked for; the caller has the lock."""
@@ -190,7 +195,14 @@ class TargetWriter:
             # Another run that gave up may remove the directory between the two.
             with contextlib.suppress(FileNotFoundError):
                 os.makedirs(directory, exist_ok=True)
-                return temporary.create(directory)
+                directory_fd = temporary.open_directory(directory)
+                try:
+                    created = temporary.create(directory, directory_fd)
+                except BaseException:
+                    os.close(directory_fd)
+                    raise
+                self._directory_fd = directory_fd
+                return created
         raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
 
     def fail(self, error: ReshardError) -> None:
