@@ -16,6 +16,7 @@ from reshard.checkpoints import FileHandles, SourceTree, StepFiles, Tensor, find
 from reshard.checkpoints.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError
 from reshard.execute import ExecutionOptions, Progress
+from reshard.filter_advice import warn_of_unmatched
 from reshard.layout import Layout
 from reshard.name_filters import Filters
 from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank
@@ -124,6 +125,7 @@ def check_strategy(
     found.load(found.files)
     if not found.indexes:
         raise CheckpointError(f"{path}: no file of {found.label} is readable", file=path)
+    warn_of_unmatched(filters, (strategy.parameters, found.names()), report)
     listed = {name for name in listed_by_source(strategy, found) if filters.admit(name)}
     held = {name for name in found.names() if filters.admit(name)}
     parameters = read_parameters(strategy, found, listed, set())

@@ -8,6 +8,7 @@ from typing import Optional
 
 from reshard.checkpoints import find_checkpoints
 from reshard.errors import CheckpointError
+from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
 from reshard.records import Identity, Manifest
@@ -69,6 +70,7 @@ def verify_conversion(
     damaged: dict[str, str] = {}
     while True:
         tree = read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+        warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
         differences = compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
         names = {one.parameter for one in differences if one.parameter is not None and one.kind in _OF_CONTENTS}
         # What was made of replicas differs from a damaged file, which counts as absent then.
@@ -100,6 +102,7 @@ def verify_replicas(
     if candidate.step is not None:
         report.note(f"step {candidate.step} is compared")
     held = read_tree(candidate.files, strategy, means.handles, filters.admit)
+    warn_of_unmatched(filters, (strategy.parameters, held.names), report)
     found = compare_copies(held, means)
     _tell_not_held(held, strategy, report)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import Argument, done, warns
+from tests.running import Argument, done, fails, warns
 from tests.small import COPIED, World, without
 from tests.trees import cut_ranks, layout, single, value, write_tree
 
@@ -112,12 +112,17 @@ def test_a_pattern_for_what_only_a_strategy_lists_is_no_mistake(adam: World) -> 
 
 def test_every_command_with_filters_warns(adam: World) -> None:
     strategies: list[Argument] = ["--src-strategy", adam.old, "--dst-strategy", adam.new]
+    other = adam.root / "other"
     commands: list[list[Argument]] = [
-        ["plan", adam.src, adam.dst, *strategies],
-        ["by-rank", 0, adam.src, adam.dst, "-n", *strategies],
+        ["plan", adam.src, other, *strategies],
+        ["by-rank", 0, adam.src, other, "-n", *strategies],
         ["fingerprint", adam.src, "--strategy", adam.old],
         ["fingerprint", adam.src, "--strategy", adam.old, "--ranks", "1"],
+        ["verify", adam.dst, "--src", adam.src, *strategies],
+        ["verify", adam.src, "--replicas", "--strategy", adam.old],
+        ["strategy", "check", adam.old, adam.src],
     ]
+    adam.convert("--include", "*weight")
     for words in commands:
         said = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
         assert [line for line in said if "partial" not in line] == [
@@ -144,3 +149,8 @@ def test_leaving_out_what_there_is_none_of_is_only_noted(tmp_path: Path) -> None
 
 def test_state_of_another_optimizer_is_warned_of(adam: World) -> None:
     assert len(warnings(adam.convert("-n", "--exclude", "moment[12].*").err)) == 1
+
+
+def test_filters_of_a_comparison_that_has_none_are_wrong_usage(adam: World) -> None:
+    adam.convert("--checksum", "crc32")
+    fails(2, "verify", adam.dst, "--exclude", "adam_*", says=["--include and --exclude go with --src or --replicas"])

@@ -193,3 +193,31 @@ def test_what_no_rank_can_give_is_folded(tmp_path: Path) -> None:
     result = fails(3, *words, says=["that only source rank 2 held", "that only source rank 3 held"])
     assert len(flat(result.err)) < 600
     assert json.loads(done(*words[:-2], "--json").out)["ranks"] == [0, 1, 2, 3]
+
+
+def test_differences_that_are_alike_are_one_line_and_each_is_named_when_asked(tmp_path: Path) -> None:
+    world = big_world(tmp_path)
+    world.save(states())
+    world.convert()
+    wrong = {name: value("wrong", (8, 4)) for name in LAYERS}
+    write_tree(world.dst, cut_ranks(world.target, {**states(), **wrong}, COPIED), "rank_{rank}/checkpoint_{rank}.ckpt")
+    words: list[Argument] = ["verify", world.dst, "--src", world.src, *world.words()[3:], "--quiet"]
+    result = fails(4, *words, says=["65 differences: this checkpoint must not be used"])
+    assert "'model.layers.{0-31}.wo.weight' (32), 'model.layers.{0-31}.wq.weight' (32) on rank 0: differs" in result.out
+    # Beside the contents, the names are in another order than was written.
+    assert len(result.out.splitlines()) == 2
+    listed = fails(4, *words, "-v").out.splitlines()
+    assert len(listed) == 65 and "'model.layers.7.wo.weight' on rank 0: differs from the source" in listed
+    assert len(fails(4, *words, "--json").json["differences"]) == 65
+
+
+def test_many_differences_of_different_kinds_are_counted_after_a_dozen(tmp_path: Path) -> None:
+    names = [f"p{letter}" for letter in "abcdefghijklmnopqrst"]
+    world = World(tmp_path, model(ROWS, names), model(WHOLE, names))
+    world.save({name: value(name, (8, 4)) for name in names}, copied={})
+    world.convert()
+    wrong = {name: value(name, (8, 5 + number)) for number, name in enumerate(names)}
+    write_tree(world.dst, {0: wrong}, "rank_{rank}/checkpoint_{rank}.ckpt")
+    words: list[Argument] = ["verify", world.dst, "--src", world.src, *world.words()[3:]]
+    lines = fails(4, *words).out.splitlines()
+    assert len(lines) == 13 and lines[-1] == "... and 9 more differences; -v shows all"

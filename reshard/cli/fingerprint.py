@@ -96,7 +96,7 @@ def fingerprint(
                 tree = read_tree(files, source, handles, filters.admit)
                 for rank, damage in tree.damaged.items():
                     report.warn(f"{damage}; rank {rank} counts as absent")
-            warn_of_unmatched(filters, (source.parameters, *(index.tensors for index in tree.indexes.values())), report)
+            warn_of_unmatched(filters, (source.parameters, tree.names), report)
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             result = fingerprints(tree, means)

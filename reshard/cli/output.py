@@ -51,8 +51,8 @@ def totals_words(totals: Mapping[str, Total]) -> str:
 
 def listener(quiet: bool) -> Callable[[str, str], None]:
     """Shows warnings always and notes unless quiet, on standard error; with -v the name of every parameter in them."""
-    context = click.get_current_context(silent=True)
-    verbose = context is not None and context.find_root().meta.get("reshard.verbose", False)
+    # Asked here, because threads that have something to tell know no context.
+    verbose = is_verbose()
 
     def show(kind: str, text: str) -> None:
         text = printable(full_text(text) if verbose else text)
@@ -62,6 +62,12 @@ def listener(quiet: bool) -> Callable[[str, str], None]:
             _echo_aside(f"note: {text}")
 
     return show
+
+
+def is_verbose() -> bool:
+    """Whether -v was given: everything is named, and nothing shortened."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().meta.get("reshard.verbose"))
 
 
 def show_notes(notes: Iterable[str]) -> None:

@@ -13,9 +13,10 @@ from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
-from reshard.cli.output import alarming, echo_json, listener
+from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.errors import CheckpointError, TargetError, UsageError
+from reshard.messages import MOST_LINES, listing
 from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
@@ -24,7 +25,7 @@ from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verify import converted_files, recorded_plan, verify_conversion, verify_replicas
-from reshard.wording import plural, printable, rank_ranges
+from reshard.wording import plural, printable, quoted, rank_ranges
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -67,8 +68,9 @@ def verify(
     ranks: Optional[tuple[int, ...]],
     **typed: Any,
 ) -> None:
-    """Verify the checkpoint in OUT; exit status 4 and a line per difference if something is wrong.
+    """Verify the checkpoint in OUT; exit status 4 and what differs if something is wrong.
 
+    Parameters that differ alike are told in one line, with -v one by one.
     Alone: every file is as the manifest says, in size, headers and contents. Without recorded
     checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
@@ -127,6 +129,11 @@ def verify(
         elif src_strategy is not None or dst_strategy is not None:
             raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
         elif not replicas:
+            if filters.include or filters.exclude:
+                raise UsageError(
+                    "--include and --exclude go with --src or --replicas",
+                    hint="OUT alone is compared with its manifest, file by file",
+                )
             manifest = _of_ranks(read_manifest(out), ranks)
             if headers_only:
                 without = tuple(file._replace(crc32=None) for file in manifest.files)
@@ -156,7 +163,7 @@ def tell_differences(
     to_standard_output: bool = False,
     verdict: str = "verified: no differences",
 ) -> None:
-    """Print every difference and a line that sums up; with any, end with exit status 4.
+    """Print the differences, with -v each of them, and a line that sums up; with any, end with exit status 4.
 
     Args:
         found: the differences.
@@ -164,14 +171,31 @@ def tell_differences(
         to_standard_output: where the differences go; the rest goes to standard error.
         verdict: what is said where there are none.
     """
-    for difference in found:
-        click.echo(printable(str(difference)), err=not to_standard_output)
+    for line in map(str, found) if is_verbose() else _folded(found):
+        click.echo(printable(line), err=not to_standard_output)
     if found:
         text = f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
         click.get_current_context().exit(DIFFERENT)
     if not quiet:
         click.echo(printable(verdict), err=True)
+
+
+def _folded(found: Sequence[Difference]) -> list[str]:
+    """Differences in few lines: parameters that are wrong alike together."""
+    alike: dict[object, list[Difference]] = {}
+    for number, difference in enumerate(found):
+        if difference.parameter is None:
+            alike[number] = [difference]
+            continue
+        detail = difference.detail.replace(quoted(difference.parameter), "")
+        alike.setdefault((difference.kind, difference.ranks, detail), []).append(difference)
+    lines = []
+    for group in alike.values():
+        names = [difference.parameter for difference in group if difference.parameter is not None]
+        lines.append(str(group[0]._replace(parameter=None)) if not names else group[0].of(listing(names)))
+    left = sum(map(len, [*alike.values()][MOST_LINES:]))
+    return [*lines[:MOST_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
 
 
 def _against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:

@@ -27,9 +27,12 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         """A line: parameter, ranks, what is wrong."""
-        name = "" if self.parameter is None else f"{quoted(self.parameter)} "
-        where = f"on {rank_ranges(self.ranks)}" if self.ranks else ""
-        return f"{name}{where}: {self.detail}".lstrip()
+        return self.of("" if self.parameter is None else quoted(self.parameter))
+
+    def of(self, names: str) -> str:
+        """The line, of several parameters that differ alike."""
+        where = f" on {rank_ranges(self.ranks)}" if self.ranks else ""
+        return f"{names}{where}: {self.detail}".lstrip()
 
 
 def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:

@@ -61,6 +61,11 @@ class Tree:
         outside = {name: ranks for name, ranks in self.outside.items() if admit(name)}
         return replace(self, parameters=chosen, problems=problems, outside=outside)
 
+    @property
+    def names(self) -> set[str]:
+        """Everything that some file holds, whatever of it is looked at."""
+        return set().union(*(tensors for tensors, _ in self.alike()))
+
     def alike(self) -> list[tuple[Mapping[str, Tensor], tuple[int, ...]]]:
         """What files hold, with the ranks, ascending, whose files are built so."""
         ranks: dict[int, list[int]] = defaultdict(list)
