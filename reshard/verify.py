@@ -20,19 +20,18 @@ from reshard.strategies import Strategy
 from reshard.verification import (
     Difference,
     Means,
+    RecordedCrcs,
     Tree,
     compare_converted,
     compare_copies,
-    damaged_by_crc,
     not_held,
+    read_sound,
     read_step,
     read_tree,
 )
 from reshard.wording import plural, rank_ranges
 
 _MOST_SHOWN = 3
-# Differences that a damaged source file can make.
-_OF_CONTENTS = ("content", "stages")
 
 
 def verify_conversion(
@@ -47,6 +46,8 @@ def verify_conversion(
     filters: Filters,
     means: Means,
     report: Report,
+    crcs: Optional[RecordedCrcs],
+    known: Optional[Mapping[str, str]] = None,
 ) -> list[Difference]:
     """What of a converted checkpoint is not what its source makes of it.
 
@@ -61,23 +62,33 @@ def verify_conversion(
         filters: which parameters were converted.
         means: what may be used for reading.
         report: told what was decided.
+        crcs: tells which source files are damaged and count as absent; none is where None.
+        known: files that the conversion found damaged, and why, by path. Where that is given, others are looked at
+            only if something differs.
 
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
     found = find_checkpoints(src, file_suffix)
     check_ranks(found, source, target, means.handles)
-    damaged: dict[str, str] = {}
-    while True:
-        tree = read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+
+    def read(damaged: Mapping[str, str]) -> Tree:
+        return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+
+    def differences(tree: Tree) -> list[Difference]:
         warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
-        differences = compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
-        names = {one.parameter for one in differences if one.parameter is not None and one.kind in _OF_CONTENTS}
-        # What was made of replicas differs from a damaged file, which counts as absent then.
-        more = damaged_by_crc(tree, names, means)
+        return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+
+    damaged = dict(known or {})
+    if known is not None:
+        tree = read(damaged)
+        different = differences(tree)
+        # What was made of replicas differs from a file that is damaged.
+        more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
         if not more:
-            return differences
+            return different
         damaged.update(more)
+    return differences(read_sound(read, crcs, damaged))
 
 
 def verify_replicas(
@@ -88,8 +99,9 @@ def verify_replicas(
     filters: Filters,
     means: Means,
     report: Report,
+    crcs: Optional[RecordedCrcs],
 ) -> list[Difference]:
-    """Which copies of slices within one step of a tree differ.
+    """Which copies of slices within one step of a tree differ, and which files are damaged.
 
     Raises:
         ReshardError: there are no files, or they cannot be read.
@@ -101,7 +113,10 @@ def verify_replicas(
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     if candidate.step is not None:
         report.note(f"step {candidate.step} is compared")
-    held = read_tree(candidate.files, strategy, means.handles, filters.admit)
+    files = candidate.files
+    held = read_sound(
+        lambda damaged: read_tree(files, strategy, means.handles, filters.admit, damaged), crcs, copies=True
+    )
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
     found = compare_copies(held, means)
     _tell_not_held(held, strategy, report)

@@ -13,7 +13,7 @@ import pytest
 from reshard import transform_checkpoint_by_rank
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, crc, read_index
 from tests.reference import Strategy
-from tests.running import Argument, done, fails, reshard, warns
+from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import PLAIN, PLAIN_TARGET, World, tensors
 from tests.trees import layout, read_checkpoint, same_checkpoints, same_ranks, single, tree_bytes
 
@@ -224,3 +224,58 @@ def test_recover_checks_every_file_once(tmp_path: Path, checked: Counter[Path]) 
     warns(result, *saved(world, 2), "rank 2 counts as absent at step 1_10")
     assert checked == Counter(saved(world, 0, 1, 2, 3))
     done(*words, "--checksum", "crc32", "--overwrite")
+
+
+@pytest.fixture
+def repaired(joined: World) -> World:
+    """A conversion for which replicas stood in: of every slice the copy of the lowest rank is damaged."""
+    joined.save(W, crc=True)
+    for path in saved(joined, 0, 1):
+        damage(path)
+    joined.convert("--verify", "--checksum", "crc32")
+    return joined
+
+
+def compared(world: World, *options: Argument) -> Result:
+    strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", world.new]
+    return reshard("verify", world.dst, "--src", world.src, *strategies, *options)
+
+
+def test_verify_compares_with_sound_files(repaired: World, checked: Counter[Path]) -> None:
+    result = compared(repaired)
+    assert result.status == 0
+    for rank, path in enumerate(saved(repaired, 0, 1)):
+        warns(result, f"warning: {path}: is damaged: its CRC is", f"rank {rank} counts as absent at step 1_10")
+    assert checked == Counter(saved(repaired, 0, 1, 2, 3))
+    assert compared(repaired, "--crc", "never").status == 4
+
+
+def test_verify_finds_what_was_made_of_damaged_contents(joined: World) -> None:
+    joined.save(W, crc=True)
+    damage(*saved(joined, min(sources_of(joined, 0))))
+    joined.convert("--crc", "never", "--verify")
+    assert compared(joined).status == 4
+    assert compared(joined, "--crc", "never").status == 0
+    for path in saved(joined, 0, 1, 2, 3):
+        damage(path)
+    assert compared(joined).status == 3
+
+
+def test_a_fingerprint_is_of_sound_files(repaired: World, checked: Counter[Path]) -> None:
+    words: list[Argument] = ["fingerprint", repaired.src, "--strategy", repaired.old]
+    made = done("fingerprint", repaired.dst, "--strategy", repaired.new).out
+    result = done(*words)
+    warns(result, *saved(repaired, 0, 1), "rank 0 counts as absent")
+    assert result.out == made != done(*words, "--crc", "never").out
+    part = done(*words, "--ranks", "0,2")
+    warns(part, *saved(repaired, 0), "rank 0 counts as absent")
+    assert checked == Counter(saved(repaired, 0, 1, 2, 3, 0, 2))
+
+
+def test_comparing_replicas_names_files_whose_contents_are_damaged(repaired: World) -> None:
+    words: list[Argument] = ["verify", repaired.src, "--replicas", "--strategy", repaired.old]
+    found = fails(4, *words, "--json").json["differences"]
+    assert [(difference["kind"], difference["ranks"]) for difference in found] == [("file", [0]), ("file", [1])]
+    assert all("its CRC is" in difference["detail"] for difference in found)
+    found = fails(4, *words, "--json", "--crc", "never").json["differences"]
+    assert [(difference["kind"], difference["parameter"]) for difference in found] == [("replicas", "w")] * 2

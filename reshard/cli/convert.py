@@ -106,13 +106,18 @@ def _convert(
     request = request_of(src, dst, source, target, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
     progress = progress_of(typed["quiet"], typed["progress"])
-    with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
+    with (
+        cluster_of(scheduler, how, typed["jobs"], report) as workers,
+        prepare(request, how, report, progress) as prepared,
+    ):
         summary = prepared.carry_out(progress, workers)
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 
             tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
+        # Verification takes files for damaged that the conversion found to be.
+        request = prepared.conversion.request
     before = time.monotonic()
     found = _verify(request, how, summary, progress) if typed["verify"] else None
     verifying = time.monotonic() - before
@@ -130,11 +135,13 @@ def _convert(
 def _verify(request: Request, how: Options, summary: Summary, progress: Progress) -> list[Difference]:
     """Compare what was written, and what was there before, with the source by fingerprints."""
     # Loaded only here, because by-rank runs in loops.
-    from reshard.verification import Means
+    from reshard.verification import Means, RecordedCrcs
     from reshard.verify import verify_conversion
 
     assert isinstance(request.src, str)
+    report = Report()
     with FileHandles() as handles:
+        means = Means(handles, how.jobs, how.max_memory, progress)
         return verify_conversion(
             request.src,
             request.source,
@@ -144,8 +151,10 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
             file_suffix=request.file_suffix,
             ranks=tuple(summary.target_files),
             filters=request.filters,
-            means=Means(handles, how.jobs, how.max_memory, progress),
-            report=Report(),
+            means=means,
+            report=report,
+            crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
+            known=request.damaged,
         )
 
 

@@ -26,8 +26,10 @@ from reshard.verification import (
     Fingerprints,
     Means,
     Needs,
+    RecordedCrcs,
     check_complete,
     fingerprints,
+    read_sound,
     read_step,
     read_tree,
 )
@@ -59,6 +61,7 @@ reshard fingerprint --merge part0.json --merge part1.json
 )
 @options.source
 @options.selection
+@options.crc("Check the CRCs that files record; damaged files count as absent.")
 @options.effort
 @options.output
 def fingerprint(
@@ -87,18 +90,22 @@ def fingerprint(
         with FileHandles() as handles:
             found = find_checkpoints(src, typed["file_suffix"])
             check_ranks(found, source, Strategy.none(), handles)
+            progress = progress_of(typed["quiet"], typed["progress"])
+            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
+            crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
             if ranks is None:
-                tree = read_step(found, source, typed["step"], handles, report)
+                step = typed["step"]
+                tree = read_sound(
+                    lambda damaged: read_step(found, source, step, handles, report, damaged=damaged), crcs
+                )
                 check_complete(tree, source, Needs(Strategy.none()), filters.admit)
                 tree = tree.only(filters.admit)
             else:
                 files = _files(found, source, ranks, typed["step"], report)
-                tree = read_tree(files, source, handles, filters.admit)
-                for rank, damage in tree.damaged.items():
-                    report.warn(f"{damage}; rank {rank} counts as absent")
+                tree = read_sound(lambda damaged: read_tree(files, source, handles, filters.admit, damaged), crcs)
+                for rank, why in tree.damaged.items():
+                    report.warn(f"{why}; rank {rank} counts as absent")
             warn_of_unmatched(filters, (source.parameters, tree.names), report)
-            progress = progress_of(typed["quiet"], typed["progress"])
-            means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             result = fingerprints(tree, means)
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")

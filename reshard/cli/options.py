@@ -214,6 +214,11 @@ def selection(command: F) -> F:
     )
 
 
+def crc(text: str) -> Callable[[F], F]:
+    """--crc."""
+    return option("Checks", "--crc", type=Choice(["auto", "never"]), default="auto", show_default=True, help=text)
+
+
 def effort(command: F) -> F:
     """How much of the machine is used."""
     return _all(
@@ -285,14 +290,7 @@ def writing(command: F) -> F:
         [
             effort,
             reading,
-            option(
-                "Checks",
-                "--crc",
-                type=Choice(["auto", "never"]),
-                default="auto",
-                show_default=True,
-                help="Check recorded CRCs of source files that are read whole.",
-            ),
+            crc("Check CRCs of source files that are read whole."),
             option(
                 "Checks",
                 "--check-replicas",

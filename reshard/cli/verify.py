@@ -22,7 +22,7 @@ from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report
 from reshard.transform import usable_cpus
-from reshard.verification import Difference, Means
+from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verify import converted_files, recorded_plan, verify_conversion, verify_replicas
 from reshard.wording import plural, printable, quoted, rank_ranges
@@ -52,6 +52,7 @@ reshard verify ckpt/ --replicas --strategy src.ckpt
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
 @option("Checks", "--headers-only", is_flag=True, help="Sizes and headers are enough; no contents are read.")
+@options.crc("Check the CRCs that source files record; damaged files count as absent.")
 @options.ranks("Target", "Only these ranks of OUT.")
 @options.source
 @options.selection
@@ -88,11 +89,12 @@ def verify(
     with FileHandles() as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
+        crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
         if replicas:
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
             found += verify_replicas(
-                out, strategy_of(strategy, report), typed["step"], typed["file_suffix"], filters, means, report
+                out, strategy_of(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
             )
         elif strategy is not None:
             raise UsageError(
@@ -124,6 +126,7 @@ def verify(
                 filters=filters,
                 means=means,
                 report=report,
+                crcs=crcs,
             )
             verdict = f"verified: no differences from {src}"
         elif src_strategy is not None or dst_strategy is not None:

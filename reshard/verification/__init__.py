@@ -8,7 +8,7 @@ are read by the rooms that conversions use too; what they mean for each other is
 from reshard.verification.compare import compare_converted, compare_trees
 from reshard.verification.completeness import Needs, check_complete
 from reshard.verification.copies import compare_copies, compare_replicas, not_held
-from reshard.verification.crcs import damaged_by_crc
+from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import Entry, Fingerprints, fingerprints
 from reshard.verification.reading import Means, Progress
@@ -22,15 +22,16 @@ __all__ = [
     "Means",
     "Needs",
     "Progress",
+    "RecordedCrcs",
     "Tree",
     "check_complete",
     "compare_converted",
     "compare_copies",
     "compare_replicas",
     "compare_trees",
-    "damaged_by_crc",
     "fingerprints",
     "not_held",
+    "read_sound",
     "read_step",
     "read_tree",
 ]

@@ -1,71 +1,80 @@
-"""Whether source files that differ from what was made of them are damaged themselves, as far as they record a CRC."""
+"""Source files whose contents are not what their recorded CRC was made of count as absent."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Callable, Optional
 
-from reshard.checkpoints import CheckpointIndex, check_crc
-from reshard.errors import DamagedCheckpointError
+from reshard.checkpoints import CheckpointIndex, check_crcs
+from reshard.checkpoints.storage import storage_of
+from reshard.report import Report
 from reshard.verification.reading import Means
 from reshard.verification.tree import Tree
 
-_LEAST_BLOCK, _MOST_BLOCK = 1 << 16, 8 << 20
+_LEAST_BLOCK, _MOST_BLOCK = 4 << 10, 8 << 20
 
 
-def damaged_by_crc(tree: Tree, names: Collection[str], means: Means) -> dict[str, str]:
-    """The files that some names were compared with and whose contents are not what their CRC was made of.
+class RecordedCrcs:
+    """Compares files with the CRCs that they record, if they do; reads each once.
 
     Args:
-        tree: the source.
-        names: parameters and values.
         means: what may be used for reading.
+        report: told of CRCs that say nothing.
+    """
 
-    Returns:
-        Why each such file counts as absent, by path.
+    def __init__(self, means: Means, report: Report) -> None:
+        self._means = means
+        self._report = report
+        self._checked: set[str] = set()
+
+    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
+        """Why files are damaged, by path, of those that are and were not looked at before.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
+        new = [index for index in indexes if index.crc is not None and index.path not in self._checked]
+        if not new:
+            return {}
+        means = self._means
+        threads = means.jobs * storage_of(new[0].path).in_flight
+        block = max(_LEAST_BLOCK, min(_MOST_BLOCK, means.max_memory // threads))
+        means.progress.begin(sum(index.size for index in new), "checking CRCs")
+        try:
+            checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
+        finally:
+            means.progress.end()
+        self._checked.update(index.path for index in new)
+        for path, reason in sorted(checks.unchecked.items()):
+            self._report.note(f"{path}: its CRC was not checked: {reason}")
+        return {path: error.message for path, error in checks.damaged.items()}
+
+
+def read_sound(
+    read: Callable[[Mapping[str, str]], Tree],
+    crcs: Optional[RecordedCrcs],
+    known: Mapping[str, str] = MappingProxyType({}),
+    copies: bool = False,
+) -> Tree:
+    """Read the files of a step, without those whose contents are damaged.
+
+    Only files whose contents will be read are looked at: of several replicas that of the lowest rank. Without
+    it that is the next one's.
+
+    Args:
+        read: reads a step, given files that are known to be damaged, and why, by path.
+        crcs: tells which files are damaged; no others than the known ones are where None.
+        known: files that are known to be.
+        copies: the contents of all files will be read.
 
     Raises:
-        ReshardError: a file cannot be read.
+        ReshardError: as `read`, or a file cannot be read.
     """
-    indexes = [tree.indexes[rank] for rank in sorted(set(_ranks_read(tree, names)))]
-    indexes = [index for index in indexes if index.crc is not None]
-    damaged: dict[str, str] = {}
-    stop = threading.Event()
-    telling = threading.Lock()
-    block = max(_LEAST_BLOCK, min(_MOST_BLOCK, means.max_memory // means.jobs))
-
-    def go_on(count: int) -> None:
-        if stop.is_set():
-            raise CancelledError
-        with telling:
-            means.progress.wrote(count)
-
-    def check(index: CheckpointIndex) -> None:
-        try:
-            check_crc(means.handles, index, block, go_on)
-        except DamagedCheckpointError as error:
-            damaged[index.path] = error.message
-
-    means.progress.begin(sum(index.size for index in indexes), "checking CRCs")
-    try:
-        with ThreadPoolExecutor(means.jobs) as pool:
-            try:
-                for _ in pool.map(check, indexes):
-                    pass
-            except BaseException:
-                # Also Ctrl-C: nobody waits for terabytes to be read.
-                stop.set()
-                raise
-    finally:
-        means.progress.end()
-    return damaged
-
-
-def _ranks_read(tree: Tree, names: Collection[str]) -> Iterator[int]:
-    """Of every slice and value the rank that stands for all that have it."""
-    for name in names:
-        if name in tree.parameters:
-            yield from (part.holders[0] for part in tree.parameters[name].slices if part.holders)
-        else:
-            yield from tree.outside.get(name, ())
+    damaged = dict(known)
+    while True:
+        tree = read(damaged)
+        more = {} if crcs is None else crcs.damaged(tree.indexes.values() if copies else tree.files_read)
+        if not more:
+            return tree
+        damaged.update(more)

@@ -73,6 +73,19 @@ class Tree:
             ranks[id(index.tensors)].append(rank)
         return [(self.indexes[same[0]].tensors, tuple(same)) for same in ranks.values()]
 
+    @property
+    def files_read(self) -> list[CheckpointIndex]:
+        """The files whose contents are read where any copy will do: per slice that of the lowest rank that has it."""
+        ranks = {holders[0] for holders in self.outside.values()}
+        known = set()
+        for parameter in self.parameters.values():
+            # Parameters that are cut alike and held by the same ranks share what says so.
+            key = (parameter.shape, *((id(layout), id(held)) for _, layout, held in parameter.holdings))
+            if key not in known:
+                known.add(key)
+                ranks.update(held.holders[0] for held in parameter.slices if held.holders)
+        return [self.indexes[rank] for rank in sorted(ranks)]
+
     def tensor(self, name: str, rank: int) -> Tensor:
         """A rank's tensor of a name."""
         return self.indexes[rank].tensors[name]
