@@ -286,7 +286,7 @@ class Prepared:
             if directory is None or options.crc == "never":
                 break
             suspects = [conversion.step.indexes[rank] for rank in directory.suspects()]
-            if not self._crcs.find(conversion.step, suspects, self._check_here(conversion, self._progress)):
+            if not self._crcs.find(conversion.step, suspects, self._check(conversion, self._progress)):
                 break
         self.conversion = conversion
         self.execution = _execution(conversion, options)
@@ -322,7 +322,7 @@ class Prepared:
             if not options.recover or options.crc == "never" or options.dry_run:
                 return conversion
             # What is lost, and so what is asked for, depends on it.
-            check = self._check_here(conversion, self._progress)
+            check = self._check(conversion, self._progress)
             if not self._crcs.find(conversion.step, conversion.step.indexes.values(), check):
                 return conversion
 
@@ -342,7 +342,10 @@ class Prepared:
             given=given_command(conversion, self._options),
         )
 
-    def _check_here(self, conversion: Conversion, progress: Progress) -> Check:
+    def _check(self, conversion: Conversion, progress: Progress, workers: Optional[Workers] = None) -> Check:
+        """What checks CRCs: this process, or those that write the targets."""
+        if workers is not None:
+            return workers.check_crcs
         execution = _execution(conversion, self._options)
         return lambda files: damaged_files(files, execution, self._handles, self._report, progress)
 
@@ -371,9 +374,9 @@ class Prepared:
                     self._report.warn(f"{space.problem}: the conversion would be refused")
         else:
             self._settle(progress, workers)
-        conversion = self.conversion
         # After CRCs: damage that they tell of does not speak against the strategy.
-        replicas = self._check_replicas(progress)
+        replicas = self._check_replicas(progress, workers)
+        conversion = self.conversion
         checked = time.monotonic()
         if self._options.dry_run:
             written = sum(self.sizes.values())
@@ -424,7 +427,7 @@ class Prepared:
             if self._options.crc == "never" or self._options.recover or not conversion.ranks:
                 # Those that a recovery is made of were checked before it was planned.
                 return
-            check = self._check_here(conversion, progress) if workers is None else workers.check_crcs
+            check = self._check(conversion, progress, workers)
             read = conversion.files_read()
             whole = [index for index in conversion.step.indexes.values() if read.get(index.path)]
             if not self._crcs.find(conversion.step, whole, check):
@@ -432,7 +435,7 @@ class Prepared:
                 return
             self._plan()
 
-    def _check_replicas(self, progress: Progress) -> Optional[ReplicaCheck]:
+    def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
         """Compare what ranks of the source should hold alike, unless another run has done so.
 
         Raises:
@@ -448,6 +451,14 @@ class Prepared:
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
         comparison = compare_replicas(parameters, conversion.step, self._handles, self.execution, progress, effort)
         if comparison.differing:
+            # Of files that are read in part no CRC was checked.
+            doubtful = [conversion.step.indexes[rank] for rank in sorted(comparison.always)]
+            check = self._check(conversion, progress, workers)
+            if options.crc != "never" and self._crcs.find(conversion.step, doubtful, check):
+                self._plan()
+                if not options.dry_run:
+                    self._settle(progress, workers)
+                return self._check_replicas(progress, workers)
             raise comparison.error(
                 request.source.path, request.src if isinstance(request.src, str) else conversion.step.place
             )

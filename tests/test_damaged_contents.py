@@ -105,7 +105,7 @@ def test_without_a_sound_replica_it_is_an_error_that_names_the_files(joined: Wor
         says: list[Argument] = [*saved(joined, 1, 3), "its CRC is", "bring back one of ranks 1,3", "--crc never"]
         joined.refuses(3, *says, options=("--step", step))
     assert not joined.dst.exists()
-    joined.convert("--crc", "never")
+    joined.convert("--crc", "never", "--check-replicas", "never")
 
 
 def test_when_all_files_are_damaged_those_that_were_needed_are_named(joined: World) -> None:
@@ -199,7 +199,22 @@ def test_ranks_that_read_only_a_part_agree_with_an_earlier_run_that_found_the_fi
 def test_a_part_of_a_file_is_not_checked_and_that_is_said(staged: World) -> None:
     (first,) = sources_of(staged, 1)
     damage(*saved(staged, first))
-    warns(staged.by_rank(1), "was not checked, because only a part of the file is read", *saved(staged, first))
+    result = staged.by_rank(1, "--check-replicas", "never")
+    warns(result, "was not checked, because only a part of the file is read", *saved(staged, first))
+
+
+def test_a_file_that_differs_from_its_replica_is_checked_though_only_a_part_is_read(staged: World) -> None:
+    (first,) = sources_of(staged, 1)
+    (path,) = saved(staged, first)
+    damage(path)
+    plan = done(*staged.words("--json", "--ranks", "1", command="plan"))
+    assert first in plan.json["absent_ranks"]
+    warns(staged.by_rank(1), f"warning: {path}: is damaged: its CRC is", f"rank {first} counts as absent")
+    assert staged.found()[1].keys() == {"w", "global_step"}
+    same_checkpoints(staged.found()[1], staged.expected(NEW)[1])
+    # Where contents are as they were saved, it is the strategy or the run.
+    staged.save({**NEW, "w": OLD["w"]}, ranks=[first], crc=True)
+    fails(3, *staged.words("--overwrite"), says=["does not fit this checkpoint, or replicas have diverged"])
 
 
 def test_records_of_damage_do_not_stay_without_a_target(joined: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +268,7 @@ def test_verify_compares_with_sound_files(repaired: World, checked: Counter[Path
 def test_verify_finds_what_was_made_of_damaged_contents(joined: World) -> None:
     joined.save(W, crc=True)
     damage(*saved(joined, min(sources_of(joined, 0))))
-    joined.convert("--crc", "never", "--verify")
+    joined.convert("--crc", "never", "--check-replicas", "never", "--verify")
     assert compared(joined).status == 4
     assert compared(joined, "--crc", "never").status == 0
     for path in saved(joined, 0, 1, 2, 3):

@@ -20,9 +20,10 @@ from tests.small import World, tensors
 from tests.trees import tree_bytes
 
 FULL = tensors()
-CAN_MOUNT = shutil.which("unshare") is not None and not subprocess.run(
-    ["unshare", "--mount", "true"], capture_output=True, check=False
-).returncode
+CAN_MOUNT = (
+    shutil.which("unshare") is not None
+    and not subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
+)
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounts need a mount namespace of one's own")

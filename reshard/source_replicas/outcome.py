@@ -88,6 +88,11 @@ class Comparison(NamedTuple):
             return "strategy"
         return "either" if self.of_a_layout else "replicas"
 
+    @property
+    def always(self) -> set[int]:
+        """Ranks that are among those that differ wherever some do."""
+        return set.intersection(*(set(differing.ranks) for differing in self.differing)) if self.differing else set()
+
     def lines(self) -> list[str]:
         """What differs and what that probably means, in a few lines."""
         lines: list[str] = [
@@ -106,8 +111,9 @@ class Comparison(NamedTuple):
             return f"{of} differ: the strategy is probably wrong"
         if self.likely == "either":
             return "all differ that were compared of some layouts, and others agree: the strategy may be wrong for them"
-        common = set.intersection(*(set(differing.ranks) for differing in self.differing))
-        where = f", on {rank_ranges(common)}" if len(common) == 1 and len(self.differing) > _MOST_EXAMPLES else ""
+        where = (
+            f", on {rank_ranges(self.always)}" if len(self.always) == 1 and len(self.differing) > _MOST_EXAMPLES else ""
+        )
         return f"most agree: the replicas have probably diverged{where}"
 
     def said_of_gradients(self) -> Message:
