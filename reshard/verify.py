@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Optional
 
 from reshard.checkpoints import find_checkpoints
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, TargetError
 from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
@@ -141,12 +141,13 @@ def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:
         )
 
 
-def recorded_plan(out: str, manifest: Optional[Manifest]) -> Optional[Identity]:
+def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
     """What the files in a directory were made of, by its manifest or else by the records of runs that go on.
 
     Args:
         out: the directory.
         manifest: its manifest, where there is one.
+        report: warned of records that cannot be read.
 
     Returns:
         None where nothing tells, or records contradict each other.
@@ -156,7 +157,11 @@ def recorded_plan(out: str, manifest: Optional[Manifest]) -> Optional[Identity]:
     """
     if manifest is not None:
         return manifest.plan
-    begun = begun_in(out)
+    try:
+        begun = begun_in(out)
+    except TargetError as error:
+        report.warn(f"{error.message}; what is compared is chosen without it")
+        return None
     return begun[0] if len(begun) == 1 else None
 
 

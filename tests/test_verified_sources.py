@@ -394,6 +394,12 @@ def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_p
     assert not (world.dst / "reshard-manifest.json").exists()
     assert differences(world, "--ranks", "1") == []
     assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
+    # Records that nobody can read are no help, and no hindrance.
+    for path in world.dst.glob(".reshard/*/plan.json"):
+        path.write_text("{}")
+    result = verify(world, "--ranks", "1", "--step", "1_9", "--exclude", "b")
+    assert result.status == 0
+    warns(result, "what is compared is chosen without it")
 
 
 def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def verify(
             step = typed["step"]
             if manifest is not None:
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
-            plan = recorded_plan(out, manifest)
+            plan = recorded_plan(out, manifest, report)
             if plan is not None:
                 if step == "latest" and plan.step is not None:
                     step = plan.step
