@@ -17,7 +17,7 @@ _BEGINNING = """\
 
 <!-- Made by `make docs` from the program itself; a test compares the two. -->
 
-What `--help` prints, for every command. The rules behind the options: [README](../README.md#commands). The output of
+What `--help` prints, for every command. The rules behind the options: [rules.md](rules.md). The output of
 `--json`: [json.md](json.md). Exit statuses: [troubleshooting.md](troubleshooting.md#exit-statuses).
 
 Commands and options may be typed with `_` for `-`; `-v`, `-q` and `--debug` may stand before the command.
