@@ -24,6 +24,7 @@ from tests.dask_cluster import DaskCluster, ended, until
 from tests.running import Argument, done, fails, flat, reshard, warns
 from tests.small import PLAIN, World, tensors
 from tests.trees import layout, single
+from tests.trees import write_strategy as write_one_strategy
 
 MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
 OLD, NEW = Scheme(data=2, model=4, sharded=True), Scheme(stages=2, data=2, model=6)
@@ -299,6 +300,17 @@ def test_nothing_is_made_from_a_source_whose_crc_is_wrong(cluster: DaskCluster, 
     path.write_bytes(sound)
     assert cluster.run(*world.words()).status == 0
     assert files(world.dst).keys() == {"rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt", MANIFEST}
+
+
+@pytest.mark.long
+def test_a_wrong_source_strategy_is_found_before_workers_begin(cluster: DaskCluster, plain: World) -> None:
+    plain.save(tensors())
+    swapped = {name: layout([2, 2], [1, -1] if name == "w" else [-1]) for name in ("w", "v")}
+    plain.old = write_one_strategy(plain.root / "swapped", single(swapped))
+    cluster.workers(1)
+    result = cluster.run(*plain.words())
+    assert result.status == 3 and not list(plain.dst.glob("rank_*/*"))
+    warns(result, "does not fit this checkpoint, or replicas have diverged", "'w' differs between rank 0 and rank 1")
 
 
 @pytest.mark.parametrize(
