@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.errors import RetryableError, TargetError
@@ -34,10 +34,27 @@ from reshard.records import (
     strategy_digest,
 )
 from reshard.records.identity import short_digest
-from reshard.records.ledger import another_conversion
+from reshard.records.ledger import current, ledgers_in
+from reshard.records.refusals import another_conversion
 from reshard.report import Report
 from reshard.storage import exists, is_regular_file, status_at
 from reshard.wording import rank_ranges, some_names
+
+
+class _Seen(NamedTuple):
+    """What is in a target directory.
+
+    Attributes:
+        present: checkpoints, by name relative to it.
+        others: the records of other conversions, current or being replaced.
+        against: other conversions that are current.
+        going_on: this conversion was begun before, and is the current one.
+    """
+
+    present: set[str]
+    others: list[Ledger]
+    against: list[Identity]
+    going_on: bool
 
 
 class TargetDirectory:
@@ -54,6 +71,8 @@ class TargetDirectory:
         damaged: source files that count as absent, because their contents are damaged.
         accept_changed_source: go on though what is there was made of other source files.
         given: what was typed, to be recorded.
+        lost_only: a recovery of lost ranks alone: the directory is complete when these are there.
+        whole: all that the directory is to hold is asked for.
     """
 
     def __init__(
@@ -67,13 +86,18 @@ class TargetDirectory:
         checksum: bool,
         part: bool,
         damaged: Sequence[SourceFile],
+        lost_only: bool,
+        whole: bool,
         accept_changed_source: bool,
         given: Optional[Given] = None,
     ) -> None:
         self._accept_changed_source = accept_changed_source
         self._given = given
-        self._adding = adding
+        # Other ranks of the same recovery are no less right for being recovered before.
+        self._adding = adding or lost_only
         self._part = part
+        self._lost_only = lost_only
+        self._whole = whole
         self._checksum = checksum
         self._damaged = damaged
         request = conversion.request
@@ -97,6 +121,7 @@ class TargetDirectory:
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
+        self._overwritten: set[int] = set()
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
     def survey(self, guarded: bool = False) -> list[int]:
@@ -109,43 +134,71 @@ class TargetDirectory:
             TargetError: the directory holds another conversion, foreign checkpoints, or targets that
                 may not be replaced.
         """
-        present, others, going_on = self._look()
-        writing = [self._name(rank) for rank in self._asked]
-        if others and present and not self._overwrite:
-            raise another_conversion(self._root, self._ledger.identity, others)
-        if going_on and (self._adding or not self._overwrite):
-            allowed = [self._name(rank) for rank in self._everything]
-        else:
-            allowed = writing
-        beside = sorted(set(present).difference(writing))
-        if going_on and self._overwrite and beside and not self._adding:
-            raise TargetError(
-                f"{self._root} would keep {some_names(beside, 3)} beside the targets that --overwrite replaces",
-                file=os.path.join(self._root, beside[0]),
-                hint="replace all ranks, or single ones with by-rank --overwrite",
+        seen = self._look()
+        writing = {self._name(rank) for rank in self._asked}
+        own = {self._name(rank) for rank in self._everything}
+        beside = sorted(seen.present & own - writing)
+        if seen.going_on and self._overwrite and beside and not self._adding:
+            raise self._beside(beside)
+        recorded = self._recorded_by(seen.others) - writing
+        # What works for a run that has begun finds no other one, unless it is late.
+        if seen.against and seen.present and (self._part or not self._overwrite):
+            raise another_conversion(
+                self._root,
+                self._ledger.identity,
+                seen.against,
+                whole=self._whole,
+                replace_all=self._replace_all,
+                in_the_way=sorted(seen.present - own - recorded),
             )
-        self._destination.check(present, allowed, writing)
+        allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
+        # What is left of a conversion whose replacement was not finished may lie where this run does not look.
+        foreign = (seen.present | recorded) - allowed
+        if self._replacing:
+            foreign -= recorded
+        if foreign:
+            raise self._foreign(foreign, recorded)
+        self._destination.check(writing)
         done = self._done()
-        existing = set(present)
         left = [rank for rank in self._asked if rank not in done]
-        in_the_way = [rank for rank in left if self._name(rank) in existing]
+        in_the_way = [rank for rank in left if self._name(rank) in seen.present]
         if in_the_way and not self._overwrite:
             raise self._existing(in_the_way)
         self._check_sources(guarded)
         return left
 
-    def _look(self) -> tuple[list[str], list[Identity], bool]:
-        """Checkpoints that are there, other conversions, and whether this one was begun."""
+    def _look(self) -> _Seen:
+        """What is in the directory at one moment."""
         while True:
-            others, exists = self._ledger.others(), self._ledger.exists
-            going_on = exists and not others
+            ledgers = ledgers_in(self._root)
+            mine = self._ledger.identity
+            others = [ledger for ledger in ledgers if ledger.identity != mine]
+            against = [ledger.identity for ledger in current(ledgers) if ledger.identity != mine]
+            going_on = len(ledgers) > len(others) and not against
             # One of many by-rank runs looks after its own directory; the first one looks everywhere.
             everywhere = not (going_on and self._adding)
-            present = self._destination.checkpoints(
-                self._directories(self._everything if everywhere else self._asked), everywhere
-            )
-            if (others, exists) == (self._ledger.others(), self._ledger.exists):
-                return present, others, going_on
+            places = self._directories(self._everything if everywhere else self._asked)
+            places.update(os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done())
+            present = self._destination.checkpoints(places, everywhere)
+            if [ledger.identity for ledger in ledgers_in(self._root)] == [ledger.identity for ledger in ledgers]:
+                return _Seen(set(present), others, against, going_on)
+
+    @property
+    def _replacing(self) -> bool:
+        """Whether targets of other conversions may go: everything is replaced, by this run or one it works for."""
+        return self._overwrite and (self._whole or self._part)
+
+    def _recorded_by(self, others: Iterable[Ledger]) -> set[str]:
+        """Targets of other conversions, by name, that are there as they were recorded."""
+        return {name for other in others for name, _ in self._targets_of(other)}
+
+    def _targets_of(self, other: Ledger) -> Iterator[tuple[str, DoneRecord]]:
+        for rank, records in sorted(other.done().items()):
+            name = other.identity.file_of(rank)
+            for record in records:
+                if self._destination.holds(name, record.matches):
+                    yield name, record
+                    break
 
     def begin(self) -> list[int]:
         """Say that this run writes, until `end`; the ranks that are still to be written, looked at once more.
@@ -157,7 +210,7 @@ class TargetDirectory:
         with self._ledger.guarded():
             left = self.survey(guarded=True)
             anew = self._anew
-            self._ledger.begin()
+            self._ledger.begin(self._replacing)
             if left:
                 Manifest.remove(self._root)
             if anew:
@@ -165,6 +218,10 @@ class TargetDirectory:
                 if not self._ledger.done():
                     self._ledger.forget_sources()
                     self._ledger.forget_given()
+            if self._lost_only:
+                self._ledger.ask_only(self._asked)
+            else:
+                self._ledger.ask_all()
             self._ledger.add_sources(self._sources)
             self._ledger.add_damaged(self._damaged)
             if self._given is not None:
@@ -182,6 +239,13 @@ class TargetDirectory:
     def tidy(self) -> None:
         """Remove temporary files that killed runs left in the directories of the ranks asked for."""
         self._destination.remove_dead_temporaries(self._directories(self._asked))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing at all is left to do, where no rank that was asked for is left to write."""
+        if self._lost_only:
+            return not (self._overwrite and self._asked)
+        return self.manifest is not None and not self.lacks_checksums
 
     @property
     def manifest(self) -> Optional[str]:
@@ -230,9 +294,12 @@ class TargetDirectory:
             TargetError: something stands in its place.
             RetryableError: it cannot be recorded.
         """
-        if not named and not self._overwrite and exists(target.path) and not self._finished_meanwhile(target):
-            raise self._existing([target.rank])
-        if named != self._overwrite:
+        if not named and exists(target.path):
+            if self._overwrite:
+                self._overwritten.add(target.rank)
+            elif not self._finished_meanwhile(target):
+                raise self._existing([target.rank])
+        if named != (target.rank in self._overwritten):
             return
         layout, headers = self._last_headers
         if layout is not target.layout:
@@ -245,12 +312,12 @@ class TargetDirectory:
         """Write the manifest if every rank is there; returns its path.
 
         Raises:
-            RetryableError: targets that were asked for are not there as they were written.
+            TargetError: a target of another conversion was changed while it was being replaced.
+            RetryableError: something cannot be written, or removed, or targets that were asked for are not
+                there as they were written.
         """
         if self._part:
             return None
-        if self._overwrite:
-            self._ledger.end_replacing(self._asked)
         lost = set(self._asked) - self.recorded(self._asked)
         if lost:
             raise RetryableError(
@@ -260,6 +327,11 @@ class TargetDirectory:
                 rank=min(lost),
                 hint="the same command writes again what is missing; what was changed is replaced with --overwrite",
             )
+        if self._replacing:
+            with self._ledger.guarded():
+                self._remove_replaced()
+        if self._overwrite:
+            self._ledger.end_replacing(self._asked)
         # A look that costs little first, for one of many by-rank runs.
         if len(self._ledger.done()) < len(self._everything):
             return None
@@ -276,6 +348,21 @@ class TargetDirectory:
         # Also of machines that have got another name since, as pods do.
         self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
         return manifest
+
+    def _remove_replaced(self) -> None:
+        """Remove the other conversions' targets that this one has not overwritten, and then their records."""
+        others = [other for other in self._ledger.others() if other.replaced]
+        own = {self._name(rank) for rank in self._asked}
+        for other in others:
+            for name, record in self._targets_of(other):
+                if name not in own:
+                    self._destination.remove(name, record.matches)
+        places = {os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done()}
+        left = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
+        if others and left:
+            raise self._foreign(left, set())
+        for other in others:
+            other.remove()
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
@@ -374,7 +461,7 @@ class TargetDirectory:
                 "since",
                 file=self._root,
                 rank=min(changed),
-                hint="wait until it has ended, or stop it, and convert everything with --overwrite",
+                hint=f"wait until it has ended, or stop it, and convert everything with {self._replace_all}",
             )
         if changes.content and not self._accept_changed_source:
             raise TargetError(
@@ -382,8 +469,8 @@ class TargetDirectory:
                 "was begun with: sizes, headers or contents differ",
                 file=self._root,
                 rank=changes.content[0],
-                hint="choose another DST, convert everything again with --overwrite, or, if targets of both may stand "
-                "beside each other, go on with --accept-changed-source",
+                hint=f"choose another DST, convert everything again with {self._replace_all}, or, if targets of both "
+                "may stand beside each other, go on with --accept-changed-source",
             )
         if changes.content:
             self._report.warn(
@@ -396,17 +483,50 @@ class TargetDirectory:
                 self._report.warn(
                     f"source files of {rank_ranges(ranks)} {what} {than} the conversion in {self._root} was begun, "
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
-                    "convert everything again with --overwrite"
+                    f"convert everything again with {self._replace_all}"
                 )
+
+    @property
+    def _replace_all(self) -> str:
+        """What to type so that all that is in the directory is replaced."""
+        if self._whole:
+            return "--overwrite"
+        by_rank = self._adding and self._ledger.identity.task == "convert"
+        return "transform-dir --overwrite" if by_rank else "--overwrite for all ranks"
 
     def _existing(self, ranks: Sequence[int]) -> TargetError:
         path = self._conversion.path(ranks[0])
         names = some_names([self._name(rank) for rank in ranks], 3)
         recorded = self._ledger.done(frozenset(ranks))
         why = ", which were changed since they were written" if recorded else ""
+        them = "them" if len(ranks) > 1 else "it"
+        replace = f"replace {them} with --overwrite"
+        if not self._adding and self._ledger.exists:
+            replace = f"replace all ranks with {self._replace_all}"
         return TargetError(
             f"{self._root} already holds {names}{why}",
             file=path,
             rank=ranks[0],
-            hint="choose another DST, or replace them with --overwrite",
+            hint=f"choose another DST, remove {them} and give the same command again, or {replace}",
+        )
+
+    def _beside(self, beside: Sequence[str]) -> TargetError:
+        single = "remove single files and give the command without --overwrite"
+        if self._ledger.identity.task == "convert":
+            single = "single ones with by-rank --overwrite"
+        return TargetError(
+            f"{self._root} would keep {some_names(beside, 3)} beside the targets that --overwrite replaces",
+            file=os.path.join(self._root, beside[0]),
+            hint=f"replace all ranks with {self._replace_all}, or {single}",
+        )
+
+    def _foreign(self, foreign: set[str], recorded: set[str]) -> TargetError:
+        names = sorted(foreign)
+        hint = "choose another DST, or remove them; they would be taken for ranks of the new checkpoint"
+        if foreign <= recorded:
+            hint = f"choose another DST, or replace all of it with {self._replace_all}"
+        return TargetError(
+            f"{self._root} holds checkpoints of another conversion: {some_names(names, 3)}",
+            file=os.path.join(self._root, names[0]),
+            hint=hint,
         )

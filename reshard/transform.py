@@ -340,7 +340,15 @@ class Prepared:
             damaged=self._crcs.files,
             accept_changed_source=self._options.accept_changed_source,
             given=given_command(conversion, self._options),
+            lost_only=self._options.lost_only,
+            whole=self._whole(conversion),
         )
+
+    def _whole(self, conversion: Conversion) -> bool:
+        """Whether this run is to write all that the target directory is to hold."""
+        if self._options.lost_only:
+            return conversion.request.ranks is None
+        return len(conversion.ranks) == conversion.request.target.device_count
 
     def _check(self, conversion: Conversion, progress: Progress, workers: Optional[Workers] = None) -> Check:
         """What checks CRCs: this process, or those that write the targets."""
@@ -498,8 +506,7 @@ class _Run:
         if self._directory is None:
             return self._write(self._write_here)
         self._directory.tidy()
-        complete = not self._conversion.ranks and self._directory.manifest is not None
-        if complete and not self._directory.lacks_checksums:
+        if not self._conversion.ranks and self._directory.is_complete:
             # Complete: nothing is touched, so that it may also lie where nothing can be written.
             self.manifest = self._directory.manifest
             return 0

@@ -12,7 +12,7 @@ from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
 from reshard.records import Identity, Manifest
-from reshard.records.ledger import begun_in
+from reshard.records.ledger import current, ledgers_in
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import is_regular_file
@@ -158,11 +158,11 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
     if manifest is not None:
         return manifest.plan
     try:
-        begun = begun_in(out)
+        begun = current(ledgers_in(out))
     except TargetError as error:
         report.warn(f"{error.message}; what is compared is chosen without it")
         return None
-    return begun[0] if len(begun) == 1 else None
+    return begun[0].identity if len(begun) == 1 else None
 
 
 def converted_files(

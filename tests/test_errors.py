@@ -492,8 +492,9 @@ def test_a_file_without_items_among_others_is_an_error(world: World) -> None:
 def test_targets_of_another_format_do_not_come_to_lie_beside(world: World) -> None:
     world.save(FULL)
     world.convert()
-    fails(3, *world.words("--overwrite", "--format", "safetensors"), says=[str(world.dst)])
-    fails(3, *world.words("--overwrite", "--prefix", "other"), says=[str(world.dst)])
+    for options in (("--format", "safetensors"), ("--prefix", "other")):
+        fails(3, *world.words(*options), says=[str(world.dst)])
+        fails(3, *world.words("--overwrite", "--ranks", "0", *options), says=[str(world.dst)])
     same_ranks(world.found(), world.expected(FULL))
 
 

@@ -102,6 +102,16 @@ def test_the_recovered_tree_is_named_as_the_source(named: str, plain: World) -> 
     is_whole(plain, plain.src / below, pattern)
 
 
+@pytest.mark.parametrize(("pattern", "source"), [("rank_{rank}/net-1_2.ckpt", "."), ("{rank}.ckpt", "{rank}.ckpt")])
+def test_sources_may_be_relative(pattern: str, source: str, plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain.save(FULL, pattern)
+    lose(plain, pattern, [0, 3])
+    monkeypatch.chdir(plain.src)
+    done("recover", source, "../dst", "--strategy", plain.old, "--lost-only")
+    put_back(plain)
+    is_whole(plain, source, pattern)
+
+
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize("named", [named for named in NAMED if named not in UNTOLD])
 def test_a_single_survivor_tells_the_names(named: str, survivor: int, tmp_path: Path) -> None:
@@ -112,6 +122,14 @@ def test_a_single_survivor_tells_the_names(named: str, survivor: int, tmp_path: 
     recover(both, both.src / below, "--lost-only")
     put_back(both)
     is_whole(both, both.src / below, pattern)
+
+
+def test_a_target_directory_without_ranks_own_may_be_a_link(plain: World) -> None:
+    plain.save(FULL, "net_{rank}.ckpt", ranks=[0, 1, 2])
+    (plain.root / "elsewhere").mkdir()
+    plain.dst.symlink_to(plain.root / "elsewhere")
+    recover(plain, plain.src / "net_{rank}.ckpt", "--lost-only")
+    assert [path.name for path in (plain.root / "elsewhere").glob("*.ckpt")] == ["net_3.ckpt"]
 
 
 def test_a_damaged_file_is_replaced_under_its_own_name(plain: World) -> None:

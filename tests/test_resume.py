@@ -351,7 +351,7 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
             conversion = plan(request, handles, Report())
             directory = TargetDirectory(
                 conversion, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False, part=True,
-                damaged=(), accept_changed_source=False,
+                damaged=(), accept_changed_source=False, lost_only=False, whole=False,
             )  # fmt: skip
             sources = directory.sources
     transform(request, Options(overwrite=True, adding=True, part=Part(frozenset(ranks), sources)))

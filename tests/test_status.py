@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
 FULL = tensors()
@@ -62,3 +62,54 @@ def test_a_copy_without_records_is_known_by_its_manifest(world: World) -> None:
 def test_a_directory_without_a_conversion_is_an_error(tmp_path: Path) -> None:
     fails(3, "status", tmp_path, says=[str(tmp_path)])
     fails(3, "status", tmp_path / "nowhere", says=["nowhere"])
+
+
+def test_a_recovery_of_lost_ranks_alone_is_complete_with_them(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    done(*recover, "--lost-only", "--ranks", "2")
+    found = status(plain)
+    assert (found["wanted"], found["done"], found["missing"], found["complete"]) == ([2], [2], [], True)
+    done(*recover, "--lost-only")
+    found = status(plain)
+    assert (found["wanted"], found["done"], found["complete"], found["manifest"]) == ([2, 3], [2, 3], True, None)
+    said = done("status", plain.dst).out
+    assert "4 ranks, of which only the lost 2 ranks (2-3) are wanted" in said and "missing" not in said
+    assert "all lost ranks that are wanted are there" in said
+    lost = plain.dst / "rank_3" / "net-1_10.ckpt"
+    data = lost.read_bytes()
+    lost.unlink()
+    found = status(plain)
+    assert (found["done"], found["missing"], found["complete"]) == ([2], [3], False)
+    lost.write_bytes(data + b"more")
+    assert (status(plain)["changed"], status(plain)["complete"]) == ([3], False)
+    lost.unlink()
+    done(*recover, "--lost-only")
+    # Once all were asked for, lost ones are not enough any more.
+    done(*recover, "--ranks", "0")
+    found = status(plain)
+    assert (found["wanted"], found["missing"], found["complete"]) == ([0, 1, 2, 3], [1], False)
+    done(*recover, "--lost-only")
+    assert status(plain)["missing"] == [1]
+    done(*recover)
+    assert status(plain)["complete"] and status(plain)["manifest"]
+
+
+def test_lost_ranks_that_were_put_back_meanwhile_leave_it_complete(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only"]
+    assert f"named as in {plain.src}" in " ".join(done(*recover).err.split())
+    shutil.copytree(plain.dst / "rank_3", plain.src / "rank_3")
+    before = sorted((str(path), path.lstat().st_mtime_ns) for path in plain.dst.rglob("*"))
+    assert "nothing is left" in done(*recover).err
+    assert sorted((str(path), path.lstat().st_mtime_ns) for path in plain.dst.rglob("*")) == before
+    assert status(plain)["complete"]
+    shutil.rmtree(plain.dst)
+    assert "nothing is left" in done(*recover).err
+    assert not plain.dst.exists()
+    (plain.src / "rank_3" / "net-1_10.ckpt").unlink()
+    done(*recover)
+    (plain.src / "rank_2" / "net-1_10.ckpt").unlink()
+    (plain.src / "rank_3" / "net-1_10.ckpt").write_bytes((plain.dst / "rank_3" / "net-1_10.ckpt").read_bytes())
+    done(*recover, "--overwrite")
+    assert (status(plain)["done"], status(plain)["complete"]) == ([2, 3], True)

@@ -307,7 +307,9 @@ def writing(command: F) -> F:
                 show_default=True,
                 help="Record checksums, which verify OUT compares.",
             ),
-            option("Target", "--overwrite", is_flag=True, help="Replace existing targets."),
+            option(
+                "Target", "--overwrite", is_flag=True, help="Replace existing targets, or all of another conversion."
+            ),
             accept_changed_source,
             dry_run,
         ],

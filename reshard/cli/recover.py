@@ -89,4 +89,6 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     ]
     if summary.manifest:
         lines.append(f"all ranks are there: {summary.manifest}")
+    elif typed["lost_only"] and summary.ranks and request.prefix is None:
+        lines.append(f"named as in {src}, so that they can be copied back into it")
     say("\n".join(lines), to_standard_error=True)

@@ -127,7 +127,7 @@ def _is_done(found: Status, given: Optional[Given]) -> bool:
 
 def _done_words(found: Status, dst: str) -> str:
     if found.complete:
-        return f"nothing is left to do: {dst} is complete: {found.manifest}"
+        return f"nothing is left to do: {dst} is complete: {found.manifest or 'all lost ranks are there'}"
     left = set(range(found.plan.ranks)).difference(found.done)
     return (
         f"nothing is left to do: {counted_ranks(found.done)} are there; nobody asked for {rank_ranges(left)}\n"

@@ -10,7 +10,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
 from reshard.records.status import Status, status_of
-from reshard.wording import byte_size, number_ranges, plural, rank_ranges
+from reshard.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges
 
 
 @command("status", "reshard status out/")
@@ -29,6 +29,7 @@ def status(dst: str, as_json: bool) -> None:
             {
                 "complete": found.complete,
                 "ranks": found.plan.ranks,
+                "wanted": list(found.wanted),
                 "done": list(found.done),
                 "changed": list(found.changed),
                 "missing": list(found.missing),
@@ -44,8 +45,11 @@ def status(dst: str, as_json: bool) -> None:
 
 def _lines(dst: str, found: Status) -> list[str]:
     step = f"step {found.plan.step}" if found.plan.step else "a checkpoint without a step in its name"
-    what = "recovery" if found.plan.task == "recover" else "conversion"
-    lines = [f"{what} of {step} to {plural(found.plan.ranks, 'rank')} ({found.plan.format})"]
+    recovery = found.plan.task == "recover"
+    what = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(found.plan.ranks, 'rank')}"
+    if found.lost_only:
+        what += f", of which only the lost {counted_ranks(found.wanted)} are wanted"
+    lines = [f"{what} ({found.plan.format})"]
     for ranks, words in (
         (found.done, f"done, {byte_size(found.bytes_done)}"),
         (found.changed, "changed since they were written"),
@@ -54,7 +58,7 @@ def _lines(dst: str, found: Status) -> list[str]:
         if ranks:
             lines.append(f"{plural(len(ranks), 'rank')} {words}: {number_ranges(ranks)}")
     if found.complete:
-        lines.append(f"complete: {found.manifest}")
+        lines.append(f"complete: {found.manifest or 'all lost ranks that are wanted are there'}")
     elif found.writing:
         lines.append("a run is writing at this moment")
     else:
@@ -67,5 +71,6 @@ def _lines(dst: str, found: Status) -> list[str]:
         elif not unasked:
             lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
         if found.changed:
-            lines.append("what was changed it refuses, unless by-rank RANK ... --overwrite replaces it")
+            cure = "unless it is removed" if recovery else "unless by-rank RANK ... --overwrite replaces it"
+            lines.append(f"what was changed it refuses, {cure}")
     return lines

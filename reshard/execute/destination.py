@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple, Optional, Union
+from typing import Callable, NamedTuple, Optional, Union
 
 from reshard import temporary
-from reshard.errors import TargetError, UnwritableError, UsageError
-from reshard.storage import exists, is_directory, is_regular_file, look_error, names_in, status_at
-from reshard.wording import some_names
+from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
+from reshard.storage import exists, is_directory, is_regular_file, link_at, look_error, names_in, status_at
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")
@@ -58,24 +58,15 @@ class Destination:
             if name.endswith(_CHECKPOINT_ENDINGS)
         )
 
-    def check(self, present: Collection[str], allowed: Collection[str], writing: Collection[str]) -> None:
-        """Refuse a directory that holds what must not stand beside the new files, or where they must not go.
+    def check(self, writing: Iterable[str]) -> None:
+        """Refuse to write where something else stands, or through links.
 
         Args:
-            present: checkpoints in it.
-            allowed: those that may be.
-            writing: what will be written.
+            writing: files that will be written, by name.
 
         Raises:
-            TargetError: there are checkpoints of another conversion, or something that is no file.
+            TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
         """
-        foreign = sorted(set(present).difference(allowed))
-        if foreign:
-            raise TargetError(
-                f"{self.path} holds checkpoints of another conversion: {some_names(foreign, 3)}",
-                file=os.path.join(self.path, foreign[0]),
-                hint="choose another DST, or remove them; they would be taken for ranks of the new checkpoint",
-            )
         for name in writing:
             path = os.path.join(self.path, name)
             if not self._inside(os.path.dirname(path)):
@@ -86,6 +77,42 @@ class Destination:
                 )
             if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
+
+    def holds(self, name: str, same: Callable[[os.stat_result], bool]) -> bool:
+        """Whether a file is there, not through links, and its status is as expected.
+
+        Raises:
+            ReshardError: it cannot be looked at.
+        """
+        path = os.path.join(self.path, name)
+        status = link_at(path) if self._inside(os.path.dirname(path)) else None
+        return status is not None and stat.S_ISREG(status.st_mode) and same(status)
+
+    def remove(self, name: str, same: Callable[[os.stat_result], bool]) -> None:
+        """Remove a file if it `holds`, for good, and its directories that hold nothing else.
+
+        Raises:
+            ReshardError: it cannot be removed.
+        """
+        if not self.holds(name, same):
+            return
+        path = os.path.join(self.path, name)
+        try:
+            # What becomes a link meanwhile leads nowhere.
+            directory_fd = temporary.open_directory(os.path.realpath(os.path.dirname(path)))
+            try:
+                if same(os.lstat(os.path.basename(name), dir_fd=directory_fd)):
+                    os.unlink(os.path.basename(name), dir_fd=directory_fd)
+                temporary.sync(directory_fd)
+            finally:
+                os.close(directory_fd)
+        except OSError as error:
+            raise RetryableError(f"{path}: cannot be removed: {error.strerror or error}", file=path) from error
+        directory = os.path.dirname(name)
+        with contextlib.suppress(OSError):
+            while directory:
+                os.rmdir(os.path.join(self.path, directory))
+                directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
         """Remove what killed runs left, here and in these directories.

@@ -30,7 +30,7 @@ from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
 from reshard.plan.selection import Incomplete, Selection, StepSelector
 from reshard.plan.source import SourceStep
-from reshard.records.ledger import begun_in
+from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
@@ -172,7 +172,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
 
 
 def _converted(path: str) -> bool:
-    return exists(os.path.join(path, MANIFEST_NAME)) or bool(begun_in(path))
+    return exists(os.path.join(path, MANIFEST_NAME)) or bool(ledgers_in(path))
 
 
 class _Inspection:

@@ -241,7 +241,9 @@ class Conversion:
         """The final name of a target rank's file."""
         if self.request.exact_file:
             return self.request.dst
-        return os.path.join(self.request.dst, f"{self.names.of(rank)}.{self.format}")
+        name = f"{self.names.of(rank)}.{self.format}"
+        # The target directory may be a link, a directory in it may not.
+        return os.path.join(self.request.dst if os.path.dirname(name) else os.path.realpath(self.request.dst), name)
 
     def target_groups(self) -> Iterator[list[TargetFile]]:
         """The plan of every target rank, made a group at a time; a group's files are written together."""

@@ -22,7 +22,6 @@ from reshard.strategies import Strategy
 from reshard.wording import quoted
 
 _DIGEST_LENGTH = 16
-_SHOWN = 200
 # How members of a record are taken, by the attribute's annotation.
 _TAKEN_AS: dict[str, Callable[[Fields, str], Any]] = {
     "str": Fields.text,
@@ -101,26 +100,6 @@ class Identity:
             raise JsonError(f"{quoted(made.format)} is no format")
         return made
 
-    def differences(self, other: Identity) -> list[str]:
-        """How this conversion differs from another, for people."""
-        names = {
-            "source_strategy": "the source strategy",
-            "target_strategy": "the target strategy",
-            "step": "the step",
-            "include": "--include",
-            "exclude": "--exclude",
-            "format": "the format",
-            "names": "the names of the files",
-            "task": "what is done",
-        }
-        found = []
-        for field, name in names.items():
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                said = "" if field.endswith("_strategy") else f" ({_said(theirs)} there, {_said(mine)} here)"
-                found.append(name + said)
-        return found
-
 
 def strategy_digest(strategy: Strategy) -> str:
     """A digest of what a strategy says, whatever files it was read from."""
@@ -149,10 +128,3 @@ def short_digest(*parts: bytes) -> str:
     for part in parts:
         hashed.update(part)
     return hashed.hexdigest()[:_DIGEST_LENGTH]
-
-
-def _said(value: object) -> str:
-    if isinstance(value, FileNames):
-        value = value.template
-    said = " ".join(map(str, value)) if isinstance(value, (tuple, list)) else "" if value is None else str(value)
-    return (said if len(said) <= _SHOWN else f"{said[:_SHOWN]}...") or "none"

@@ -3,10 +3,12 @@
 ``DST/.reshard/<digest of the identity>/`` holds ``plan.json`` (the identity), ``lock`` (shared by every
 run that is writing), and empty files whose *names* are the records: one per finished target in
 ``done/``, one per source file that a run has read in ``sources/``, and in ``damaged/`` one per source
-file whose contents were found damaged, be it of a newer step. An empty file is made in one step on
-every file system, so a record is there whole or not at all, two machines cannot tear each other's, and
-one listing tells everything. ``DST/.reshard/lock`` is held while a run begins or ends, so that nobody
-decides on what another is changing.
+file whose contents were found damaged, be it of a newer step; beside them ``only.<rank>`` where no other
+ranks were asked for, ``replacing.<what>`` while targets are replaced, and ``replaced`` while another
+conversion replaces these. An empty file is made in one step on every file system, so a record is there
+whole or not at all, two machines cannot tear each other's, and one listing tells everything.
+``DST/.reshard/lock`` is held while a run begins or ends, so that nobody decides on what another is
+changing.
 
 A new target is recorded after its bytes are on disk under the temporary name and before it gets its
 final one, so no finished target is ever without a record. A record without its target, or with one
@@ -41,6 +43,10 @@ DIRECTORY = ".reshard"
 _OURS = re.compile(r"[0-9a-f]{16}")
 _SECOND = 10**9
 _NONE = "none"
+_REPLACED = "replaced"
+_FILES = ("lock", "plan.json", _REPLACED)
+_REPLACING = "replacing."
+_ONLY = "only."
 # Where locks tell nothing, a run that has left no trace for so long is taken for dead.
 _LONG_UNTOUCHED = 24 * 3600.0
 _TIMES = 100
@@ -115,9 +121,14 @@ class Ledger:
         with try_alone(os.path.join(self._own, "lock")) as alone:
             return alone is False
 
-    def others(self) -> list[Identity]:
-        """Other conversions that have begun in the same directory."""
-        return [found for found in begun_in(self._destination) if found != self.identity]
+    @property
+    def replaced(self) -> bool:
+        """Whether another conversion has begun to replace all targets of this one."""
+        return exists(os.path.join(self._own, _REPLACED))
+
+    def others(self) -> list[Ledger]:
+        """The records of all other conversions in the same directory, current or being replaced."""
+        return [found for found in ledgers_in(self._destination) if found.identity != self.identity]
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -143,7 +154,7 @@ class Ledger:
             return alone is True or (alone is None and _long_untouched(self._own))
 
     def _marks(self) -> list[str]:
-        return [name for name in names_in(self._own) if name.startswith("replacing.")]
+        return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
 
     def _make_root(self) -> None:
         for _ in range(_TIMES):
@@ -165,20 +176,30 @@ class Ledger:
                 hint="remove it, or choose another DST",
             )
 
-    def begin(self) -> None:
+    def begin(self, replacing: bool = False) -> None:
         """Say that this conversion is writing here, until `end`; to be called `guarded`.
 
-        Other conversions are forgotten: the caller has seen that none of their targets is left, or
-        replaces all of them. So are sources of runs that ended before they had finished anything.
+        Sources of runs that ended before they had finished anything are forgotten.
+
+        Args:
+            replacing: all targets of other conversions are to be replaced or removed, so their records
+                stay, marked; else they are forgotten: the caller has seen that none of these targets is
+                left, or that all will be written anew.
 
         Raises:
             TargetError: another conversion is writing here at this moment.
             RetryableError: the directory cannot be written.
         """
         try:
-            for name in names_in(self._root):
-                if _OURS.fullmatch(name) and name != self.identity.digest:
-                    self._forget(name)
+            others = [name for name in names_in(self._root) if _OURS.fullmatch(name) and name != self.identity.digest]
+            for name in others:
+                self._refuse_alive(name)
+            for name in others:
+                if replacing:
+                    _make_empty(os.path.join(self._root, name, _REPLACED))
+                else:
+                    _remove_records(os.path.join(self._root, name))
+            _remove(os.path.join(self._own, _REPLACED))
             if not self.done() and self._nobody_writes():
                 if self._marks():
                     # A run that replaces targets goes on, though none was replaced yet.
@@ -234,6 +255,22 @@ class Ledger:
                 os.rmdir(self._root)
             if self._made_destination:
                 os.rmdir(self._destination)
+
+    def only(self) -> Optional[set[int]]:
+        """The ranks that alone were asked for; None where all were."""
+        found = {int(name[len(_ONLY) :]) for name in names_in(self._own) if re.fullmatch(_ONLY + "[0-9]+", name)}
+        return found or None
+
+    def ask_only(self, ranks: Collection[int]) -> None:
+        """Remember that these ranks were asked for; once all were, it makes no difference."""
+        if self.only() is not None or not self.done():
+            for rank in ranks:
+                self._mark("", f"{_ONLY}{rank}", ())
+
+    def ask_all(self) -> None:
+        """Remember that all ranks were asked for."""
+        for rank in self.only() or ():
+            _remove(os.path.join(self._own, f"{_ONLY}{rank}"))
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with what earlier runs of this conversion read."""
@@ -362,20 +399,20 @@ class Ledger:
 
     def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
         """All of these ranks, or of all, have been made."""
-        start = "replacing." if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
+        start = _REPLACING if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
         for name in names_in(self._own):
             if name.startswith(start):
                 _remove(os.path.join(self._own, name))
 
+    def remove(self) -> None:
+        """Remove the records; nothing else that may lie there."""
+        _remove_records(self._own)
+
     def _mark(self, directory: str, name: str, known: Collection[str]) -> None:
         if name not in known:
-            path = os.path.join(self._own, directory, name)
-            try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-            except OSError as error:
-                raise _unwritable(path, error) from error
+            _make_empty(os.path.join(self._own, directory, name))
 
-    def _forget(self, name: str) -> None:
+    def _refuse_alive(self, name: str) -> None:
         path = os.path.join(self._root, name)
         with try_alone(os.path.join(path, "lock")) as alone:
             if alone is False or (alone is None and not _long_untouched(path)):
@@ -383,13 +420,18 @@ class Ledger:
                     f"another conversion is being written to {self._destination} at this moment",
                     file=self._destination,
                     hint="wait until it has ended, or choose another DST"
-                    + ("" if alone is False else f"; if it is dead, remove {path}"),
+                    + ("" if alone is False else f"; if it is dead, remove {os.path.join(path, 'lock')}"),
                 )
-            _remove_records(path)
 
 
-def begun_in(destination: str) -> list[Identity]:
-    """The conversions that have begun in a directory; one, unless something went wrong.
+def current(ledgers: Collection[Ledger]) -> list[Ledger]:
+    """Those conversions of a directory that no other one is replacing; one, unless something went wrong."""
+    # What was to replace them may have ended before it had begun.
+    return [ledger for ledger in ledgers if not ledger.replaced] or list(ledgers)
+
+
+def ledgers_in(destination: str) -> list[Ledger]:
+    """The records of every conversion in a directory.
 
     Raises:
         TargetError: a record is not what a run of ours writes.
@@ -400,7 +442,7 @@ def begun_in(destination: str) -> list[Identity]:
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = os.path.join(root, name, "plan.json")
         try:
-            found.append(Identity.from_json(read_small(path, _LARGEST_PLAN)))
+            identity = Identity.from_json(read_small(path, _LARGEST_PLAN))
         except (FileNotFoundError, NotADirectoryError):
             # Killed before it said what it is: nothing was written by it.
             continue
@@ -410,6 +452,9 @@ def begun_in(destination: str) -> list[Identity]:
             raise _foreign(path, str(error)) from error
         except OSError as error:
             raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
+        if identity.digest != name:
+            raise _foreign(path, "says something else than when it was written")
+        found.append(Ledger(destination, identity))
     return found
 
 
@@ -421,21 +466,11 @@ def _foreign(path: str, what: str) -> TargetError:
     )
 
 
-def another_conversion(destination: str, mine: Identity, others: list[Identity]) -> TargetError:
-    """The error for a directory that another conversion was begun in."""
-    differs = ", ".join(mine.differences(others[0])) or "its records are not ours"
-    return TargetError(
-        f"{destination} holds another conversion, which differs in {differs}",
-        file=destination,
-        hint="choose another DST, give the command that was given before, or replace all of it with --overwrite",
-    )
-
-
 def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
     """The name that marks a run that replaces targets: what it replaces, and from which sources."""
     what = short_digest(repr(sorted(ranks)).encode())
     whence = short_digest(repr(sorted(sources)).encode())
-    return f"replacing.{what}.{whence}"
+    return f"{_REPLACING}{what}.{whence}"
 
 
 def _remove_records(path: str) -> None:
@@ -443,7 +478,7 @@ def _remove_records(path: str) -> None:
     for directory in (*(os.path.join(path, name) for name in ("done", "sources", "damaged")), path):
         temporary.remove_dead(directory)
         for name in names_in(directory):
-            ours = directory != path or name in ("lock", "plan.json") or name.startswith("replacing.")
+            ours = directory != path or name in _FILES or name.startswith((_REPLACING, _ONLY))
             if ours or IS_GIVEN.fullmatch(name):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(directory, name))
@@ -477,6 +512,13 @@ def _parsed(name: str) -> Optional[DoneRecord]:
 def _sources_in(directory: str) -> Iterator[SourceFile]:
     """The source files whose records lie in a directory."""
     return filter(None, map(SourceFile.parse, names_in(directory)))
+
+
+def _make_empty(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _remove(path: str) -> None:

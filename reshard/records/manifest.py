@@ -20,6 +20,7 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.near_names import path_meant
 from reshard.records.identity import Identity
+from reshard.records.ledger import ledgers_in
 from reshard.storage import UnfitError, is_directory, read_small, too_long
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.wording import quoted
@@ -112,11 +113,13 @@ def read_manifest(directory: str) -> Manifest:
                 file=directory,
                 hint=path_meant(directory) or "name the DST of a conversion",
             ) from None
-        raise CheckpointError(
-            f"{path}: does not exist",
-            file=path,
-            hint="it is written when all target ranks are converted; the same command goes on where it stopped",
-        ) from None
+        hint = "it is written when all target ranks are converted; the same command goes on where it stopped"
+        if any(ledger.only() for ledger in ledgers_in(directory)):
+            hint = (
+                "recover --lost-only writes none; copy the lost ranks back to the others, and verify all together with "
+                "--replicas --strategy S"
+            )
+        raise CheckpointError(f"{path}: does not exist", file=path, hint=hint) from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise too_long(path) from error

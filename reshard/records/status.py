@@ -11,7 +11,7 @@ from reshard.errors import TargetError
 from reshard.near_names import path_meant
 from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
-from reshard.records.ledger import Ledger, begun_in
+from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, read_manifest
 from reshard.storage import exists, status_at
 
@@ -22,9 +22,10 @@ class Status:
 
     Attributes:
         plan: which conversion.
+        wanted: target ranks that it is complete with, ascending: all, or the lost ones that alone are recovered.
         done: target ranks that are there as they were written, ascending.
         changed: target ranks that were written and whose file is another one now.
-        missing: target ranks that were not written yet, or whose file is gone.
+        missing: those of ``wanted`` that were not written yet, or whose file is gone.
         bytes_done: size of the files of ``done``.
         writing: whether some run is writing at this moment, as far as locks tell.
         manifest: the manifest's path, if it is there.
@@ -33,6 +34,7 @@ class Status:
     """
 
     plan: Identity
+    wanted: tuple[int, ...]
     done: tuple[int, ...]
     changed: tuple[int, ...]
     missing: tuple[int, ...]
@@ -44,8 +46,14 @@ class Status:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank is there and the manifest says so."""
-        return self.manifest is not None and len(self.done) == self.plan.ranks
+        """Whether every rank of ``wanted`` is there, and the manifest says so where these are all."""
+        told = self.manifest is not None or self.lost_only
+        return told and not self.missing and not self.changed
+
+    @property
+    def lost_only(self) -> bool:
+        """Whether only lost ranks are recovered."""
+        return len(self.wanted) < self.plan.ranks
 
 
 def status_of(directory: str) -> Status:
@@ -56,14 +64,14 @@ def status_of(directory: str) -> Status:
         CheckpointError: the manifest is damaged.
         RetryableError: it cannot be read.
     """
-    begun = begun_in(directory)
+    begun = current(ledgers_in(directory))
     path = os.path.join(directory, MANIFEST_NAME)
     manifest = path if exists(path) else None
     if len(begun) > 1:
         raise TargetError(
             f"{directory} holds records of {len(begun)} conversions",
             file=directory,
-            hint="the one that is to stay there is begun anew with --overwrite",
+            hint="give the command of the one that is to stay there with --overwrite",
         )
     if not begun:
         if manifest is not None:
@@ -74,8 +82,8 @@ def status_of(directory: str) -> Status:
             file=directory,
             hint=meant or "name the DST of a conversion",
         )
-    (identity,) = begun
-    ledger = Ledger(directory, identity)
+    (ledger,) = begun
+    identity = ledger.identity
     statuses = {}
     for rank in range(identity.ranks):
         status = status_at(os.path.join(directory, identity.file_of(rank)))
@@ -93,13 +101,17 @@ def status_of(directory: str) -> Status:
         elif rank in statuses:
             changed.append(rank)
     known = {*done, *changed}
-    missing = tuple(rank for rank in range(identity.ranks) if rank not in known)
+    only = ledger.only()
+    wanted = tuple(range(identity.ranks) if only is None else sorted(only))
+    missing = tuple(rank for rank in wanted if rank not in known)
     given: list[Given] = []
     # Records that are damaged are told of where they are needed.
     with contextlib.suppress(TargetError):
         given = ledger.given()
     asked = asked_ranks(given) if given else None
-    return Status(identity, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest, bool(given), asked)
+    return Status(
+        identity, wanted, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest, bool(given), asked
+    )
 
 
 def _by_manifest(directory: str) -> Status:
@@ -116,6 +128,7 @@ def _by_manifest(directory: str) -> Status:
         elif status is not None:
             changed.append(file.rank)
     known = {*done, *changed}
-    missing = tuple(rank for rank in range(manifest.plan.ranks) if rank not in known)
+    wanted = tuple(range(manifest.plan.ranks))
+    missing = tuple(rank for rank in wanted if rank not in known)
     path = os.path.join(directory, MANIFEST_NAME)
-    return Status(manifest.plan, tuple(done), tuple(changed), missing, size, False, path)
+    return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, path)

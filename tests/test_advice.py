@@ -1,0 +1,376 @@
+"""What errors about the target directory advise, typed: every way out that is named leads out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.corpus import ROOT
+from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.small import World, tensors, without
+from tests.trees import same_ranks, tree_bytes, write_strategy
+
+FULL = tensors()
+SAFE = ("--format", "safetensors")
+GIVE = re.compile(r"give (?:every rank )?(--.*?)(?=, since| and leave out|;)")
+LEAVE_OUT = re.compile(r"leave out (--.*?);")
+# How a conversion differs from one without options, or from one of an older step.
+OTHERWISE = [
+    SAFE,
+    ("--prefix", "net {0}"),
+    ("--exclude", "m.*"),
+    ("--include", "w", "--include", "v"),
+    ("--exclude", "v", *SAFE, "--prefix", ""),
+    ("--step", "1_9"),
+]
+PARTS: dict[str, tuple[str, tuple[Argument, ...]]] = {
+    "by-rank": ("by-rank", (1,)),
+    "--ranks": ("transform-dir", ("--ranks", "1")),
+    "--shard": ("transform-dir", ("--shard", "1/2")),
+    "whole": ("transform-dir", ()),
+}
+
+
+def as_advised(words: list[Argument], told: Result) -> list[Argument]:
+    """A command with what the error says to give, and without what it says to leave out."""
+    advice = " ".join(told.err.split("error:")[1].split())
+    left = [str(word) for word in words]
+    given, taken = GIVE.search(advice), LEAVE_OUT.search(advice)
+    assert given or taken, advice
+    typed = shlex.split(taken[1]) if taken else []
+    for option, value in zip(typed[::2], typed[1::2]):
+        at = next(n for n, word in enumerate(left) if (word, left[n + 1]) == (option, value))
+        del left[at : at + 2]
+    return [*left, *(shlex.split(given[1]) if given else ())]
+
+
+def save(world: World) -> None:
+    """Two steps, so that each can be asked for."""
+    world.save(tensors("older "), "rank_{rank}/net-1_9.ckpt")
+    world.save(FULL)
+
+
+def replaced_with_a_run_for_all(world: World, *options: Argument) -> None:
+    world.convert(*options, "--overwrite")
+    assert done("status", world.dst, "--json").json["complete"]
+    assert len(tree_bytes(world.dst)) == 2
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("options", OTHERWISE, ids=" ".join)
+def test_another_conversion_says_what_to_type_to_go_on(
+    options: tuple[str, ...], swapped: bool, part: str, world: World
+) -> None:
+    save(world)
+    first, second = ((), options) if swapped else (options, ())
+    world.by_rank(0, *first)
+    command, position = PARTS[part]
+    words = world.words(*position, *second, command=command)
+    told = fails(3, *words, says=[world.dst, "differs in"])
+    done(*as_advised(words, told))
+    assert done("status", world.dst, "--json").json["complete"]
+    assert len(tree_bytes(world.dst)) == 2
+    by_rank = "transform-dir " if part == "by-rank" else ""
+    every = "" if part in ("by-rank", "whole") else " for all ranks"
+    warns(told, f"replace all of it with {by_rank}--overwrite{every}")
+    replaced_with_a_run_for_all(world, *second)
+
+
+@pytest.mark.parametrize("part", ["by-rank", "--ranks", "--shard"])
+def test_ranks_of_two_steps_are_never_advised(part: str, world: World) -> None:
+    save(world)
+    world.by_rank(0, "--step", "1_9")
+    command, position = PARTS[part]
+    told = fails(3, *world.words(*position, command=command), says=["give every rank --step 1_9"])
+    assert "another DST" not in told.err
+
+
+def test_what_cannot_be_told_by_options_is_done_with_the_command_that_was_given(world: World) -> None:
+    save(world)
+    other = write_strategy(world.root / "other", without(world.target, "m.w"))
+    done(*world.words("--ranks", "0", "--dst-strategy", other))
+    told = fails(3, *world.words(), says=["the target strategy", "give the command that was given before"])
+    done(*world.words("--dst-strategy", other))
+    warns(told, "choose another DST")
+    done(*world.words("--dst-strategy", other, "--step", "1_9", "--overwrite"))
+    replaced_with_a_run_for_all(world)
+
+
+def test_files_without_a_step_are_no_step_to_give(world: World) -> None:
+    save(world)
+    plain = world.root / "plain"
+    shutil.copytree(world.src, plain)
+    for rank in range(4):
+        (plain / f"rank_{rank}" / "net-1_9.ckpt").unlink()
+        (plain / f"rank_{rank}" / "net-1_10.ckpt").rename(plain / f"rank_{rank}" / "net.ckpt")
+    before = world.words()
+    before[1] = plain
+    done(*before, "--ranks", "0")
+    fails(3, *world.words(), says=["the step (none there, 1_10 here)", "give the command that was given before"])
+    done(*before)
+
+
+def test_recoveries_say_what_to_type_too(plain: World) -> None:
+    full = {name: FULL[name] for name in ("w", "v")}
+    for step in ("1_9", "1_10"):
+        plain.save(full, f"rank_{{rank}}/net-{step}.ckpt", ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    for first, second in ((("--step", "1_9"), ()), (("--prefix", "x"), ()), ((), ("--prefix", "x"))):
+        shutil.rmtree(plain.dst, ignore_errors=True)
+        done(*recover, "--ranks", "3", *first)
+        words = [*recover, "--ranks", "2", *second]
+        told = fails(3, *words, says=["replace all of it with --overwrite for all ranks"])
+        done(*(as_advised(words, told) if "leave out --prefix" not in told.err else words[:-2]))
+        done(*recover, *second, "--overwrite")
+        assert done("status", plain.dst, "--json").json["complete"]
+    told = fails(3, *plain.words(), says=["what is done (recover there, convert here)"])
+    done(*plain.words("--overwrite"))
+    assert len(tree_bytes(plain.dst)) == 2
+
+
+def test_some_ranks_beside_others_are_replaced_with_all_or_one_by_one(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    for options in (("--ranks", "0"), ("--shard", "0/2")):
+        fails(3, *world.words("--overwrite", *options), says=["--overwrite for all ranks", "by-rank --overwrite"])
+    world.by_rank(0, "--overwrite")
+    world.convert("--overwrite")
+
+
+def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    done(*recover)
+    told = fails(3, *recover, "--ranks", "3", "--overwrite", says=["remove single files", "--overwrite for all ranks"])
+    assert "by-rank" not in told.err
+    path = plain.dst / "rank_3" / "net-1_10.ckpt"
+    path.unlink()
+    done(*recover, "--ranks", "3")
+    path.write_bytes(b"changed")
+    fails(3, *recover, says=["already holds", "remove it", "replace all ranks with --overwrite"])
+    assert "unless it is removed" in done("status", plain.dst).out
+    path.unlink()
+    done(*recover)
+    path.write_bytes(b"changed")
+    done(*recover, "--overwrite")
+    assert done("status", plain.dst, "--json").json["complete"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("cure", ["remove", "replace"])
+def test_a_changed_target_is_removed_or_replaced(cure: str, part: str, world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (world.dst / "rank_1" / "checkpoint_1.ckpt").write_bytes(b"trained on")
+    command, position = PARTS[part]
+    words = world.words(*position, command=command)
+    if part == "--shard":
+        words[-1] = next(shard for shard in ("0/2", "1/2") if reshard(*words[:-1], shard).status)
+    told = fails(3, *words, says=["already holds rank_1/checkpoint_1.ckpt", "changed", "remove it and give the same"])
+    if cure == "remove":
+        (world.dst / "rank_1" / "checkpoint_1.ckpt").unlink()
+        done(*words)
+    elif part == "by-rank":
+        warns(told, "or replace it with --overwrite")
+        done(*words, "--overwrite")
+    else:
+        warns(told, "replace all ranks with --overwrite" + ("" if part == "whole" else " for all ranks"))
+        world.convert("--overwrite")
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_target_without_a_record_is_replaced(part: str, world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    shutil.rmtree(world.dst / ".reshard")
+    if part != "whole":
+        shutil.rmtree(world.dst / "rank_0")
+    command, position = PARTS[part]
+    words = world.words(*position, command=command)
+    if part == "--shard":
+        words[-1] = next(shard for shard in ("0/2", "1/2") if "already" in reshard(*words[:-1], shard, "-n").err)
+    fails(3, *words, says=["already holds", "with --overwrite"])
+    done(*words, "--overwrite")
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_checkpoints_of_nobody_are_removed(world: World) -> None:
+    world.save(FULL)
+    other = world.dst / "rank_5" / "net-1_1.ckpt"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"mine")
+    for words in (world.words(), world.words("--overwrite"), world.words(1, command="by-rank")):
+        fails(3, *words, says=["rank_5/net-1_1.ckpt", "remove them"])
+    other.unlink()
+    world.convert()
+
+
+def test_checkpoints_of_another_conversion_are_replaced_by_a_run_for_all(world: World) -> None:
+    world.save(FULL)
+    world.convert("--exclude", "m.*")
+    for words in (world.words("--overwrite", "--ranks", "0"), world.words(0, "--overwrite", command="by-rank")):
+        told = fails(3, *words, says=["rank_1/checkpoint_1.ckpt", "replace all of it with"])
+        assert "remove" not in told.err
+    replaced_with_a_run_for_all(world)
+
+
+def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -> None:
+    world.save(FULL)
+    world.dst.write_text("a file")
+    fails(3, *world.words(), says=["is not a directory", "choose another DST"])
+    world.dst.unlink()
+    (world.dst / "rank_0" / "checkpoint_0.ckpt").mkdir(parents=True)
+    for options in ((), ("--overwrite",)):
+        fails(3, *world.words(*options), says=["is not a regular file", "remove it"])
+    (world.dst / "rank_0" / "checkpoint_0.ckpt").rmdir()
+    (world.dst / "rank_0").rmdir()
+    (world.dst / "rank_0").symlink_to(tmp_path)
+    fails(3, *world.words(), says=["a link that leads elsewhere", "remove the link"])
+    (world.dst / "rank_0").unlink()
+    (world.dst / ".reshard").write_text("mine")
+    fails(3, *world.words(), says=["is not a directory of its own", "remove it"])
+    (world.dst / ".reshard").unlink()
+    world.convert()
+
+
+def test_a_target_elsewhere_does_not_overlap(world: World) -> None:
+    world.save(FULL)
+    inside = world.words()
+    inside[2] = world.src / "out"
+    fails(2, *inside, says=["choose a DST outside the source's directories"])
+    one_file = world.words("--src-strategy", "none", "--dst-strategy", "none")
+    one_file[1], one_file[2] = world.src / "rank_0" / "net-1_10.ckpt", world.src
+    fails(2, *one_file, says=["choose another DST"])
+    pattern = world.words()
+    pattern[1], pattern[2] = world.src / "rank_{rank}" / "*.ckpt", world.src / "rank_0" / "out"
+    fails(2, *pattern, says=["choose another DST"])
+    for words in (inside, one_file, pattern):
+        words[2] = world.dst
+        done(*words)
+        shutil.rmtree(world.dst)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    world.save({**FULL, "w": FULL["w"]}, copied={})
+    command, position = PARTS[part]
+    words = world.words(*position, command=command)
+    if part == "--shard":
+        words[-1] = next(shard for shard in ("0/2", "1/2") if "changed" in reshard(*words[:-1], shard).err)
+    says = "transform-dir --overwrite" if part == "by-rank" else "--overwrite"
+    fails(3, *words, says=["are not those that", "choose another DST", f"convert everything again with {says}"])
+    elsewhere = list(words)
+    elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
+    done(*elsewhere)
+    world.convert("--overwrite")
+
+
+def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) -> None:
+    world.save(FULL)
+    world.by_rank(0)
+    for path in world.src.rglob("*.ckpt"):
+        os.utime(path, (1, 1))
+    warns(world.by_rank(1), "another time", "convert everything again with transform-dir --overwrite")
+    assert "another time" not in world.convert("--overwrite").err
+
+
+@contextmanager
+def writing(world: World, *options: str) -> Iterator[None]:
+    """A run that is about to finish its first target."""
+    code = (
+        "import sys, time\n"
+        "from reshard.execute import writing\n"
+        "def commit(self):\n"
+        "    print('here', flush=True)\n"
+        "    time.sleep(600)\n"
+        "writing.TargetWriter.commit = commit\n"
+        "from reshard.cli.main import main\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", code, *map(str, world.words(*options))]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as live:
+        assert live.stdout is not None and live.stdout.readline().strip() == "here"
+        yield
+        live.kill()
+
+
+def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
+    world.save(FULL)
+    with writing(world):
+        for path in world.src.rglob("*.ckpt"):
+            os.utime(path, (1, 1))
+        told = fails(3, *world.words(), says=["another run is writing", "wait until it has ended", "--overwrite"])
+    assert "transform-dir" not in told.err
+    world.convert("--overwrite")
+
+
+def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
+    world.save(FULL)
+    with writing(world, "--prefix", "x"):
+        told = fails(3, *world.words(), says=["at this moment", "wait until it has ended, or choose another DST"])
+        assert "remove" not in told.err
+        done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])
+    world.convert()
+
+
+def test_where_there_are_no_locks_a_dead_run_is_told_by_hand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.by_rank(0, "--prefix", "x")
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    told = fails(3, *world.words("--overwrite"), says=["at this moment", "if it is dead, remove"])
+    path = re.search(r"if it is dead, remove (\S+)", told.err.replace("\n", ""))
+    assert path
+    Path(path[1]).unlink()
+    replaced_with_a_run_for_all(world)
+
+
+def test_records_of_two_conversions_end_with_overwrite(world: World) -> None:
+    """As after copying records into a directory, or on file systems whose locks do not reach others."""
+    world.save(FULL)
+    world.convert()
+    records = world.root / "records"
+    shutil.copytree(world.dst / ".reshard", records)
+    world.convert(*SAFE, "--overwrite")
+    shutil.copytree(records, world.dst / ".reshard", dirs_exist_ok=True)
+    fails(3, "status", world.dst, says=["records of 2 conversions", "with --overwrite"])
+    fails(3, *world.words(), says=["another conversion", "--overwrite"])
+    replaced_with_a_run_for_all(world)
+    assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".ckpt"}
+
+
+def test_space_that_is_freed_suffices(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=9, f_bavail=0, f_frsize=1))
+        fails(1, *world.words(), says=["free some space or choose another DST"])
+    world.convert()
+
+
+def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
+    plain.save({name: FULL[name] for name in ("w", "v")}, ranks=[0, 1, 2])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old, "--lost-only")
+    fails(3, "verify", plain.dst, says=["copy the lost ranks back", "--replicas --strategy S"])
+    subprocess.run(["cp", "-r", f"{plain.dst}/.", f"{plain.src}/"], check=True)
+    done("verify", plain.src, "--replicas", "--strategy", plain.old)

@@ -1,0 +1,237 @@
+"""--overwrite replaces all of another conversion: its own recorded, unchanged files go, everything else stays."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from reshard.errors import TargetError
+from tests.conftest import LONG
+from tests.corpus import ROOT
+from tests.running import Argument, done, fails, reshard
+from tests.small import COPIED, World, tensors
+from tests.test_faults import CALLS, ERRORS, failing
+from tests.test_resume import part
+from tests.trees import cut_ranks, same_ranks, tree_bytes
+
+FULL = tensors()
+# What was converted before, and what replaces it; of the first, the second ends with these files alone.
+REPLACED = {
+    "another format": ((), ("--format", "safetensors")),
+    "another prefix": (("--prefix", "net-"), ()),
+    "fewer ranks": ((), ("--dst-strategy", "none")),
+    "the same names": (("--exclude", "m.*"), ()),
+}
+
+
+def words(world: World, options: tuple[Argument, ...], dst: Argument) -> list[Argument]:
+    typed = world.words(*options)
+    typed[2] = dst
+    return typed
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_all_of_another_conversion_is_replaced(kind: str, world: World) -> None:
+    first, second = REPLACED[kind]
+    world.save(FULL)
+    done(*words(world, second, world.root / "expected"))
+    done(*words(world, first, world.dst))
+    (world.dst / "rank_1" / "notes.txt").write_text("mine")
+    fails(3, *words(world, second, world.dst), says=["--overwrite"])
+    done(*words(world, (*second, "--overwrite"), world.dst))
+    notes = {"rank_1/notes.txt": b"mine"}
+    assert tree_bytes(world.dst) == {**tree_bytes(world.root / "expected"), **notes}
+    assert done("status", world.dst, "--json").json["complete"]
+    assert len([path for path in (world.dst / ".reshard").iterdir() if path.is_dir()]) == 1
+    done(*words(world, second, world.dst))
+
+
+def test_relative_paths_are_replaced_as_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.chdir(world.root)
+    done(*words(world, (), "dst"))
+    done(*words(world, ("--format", "safetensors", "--overwrite"), "dst"))
+    assert {path.suffix for path in world.dst.glob("rank_*/*")} == {".safetensors"}
+
+
+def test_directories_that_are_left_empty_go_too(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    done(*world.words("--dst-strategy", "none", "--overwrite"))
+    assert sorted(path.name for path in world.dst.glob("r*")) == ["rank_0", "reshard-manifest.json"]
+
+
+@pytest.mark.parametrize("change", ["trained on", "replaced", "touched"])
+def test_a_file_that_was_changed_is_never_removed(change: str, world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = path.read_bytes()
+    if change == "touched":
+        os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+    else:
+        path.write_bytes(data + b"more" if change == "trained on" else data[::-1])
+    before = tree_bytes(world.dst)
+    told = fails(3, *world.words("--format", "safetensors"), says=["remove rank_1/checkpoint_1.ckpt", "--overwrite"])
+    assert "rank_0" not in told.err
+    fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/checkpoint_1.ckpt", "remove"])
+    assert tree_bytes(world.dst) == before
+    path.unlink()
+    world.convert("--format", "safetensors", "--overwrite")
+    assert list(tree_bytes(world.dst)) == [f"rank_{rank}/checkpoint_{rank}.safetensors" for rank in (0, 1)]
+
+
+def test_a_file_that_nobody_recorded_is_never_removed(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    other = world.dst / "rank_1" / "net-1_10.ckpt"
+    other.write_bytes(b"mine")
+    fails(3, *world.words("--format", "safetensors", "--overwrite"), says=["rank_1/net-1_10.ckpt"])
+    assert other.read_bytes() == b"mine" and len(tree_bytes(world.dst)) == 3
+
+
+def test_what_is_changed_while_it_is_replaced_stays_and_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    world.convert()
+    path = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    plain = os.rename
+
+    def rename(*names: Any, **places: Any) -> None:
+        plain(*names, **places)
+        path.write_bytes(b"trained on")
+
+    options = ("--format", "safetensors", "--overwrite")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        fails(3, *world.words(*options), says=["rank_1/checkpoint_1.ckpt", "remove"])
+    assert path.read_bytes() == b"trained on"
+    assert not (world.dst / "reshard-manifest.json").exists()
+    fails(3, *world.words(*options), says=["rank_1/checkpoint_1.ckpt", "remove"])
+    path.unlink()
+    again = done(*world.words(*options, "--json")).json
+    assert again["ranks"] == [] and again["manifest"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("by-rank", "--overwrite"),
+        ("transform-dir", "--overwrite", "--ranks", "0"),
+        ("transform-dir", "--overwrite", "--shard", "0/2"),
+        ("transform-dir",),
+    ],
+)
+def test_only_a_run_for_all_ranks_removes_anything(typed: tuple[str, ...], world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    before = tree_bytes(world.dst)
+    command, *options = typed
+    rank: tuple[Argument, ...] = (0,) if command == "by-rank" else ()
+    told = fails(3, *world.words(*rank, "--format", "safetensors", *options, command=command))
+    assert "--overwrite" in told.err
+    assert tree_bytes(world.dst) == before
+
+
+def test_a_link_to_a_file_elsewhere_is_never_followed(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    elsewhere = world.root / "elsewhere"
+    (world.dst / "rank_1").rename(elsewhere)
+    (world.dst / "rank_1").symlink_to(elsewhere)
+    fails(3, *world.words("--dst-strategy", "none", "--overwrite"), says=["rank_1"])
+    assert (elsewhere / "checkpoint_1.ckpt").exists()
+
+
+def test_a_recovery_of_another_step_is_replaced(plain: World) -> None:
+    full = {name: FULL[name] for name in ("w", "v")}
+    plain.save(full, "rank_{rank}/net-1_10.ckpt")
+    plain.save(full, "rank_{rank}/net-1_20.ckpt", ranks=[0, 1, 2])
+    recover: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    done(*recover, "--step", "1_10")
+    fails(3, *recover, says=["--step 1_10", "--overwrite"])
+    done(*recover, "--overwrite", "--lost-only")
+    assert list(tree_bytes(plain.dst)) == ["rank_3/net-1_20.ckpt"]
+    assert done("status", plain.dst, "--json").json["complete"]
+    done(*recover, "--overwrite")
+    assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world: World) -> None:
+    """At every call that changes something on disk, and twice in a row."""
+    first, second = REPLACED[kind]
+    world.save(FULL)
+    done(*words(world, first, world.root / "before"))
+    done(*words(world, second, world.root / "after"))
+    command = words(world, (*second, "--overwrite", "--jobs", "1"), world.dst)
+    arguments = [sys.executable, "-m", "tests.stops", world.root, 1 if LONG else 11, *command]
+    result = subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 5
+
+
+@pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in CALLS for number in ERRORS[kind]])
+def test_a_call_that_fails_while_everything_is_replaced(kind: str, number: int, world: World) -> None:
+    world.save(FULL)
+    expected = cut_ranks(world.target, FULL, COPIED)
+    world.convert("--prefix", "old")
+    before = world.root / "before"
+    shutil.copytree(world.dst, before)
+    options = ("--overwrite", "--jobs", "1", "--io", "pread")
+    with failing(kind, world.root, None, number) as faults:
+        world.convert(*options)
+    for at in range(1, faults.calls + 1, 1 if LONG else max(1, faults.calls // 5)):
+        shutil.rmtree(world.dst)
+        shutil.copytree(before, world.dst)
+        with failing(kind, world.root, at, number):
+            result = reshard(*world.words(*options))
+        where = f"{kind} {at} of {faults.calls}: {errno.errorcode[number]}: {result.status}: {result.err}"
+        assert result.status in (0, 1, 3) and "internal error" not in result.err, where
+        world.convert(*options)
+        same_ranks(world.found(), expected)
+        assert not list(world.dst.rglob(".reshard-tmp-*")), where
+
+
+def test_a_part_of_a_run_that_has_been_replaced_since_changes_nothing(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    world.convert("--prefix", "new", "--overwrite")
+    before = tree_bytes(world.dst)
+    with pytest.raises(TargetError, match="another conversion"):
+        part(world, {1})
+    assert tree_bytes(world.dst) == before
+    assert done("status", world.dst, "--json").json["complete"]
+
+
+def test_going_back_to_what_was_being_replaced(world: World) -> None:
+    """A run that was to replace everything is killed; the first conversion is wanted after all."""
+    world.save(FULL)
+    world.convert()
+    code = (
+        "import os\n"
+        "from reshard.execute import writing\n"
+        "def rename(old, new, **places):\n"
+        "    plain(old, new, **places)\n"
+        "    if new.endswith('.safetensors'):\n"
+        "        os._exit(9)\n"
+        "plain, writing.os.rename = os.rename, rename\n"
+        "from reshard.cli.main import main\n"
+        "main()\n"
+    )
+    typed = [str(word) for word in world.words("--format", "safetensors", "--overwrite", "--jobs", "1")]
+    killed = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
+    assert killed.returncode == 9, killed.stderr
+    assert len(list(world.dst.glob("rank_*/checkpoint_*"))) == 3
+    assert len(done("status", world.dst, "--json").json["done"]) == 1
+    for options in ((), ("--ranks", "0")):
+        fails(3, *world.words("--format", "safetensors", *options), says=["rank_0/checkpoint_0.ckpt", "--overwrite"])
+    fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), says=["transform-dir --overwrite"])
+    fails(3, *world.words(), says=["--overwrite"])
+    world.convert("--overwrite")
+    same_ranks(world.found(), world.expected(FULL))
