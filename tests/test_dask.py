@@ -126,6 +126,21 @@ def test_workers_are_killed_at_random_moments(cluster: DaskCluster, large: Large
 
 
 @pytest.mark.long
+def test_all_of_another_conversion_is_replaced_by_workers(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
+    dst = tmp_path / "dst"
+    done(*large.words(dst, "--prefix", "old"))
+    first, *_ = cluster.workers(2, slow=0.02)
+    client = cluster.start(*large.words(dst, "--overwrite"))
+    until(lambda: list(dst.glob("rank_*/checkpoint_*")))
+    assert len(list(dst.glob("rank_*/old*"))) == 24
+    first.kill()
+    cluster.worker()
+    assert ended(client).status == 0
+    large.same(dst)
+    assert not list(dst.glob("rank_*/old*"))
+
+
+@pytest.mark.long
 def test_interrupted_it_says_what_is_done_and_goes_on(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     dst = tmp_path / "dst"
     cluster.workers(2, slow=0.05)

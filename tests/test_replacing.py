@@ -209,10 +209,8 @@ def test_a_part_of_a_run_that_has_been_replaced_since_changes_nothing(world: Wor
     assert done("status", world.dst, "--json").json["complete"]
 
 
-def test_going_back_to_what_was_being_replaced(world: World) -> None:
-    """A run that was to replace everything is killed; the first conversion is wanted after all."""
-    world.save(FULL)
-    world.convert()
+def killed_while_replacing(world: World) -> None:
+    """Begin to replace all in another format, until the first new file is there."""
     code = (
         "import os\n"
         "from reshard.execute import writing\n"
@@ -229,6 +227,22 @@ def test_going_back_to_what_was_being_replaced(world: World) -> None:
     assert killed.returncode == 9, killed.stderr
     assert len(list(world.dst.glob("rank_*/checkpoint_*"))) == 3
     assert len(done("status", world.dst, "--json").json["done"]) == 1
+
+
+def test_resume_goes_on_with_replacing(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    killed_while_replacing(world)
+    assert len(done("resume", world.dst, "--json").json["ranks"]) == 1
+    assert [path.name for path in sorted(world.dst.glob("rank_*/*"))] == [f"checkpoint_{r}.safetensors" for r in (0, 1)]
+    assert done("status", world.dst, "--json").json["complete"]
+
+
+def test_going_back_to_what_was_being_replaced(world: World) -> None:
+    """A run that was to replace everything is killed; the first conversion is wanted after all."""
+    world.save(FULL)
+    world.convert()
+    killed_while_replacing(world)
     for options in ((), ("--ranks", "0")):
         fails(3, *world.words("--format", "safetensors", *options), says=["rank_0/checkpoint_0.ckpt", "--overwrite"])
     fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), says=["transform-dir --overwrite"])
