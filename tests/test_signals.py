@@ -26,7 +26,7 @@ from tests.small import World, tensors
 from tests.trees import same_ranks, tree_bytes
 
 FULL = tensors()
-SOME = 1500 if LONG else 15
+SOME = 600 if LONG else 15
 
 # Sends itself a signal at the so-manieth call or return since it handles signals, up to the very last one; says how
 # many there were where it has not come to that.
@@ -117,7 +117,7 @@ def test_a_signal_at_any_call_ends_the_run(world: World, command: str) -> None:
             "verify": ["verify", world.dst],
             "show": ["strategy", "show", world.old],
         }
-        return python(AT_EVENT, number, at, *words[command])
+        return python(AT_EVENT, int(number), at, *words[command])
 
     found = re.search(r"(\d+) events", run(signal.SIGTERM, 1 << 60, world.root / "first").err)
     assert found is not None
