@@ -35,10 +35,10 @@ from reshard.records import (
 )
 from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
-from reshard.records.refusals import another_conversion
+from reshard.records.refusals import Refusals
 from reshard.report import Report
 from reshard.storage import exists, is_regular_file, status_at
-from reshard.wording import rank_ranges, some_names
+from reshard.wording import rank_ranges
 
 
 class _Seen(NamedTuple):
@@ -121,6 +121,7 @@ class TargetDirectory:
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
+        self._refusals = Refusals(self._root, identity, whole=whole, adding=self._adding)
         self._overwritten: set[int] = set()
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
@@ -136,28 +137,24 @@ class TargetDirectory:
         """
         seen = self._look()
         writing = {self._name(rank) for rank in self._asked}
-        own = {self._name(rank) for rank in self._everything}
+        recorded = self._recorded_by(seen.others) - writing
+        own = writing
+        if not (seen.present | recorded) <= writing:
+            # One of many by-rank runs seldom needs to know what the others write.
+            own = {self._name(rank) for rank in self._everything}
         beside = sorted(seen.present & own - writing)
         if seen.going_on and self._overwrite and beside and not self._adding:
-            raise self._beside(beside)
-        recorded = self._recorded_by(seen.others) - writing
+            raise self._refusals.beside(beside)
         # What works for a run that has begun finds no other one, unless it is late.
         if seen.against and seen.present and (self._part or not self._overwrite):
-            raise another_conversion(
-                self._root,
-                self._ledger.identity,
-                seen.against,
-                whole=self._whole,
-                replace_all=self._replace_all,
-                in_the_way=sorted(seen.present - own - recorded),
-            )
+            raise self._refusals.another_conversion(seen.against, sorted(seen.present - own - recorded))
         allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
         # What is left of a conversion whose replacement was not finished may lie where this run does not look.
         foreign = (seen.present | recorded) - allowed
         if self._replacing:
             foreign -= recorded
         if foreign:
-            raise self._foreign(foreign, recorded)
+            raise self._refusals.foreign(foreign, recorded)
         self._destination.check(writing)
         done = self._done()
         left = [rank for rank in self._asked if rank not in done]
@@ -360,7 +357,7 @@ class TargetDirectory:
         places = {os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done()}
         left = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
         if others and left:
-            raise self._foreign(left, set())
+            raise self._refusals.foreign(left, set())
         for other in others:
             other.remove()
 
@@ -446,6 +443,10 @@ class TargetDirectory:
         found = self._ledger.done((target.rank,)).get(target.rank, [])
         return any(record.matches(status) for record in found)
 
+    def _existing(self, ranks: Sequence[int]) -> TargetError:
+        recorded = bool(self._ledger.done(frozenset(ranks)))
+        return self._refusals.existing(ranks, recorded=recorded, going_on=self._ledger.exists)
+
     def _check_sources(self, guarded: bool) -> None:
         # Sources of runs that ended before they had finished anything do not bind, and neither do
         # those of targets that are all replaced now; those of a run that is alive always do.
@@ -456,22 +457,9 @@ class TargetDirectory:
         changes = self._ledger.compare_sources(self._sources)
         changed = [*changes.content, *changes.time]
         if changed and not bound:
-            raise TargetError(
-                f"another run is writing to {self._root} from source files of {rank_ranges(changed)} that were changed "
-                "since",
-                file=self._root,
-                rank=min(changed),
-                hint=f"wait until it has ended, or stop it, and convert everything with {self._replace_all}",
-            )
+            raise self._refusals.live_source(changed)
         if changes.content and not self._accept_changed_source:
-            raise TargetError(
-                f"the source files of {rank_ranges(changes.content)} are not those that the conversion in {self._root} "
-                "was begun with: sizes, headers or contents differ",
-                file=self._root,
-                rank=changes.content[0],
-                hint=f"choose another DST, convert everything again with {self._replace_all}, or, if targets of both "
-                "may stand beside each other, go on with --accept-changed-source",
-            )
+            raise self._refusals.other_source(changes.content)
         if changes.content:
             self._report.warn(
                 f"the source files of {rank_ranges(changes.content)} are not those that the conversion in {self._root} "
@@ -483,50 +471,5 @@ class TargetDirectory:
                 self._report.warn(
                     f"source files of {rank_ranges(ranks)} {what} {than} the conversion in {self._root} was begun, "
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
-                    f"convert everything again with {self._replace_all}"
+                    f"convert everything again with {self._refusals.replace_all}"
                 )
-
-    @property
-    def _replace_all(self) -> str:
-        """What to type so that all that is in the directory is replaced."""
-        if self._whole:
-            return "--overwrite"
-        by_rank = self._adding and self._ledger.identity.task == "convert"
-        return "transform-dir --overwrite" if by_rank else "--overwrite for all ranks"
-
-    def _existing(self, ranks: Sequence[int]) -> TargetError:
-        path = self._conversion.path(ranks[0])
-        names = some_names([self._name(rank) for rank in ranks], 3)
-        recorded = self._ledger.done(frozenset(ranks))
-        why = ", which were changed since they were written" if recorded else ""
-        them = "them" if len(ranks) > 1 else "it"
-        replace = f"replace {them} with --overwrite"
-        if not self._adding and self._ledger.exists:
-            replace = f"replace all ranks with {self._replace_all}"
-        return TargetError(
-            f"{self._root} already holds {names}{why}",
-            file=path,
-            rank=ranks[0],
-            hint=f"choose another DST, remove {them} and give the same command again, or {replace}",
-        )
-
-    def _beside(self, beside: Sequence[str]) -> TargetError:
-        single = "remove single files and give the command without --overwrite"
-        if self._ledger.identity.task == "convert":
-            single = "single ones with by-rank --overwrite"
-        return TargetError(
-            f"{self._root} would keep {some_names(beside, 3)} beside the targets that --overwrite replaces",
-            file=os.path.join(self._root, beside[0]),
-            hint=f"replace all ranks with {self._replace_all}, or {single}",
-        )
-
-    def _foreign(self, foreign: set[str], recorded: set[str]) -> TargetError:
-        names = sorted(foreign)
-        hint = "choose another DST, or remove them; they would be taken for ranks of the new checkpoint"
-        if foreign <= recorded:
-            hint = f"choose another DST, or replace all of it with {self._replace_all}"
-        return TargetError(
-            f"{self._root} holds checkpoints of another conversion: {some_names(names, 3)}",
-            file=os.path.join(self._root, names[0]),
-            hint=hint,
-        )

@@ -280,6 +280,11 @@ def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) ->
     elsewhere = list(words)
     elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
     done(*elsewhere)
+    before = world.root / "before"
+    shutil.copytree(world.dst, before)
+    done(*words, "--accept-changed-source")
+    shutil.rmtree(world.dst)
+    before.rename(world.dst)
     world.convert("--overwrite")
 
 
@@ -374,3 +379,14 @@ def test_lost_ranks_alone_are_verified_in_their_tree(plain: World) -> None:
     fails(3, "verify", plain.dst, says=["copy the lost ranks back", "--replicas --strategy S"])
     subprocess.run(["cp", "-r", f"{plain.dst}/.", f"{plain.src}/"], check=True)
     done("verify", plain.src, "--replicas", "--strategy", plain.old)
+
+
+def test_a_record_that_is_damaged_is_removed(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    (plan,) = (world.dst / ".reshard").glob("*/plan.json")
+    plan.write_text(plan.read_text().replace("1_10", "1_11"))
+    fails(3, *world.words(), says=["it is no record of reshard", f"remove {plan.parent}"])
+    shutil.rmtree(plan.parent)
+    fails(3, *world.words(), says=["already holds", "replace them with --overwrite"])
+    replaced_with_a_run_for_all(world)

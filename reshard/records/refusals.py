@@ -1,7 +1,8 @@
-"""Errors for a directory that another conversion was begun in: what differs, and what to type."""
+"""Errors about a target directory: what is in the way, how it differs from what was asked for, and what to type."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from typing import Optional
@@ -9,7 +10,7 @@ from typing import Optional
 from reshard.checkpoints import FileNames
 from reshard.errors import TargetError
 from reshard.records.identity import Identity
-from reshard.wording import some_names
+from reshard.wording import rank_ranges, some_names
 
 _MOST_SHOWN = 200
 _SAID = {
@@ -24,45 +25,113 @@ _SAID = {
 }
 
 
-def another_conversion(
-    destination: str,
-    mine: Identity,
-    others: Sequence[Identity],
-    *,
-    whole: bool,
-    replace_all: str,
-    in_the_way: Sequence[str],
-) -> TargetError:
-    """The error for a directory that other conversions were begun in.
+class Refusals:
+    """Errors about a target directory, for one command: each way out that they name leads out when it is typed.
 
     Args:
-        destination: the directory.
+        root: the directory.
         mine: what was asked for.
-        others: what is there, at least one.
-        whole: all that the directory is to hold is asked for; else it is filled by several commands.
-        replace_all: what to type so that everything is replaced.
-        in_the_way: files that are not replaced then, because nothing records them as they are.
+        whole: all that the directory is to hold was asked for; else it is filled by several commands.
+        adding: other ranks of the same conversion may stay beside what is replaced.
     """
-    theirs = min(others, key=lambda other: len(differing(mine, other)))
-    differs = differing(mine, theirs)
-    said = ", ".join(f"{_SAID[field]}{_values(mine, theirs, field)}" for field in differs)
-    typed = _to_go_on(mine, theirs, differs)
-    elsewhere = "choose another DST" if whole else "choose another DST for all ranks"
-    replace = f"replace all of it with {replace_all}"
-    if in_the_way:
-        replace = f"remove {some_names(in_the_way, 3)}, which no record knows as it is, and {replace}"
-    if typed is None:
-        hint = f"give the command that was given before, {elsewhere}, or {replace}"
-    elif differs == ["step"] and not whole:
-        # In another directory the other ranks would stay behind, or be of another step than these.
-        hint = f"give every rank --step {theirs.step}, since a checkpoint is of one step; or {replace}"
-    else:
-        hint = f"to go on with it, {typed}; or {elsewhere}, or {replace}"
-    return TargetError(
-        f"{destination} holds another conversion, which differs in {said or 'records that are not ours'}",
-        file=destination,
-        hint=hint,
-    )
+
+    def __init__(self, root: str, mine: Identity, *, whole: bool, adding: bool) -> None:
+        self._root = root
+        self._mine = mine
+        self._whole = whole
+        self._adding = adding
+
+    @property
+    def replace_all(self) -> str:
+        """What to type so that all that is in the directory is replaced."""
+        if self._whole:
+            return "--overwrite"
+        by_rank = self._adding and self._mine.task == "convert"
+        return "transform-dir --overwrite" if by_rank else "--overwrite for all ranks"
+
+    def another_conversion(self, others: Sequence[Identity], in_the_way: Sequence[str]) -> TargetError:
+        """Other conversions were begun in the directory.
+
+        Args:
+            others: what is there, at least one.
+            in_the_way: files that are not replaced by replacing all, because nothing records them as they are.
+        """
+        theirs = min(others, key=lambda other: len(differing(self._mine, other)))
+        differs = differing(self._mine, theirs)
+        said = ", ".join(f"{_SAID[field]}{_values(self._mine, theirs, field)}" for field in differs)
+        typed = _to_go_on(self._mine, theirs, differs)
+        elsewhere = "choose another DST" if self._whole else "choose another DST for all ranks"
+        replace = f"replace all of it with {self.replace_all}"
+        if in_the_way:
+            replace = f"remove {some_names(in_the_way, 3)}, which no record knows as it is, and {replace}"
+        if typed is None:
+            hint = f"give the command that was given before, {elsewhere}, or {replace}"
+        elif differs == ["step"] and not self._whole:
+            # In another directory the other ranks would stay behind, or be of another step than these.
+            hint = f"give every rank --step {theirs.step}, since a checkpoint is of one step; or {replace}"
+        else:
+            hint = f"to go on with it, {typed}; or {elsewhere}, or {replace}"
+        return TargetError(
+            f"{self._root} holds another conversion, which differs in {said or 'records that are not ours'}",
+            file=self._root,
+            hint=hint,
+        )
+
+    def foreign(self, names: set[str], recorded: set[str]) -> TargetError:
+        """Checkpoints would remain beside the new ones, of which some are as another conversion recorded them."""
+        hint = "choose another DST, or remove them; they would be taken for ranks of the new checkpoint"
+        if names <= recorded:
+            hint = f"choose another DST, or replace all of it with {self.replace_all}"
+        return TargetError(
+            f"{self._root} holds checkpoints of another conversion: {some_names(sorted(names), 3)}",
+            file=os.path.join(self._root, min(names)),
+            hint=hint,
+        )
+
+    def existing(self, ranks: Sequence[int], *, recorded: bool, going_on: bool) -> TargetError:
+        """Targets of some ranks are there, with a record and changed since, or without one."""
+        why = ", which were changed since they were written" if recorded else ""
+        them = "them" if len(ranks) > 1 else "it"
+        replace = f"replace {them} with --overwrite"
+        if going_on and not self._adding:
+            replace = f"replace all ranks with {self.replace_all}"
+        return TargetError(
+            f"{self._root} already holds {some_names([self._mine.file_of(rank) for rank in ranks], 3)}{why}",
+            file=os.path.join(self._root, self._mine.file_of(ranks[0])),
+            rank=ranks[0],
+            hint=f"choose another DST, remove {them} and give the same command again, or {replace}",
+        )
+
+    def beside(self, names: Sequence[str]) -> TargetError:
+        """Targets of other ranks would remain beside those that are replaced."""
+        single = "remove single files and give the command without --overwrite"
+        if self._mine.task == "convert":
+            single = "single ones with by-rank --overwrite"
+        return TargetError(
+            f"{self._root} would keep {some_names(names, 3)} beside the targets that --overwrite replaces",
+            file=os.path.join(self._root, names[0]),
+            hint=f"replace all ranks with {self.replace_all}, or {single}",
+        )
+
+    def live_source(self, ranks: Sequence[int]) -> TargetError:
+        """Another run is writing from source files that were changed since."""
+        return TargetError(
+            f"another run is writing to {self._root} from source files of {rank_ranges(ranks)} that were changed since",
+            file=self._root,
+            rank=min(ranks),
+            hint=f"wait until it has ended, or stop it, and convert everything with {self.replace_all}",
+        )
+
+    def other_source(self, ranks: Sequence[int]) -> TargetError:
+        """What is there was made of other source files."""
+        return TargetError(
+            f"the source files of {rank_ranges(ranks)} are not those that the conversion in {self._root} was begun "
+            "with: sizes, headers or contents differ",
+            file=self._root,
+            rank=min(ranks),
+            hint=f"choose another DST, convert everything again with {self.replace_all}, or, if targets of both may "
+            "stand beside each other, go on with --accept-changed-source",
+        )
 
 
 def differing(mine: Identity, theirs: Identity) -> list[str]:
