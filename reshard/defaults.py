@@ -6,5 +6,8 @@ MAX_MEMORY = 64 << 20
 # Devices of all stages together; more than any cluster has, and little enough to compute with.
 MOST_DEVICES = 1 << 20
 
+# Pipeline stages; likewise.
+MOST_STAGES = 1 << 10
+
 # Converted files are named so, and the number of the rank.
 DEFAULT_PREFIX = "checkpoint_"

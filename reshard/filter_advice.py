@@ -15,6 +15,7 @@ from fnmatch import translate
 from itertools import product
 from typing import NamedTuple, Optional
 
+from reshard.globs import Glob, Globs
 from reshard.name_filters import Filters
 from reshard.names import (
     ACCUMULATED_GRADIENTS,
@@ -31,6 +32,9 @@ _SEPARATORS = "._/:-"
 # Patterns that one stands for at the most, as by braces.
 _MOST_PATTERNS = 6
 _MOST_BEGINNINGS = 6
+_MOST_STARS = 4
+# Patterns that match nothing of which each gets its own advice.
+_MOST_ADVISED = 8
 # Names that a pattern for optimizer state is tried with.
 _MOST_EXAMPLES = 500
 # To compare longer names, or more words with each other, would take minutes.
@@ -71,10 +75,15 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
         return
     known = set().union(*names)
     for option, patterns in (("--include", filters.include), ("--exclude", filters.exclude)):
-        for pattern in patterns:
-            fits = re.compile(translate(pattern)).match
-            if any(map(fits, known)):
-                continue
+        unmatched = _unmatched(patterns, known)
+        more = unmatched[_MOST_ADVISED:]
+        if more:
+            report.warn(
+                f"{plural(len(unmatched), 'pattern')} of {option} match no parameter or value of the checkpoint; "
+                f"besides those below {', '.join(map(quoted, more[:_MOST_ADVISED]))}"
+                + (" ..." if len(more) > _MOST_ADVISED else "")
+            )
+        for pattern in unmatched[:_MOST_ADVISED]:
             text = f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint"
             absent = _absent_kind(pattern, known) if option == "--exclude" else None
             if absent is None:
@@ -84,10 +93,22 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
                 report.note(f"{text}, which holds no {absent}")
 
 
+def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The patterns that none of the names fits, each once."""
+    left = dict.fromkeys(patterns)
+    globs = Globs(left)
+    for name in names:
+        for pattern in globs.matching(name):
+            left.pop(pattern, None)
+        if not left:
+            break
+    return list(left)
+
+
 def _absent_kind(pattern: str, known: Collection[str]) -> Optional[str]:
     """The kind of parameters that a pattern is for, if it is for one of which there are none."""
     kinds = {kind_of(name, 2) for name in known}
-    fits = re.compile(translate(pattern)).match
+    fits = Glob(pattern).matches
     examples = list(itertools.islice(known, _MOST_EXAMPLES))
     for kind, prefixes in ((OPTIMIZER_STATE, STATE_PREFIXES), (GRADIENTS, (ACCUMULATED_GRADIENTS,))):
         if kind not in kinds and any(fits(prefix + name) for prefix in prefixes for name in examples):
@@ -193,7 +214,7 @@ def _starred(pattern: str) -> Iterator[str]:
 def _first(patterns: Iterable[str], names: Collection[str]) -> Optional[str]:
     """The first that matches some names, and not all of them."""
     for pattern in patterns:
-        fits = re.compile(translate(pattern)).match
+        fits = Glob(pattern).matches
         count = sum(1 for name in names if fits(name))
         if 0 < count < len(names) or count == len(names) == 1:
             return pattern
@@ -204,7 +225,8 @@ def _loosely(patterns: _Patterns, names: Collection[str]) -> _Patterns:
     """Patterns like these in other capitals and with other separators, as the names that match have them."""
     found: dict[str, None] = {}
     for pattern in patterns:
-        for starred in _starred(pattern):
+        # An expression with many stars could take for ever.
+        for starred in _starred(pattern) if pattern.count("*") <= _MOST_STARS else ():
             literals, expression = _loose_expression(starred)
             kinds = Counter(match.groups() for match in map(expression.fullmatch, names) if match)
             if kinds and sum(kinds.values()) < max(2, len(names)):
@@ -250,5 +272,5 @@ def _spelled(patterns: _Patterns, names: Collection[str]) -> _Patterns:
 
 def _count(patterns: _Patterns, names: Collection[str]) -> int:
     """How many names one of the patterns matches."""
-    fits = re.compile("|".join(map(translate, patterns))).match
-    return sum(1 for name in names if fits(name))
+    globs = Globs(patterns)
+    return sum(1 for name in names if globs.match(name))

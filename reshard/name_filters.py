@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase, translate
+from functools import cached_property
 
-from reshard.errors import UsageError
+from reshard.globs import Globs
 
 
 @dataclass(frozen=True)
@@ -17,17 +16,16 @@ class Filters:
     include: Sequence[str] = field(default=())
     exclude: Sequence[str] = field(default=())
 
-    def __post_init__(self) -> None:
-        """Refuse patterns that cannot be read, before anything else is done."""
-        for pattern in (*self.include, *self.exclude):
-            try:
-                re.compile(translate(pattern))
-            except re.error as error:
-                # Older Pythons cannot read every set that a shell can.
-                raise UsageError(f"{pattern!r} is no pattern of names: {error}") from error
-
     def admit(self, name: str) -> bool:
         """Whether a parameter of this name is written: exclusion wins."""
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+        if self.exclude and self._excluded.match(name):
             return False
-        return not self.include or any(fnmatchcase(name, pattern) for pattern in self.include)
+        return not self.include or self._included.match(name)
+
+    @cached_property
+    def _included(self) -> Globs:
+        return Globs(self.include)
+
+    @cached_property
+    def _excluded(self) -> Globs:
+        return Globs(self.exclude)

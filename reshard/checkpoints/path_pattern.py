@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.steps import RANK_NUMBER, Pattern
+from reshard.globs import Glob
 from reshard.storage import is_directory
 
 RANK = "{rank}"
@@ -64,12 +65,12 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         else:
             yield Match(rank, naming, directory, "")
         return
-    expression = _expression(part)
+    glob = Glob(part, RANK)
     for name in sorted(os.listdir(directory or os.curdir)):
-        match = expression.fullmatch(name)
-        if match is None or (name.startswith(".") and not part.startswith(".")):
+        spans = glob.numbers(name)
+        if spans is None or (name.startswith(".") and not part.startswith(".")):
             continue
-        numbers = {int(number) for number in match.groups()} | ({rank} if rank >= 0 else set())
+        numbers = {int(name[start:stop]) for start, stop in spans} | ({rank} if rank >= 0 else set())
         if len(numbers) > 1:
             continue
         path = directory + name
@@ -77,59 +78,13 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         if directory_there and name.endswith(unfinished):
             continue
         found = numbers.pop() if numbers else -1
-        blanked = _blanked(match)
+        blanked = _blanked(name, spans)
         # The file's own name belongs to its step and series, not to the naming of its directory.
         inner = (*naming, *_pieces(blanked), os.sep) if directory_there else naming
         if not rest:
             yield Match(found, inner, path, blanked)
         elif directory_there:
             yield from _descend(path + os.sep, rest, found, inner, unfinished)
-
-
-def _expression(part: str) -> re.Pattern[str]:
-    """The regular expression of one component; its groups are the numbers that {rank} stands for."""
-    out = []
-    position = 0
-    while position < len(part):
-        if part.startswith(RANK, position):
-            # Without the guards, `*{rank}` would take the 12 of x12 for rank 2.
-            out.append(r"(?<![0-9])([0-9]+)(?![0-9])")
-            position += len(RANK)
-            continue
-        character = part[position]
-        position += 1
-        # A bracket that comes first in a set belongs to it.
-        first = position + (part[position : position + 1] in ("!", "^"))
-        closing = part.find("]", first + 1) if character == "[" else -1
-        if character == "*":
-            out.append(".*")
-        elif character == "?":
-            out.append(".")
-        elif closing > 0:
-            out.append(_set(part[position:closing]))
-            position = closing + 1
-        else:
-            out.append(re.escape(character))
-    return re.compile("".join(out), re.DOTALL)
-
-
-def _set(inside: str) -> str:
-    """The regular expression of what stands between brackets."""
-    negated = inside[0] in "!^"
-    members = []
-    position = int(negated)
-    while position < len(inside):
-        first, last = inside[position], inside[position]
-        if inside[position + 1 : position + 2] == "-" and position + 2 < len(inside):
-            last = inside[position + 2]
-            position += 2
-        position += 1
-        # A range such as z-a holds nothing, as in a shell.
-        if first <= last:
-            members.append(f"{re.escape(first)}-{re.escape(last)}")
-    if not members:
-        return "." if negated else "(?!)"
-    return f"[{'^' if negated else ''}{''.join(members)}]"
 
 
 def _pieces(blanked: str) -> Iterator[Optional[str]]:
@@ -140,9 +95,8 @@ def _pieces(blanked: str) -> Iterator[Optional[str]]:
         yield piece
 
 
-def _blanked(match: re.Match[str]) -> str:
-    """The matched name with `RANK_NUMBER` for each number that stands for the rank."""
-    text = match.string
-    for group in range(match.re.groups, 0, -1):
-        text = text[: match.start(group)] + RANK_NUMBER + text[match.end(group) :]
-    return text
+def _blanked(name: str, spans: Sequence[tuple[int, int]]) -> str:
+    """The name with `RANK_NUMBER` for each number that stands for the rank."""
+    for start, stop in reversed(spans):
+        name = name[:start] + RANK_NUMBER + name[stop:]
+    return name

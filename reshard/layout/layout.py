@@ -15,6 +15,7 @@ tensor of a given shape.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
+from reshard.wording import some_numbers
 
 IntArray = npt.NDArray[np.int64]
 
@@ -212,25 +214,53 @@ class Layout:
             LayoutError: the dimension does not divide by its slices.
         """
         if dimension == 0 and self.uneven is not None:
-            edges = [0]
-            for part in self.uneven:
-                edges.append(edges[-1] + part)
-            if edges[-1] != size:
-                raise LayoutError(f"slices {list(self.uneven)} of dimension 0 do not add up to its size {size}")
-            return tuple(edges)
+            return self._uneven_edges(size)
+        part = self._part(dimension, size)
+        return tuple(part * position for position in range(self.cuts[dimension] + 1))
+
+    def check_size(self, dimension: int, size: int) -> None:
+        """See that a dimension of ``size`` elements can be cut so.
+
+        Raises:
+            LayoutError: it does not divide by its slices.
+        """
+        self.interval(dimension, size, 0)
+
+    def interval(self, dimension: int, size: int, position: int) -> tuple[int, int]:
+        """Where one slice of a dimension of ``size`` elements begins and ends.
+
+        Raises:
+            LayoutError: the dimension does not divide by its slices.
+        """
+        if dimension == 0 and self.uneven is not None:
+            edges = self._uneven_edges(size)
+            return edges[position], edges[position + 1]
+        part = self._part(dimension, size)
+        return part * position, part * (position + 1)
+
+    def _part(self, dimension: int, size: int) -> int:
         count = self.cuts[dimension]
         if size % count:
             raise LayoutError(f"dimension {dimension} of size {size} does not divide into {count} slices")
-        part = size // count
-        return tuple(part * position for position in range(count + 1))
+        return size // count
+
+    def _uneven_edges(self, size: int) -> tuple[int, ...]:
+        edges = self._edges_by_hand
+        if edges[-1] != size:
+            sizes = some_numbers(self.uneven or ())
+            raise LayoutError(f"slices {sizes} of dimension 0 do not add up to its size {size}")
+        return edges
+
+    @cached_property
+    def _edges_by_hand(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(self.uneven or ()))
 
     def slice_box(self, shape: tuple[int, ...], slice_number: int) -> tuple[tuple[int, int], ...]:
         """The interval of every dimension that a slice covers in a tensor of ``shape``."""
-        box = []
-        for dimension, position in enumerate(self.slice_index(slice_number)):
-            edges = self.boundaries(dimension, shape[dimension])
-            box.append((edges[position], edges[position + 1]))
-        return tuple(box)
+        return tuple(
+            self.interval(dimension, shape[dimension], position)
+            for dimension, position in enumerate(self.slice_index(slice_number))
+        )
 
     def full_shape(self, slice_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the tensor of which every rank holds a slice of ``slice_shape``.
@@ -293,5 +323,5 @@ class Layout:
             expandable=False,
         )
         for dimension, size in enumerate(shape):
-            regrouped.boundaries(dimension, size)
+            regrouped.check_size(dimension, size)
         return regrouped

@@ -6,6 +6,7 @@ such kinds. How the slices of a kind move follows from the overlap of its layout
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
@@ -16,6 +17,9 @@ from reshard.errors import LayoutError
 from reshard.layout import Layout, Overlap, stand_in_shape
 from reshard.plan.replicas import Holding, choose, common_dimensions
 from reshard.strategies import Strategy
+
+# Cells that are looked at one by one, where several stages hold a parameter.
+_MOST_CELLS = 1 << 16
 
 UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING = "unchanged", "moved", "cut_differently", "contradicting"
 EFFECTS = (UNCHANGED, MOVED, CUT_DIFFERENTLY, CONTRADICTING)
@@ -38,7 +42,8 @@ class Move:
         target: the target stage.
         joined: per dimension, source slices that a target slice takes from.
         divided: per dimension, target slices that a source slice gives to.
-        ranks_read: source ranks that a target rank reads for one parameter.
+        ranks_read: source ranks that a target rank reads for one parameter; of slices spread evenly, where
+            several source stages hold it and there are very many.
         kept: every rank has the slice already that it gets.
     """
 
@@ -140,11 +145,11 @@ _Held = tuple[tuple[int, Layout], ...]
 
 
 def _holders(strategy: Strategy) -> dict[str, _Held]:
-    holders: dict[str, _Held] = {}
+    holders: dict[str, list[tuple[int, Layout]]] = {}
     for number, stage in enumerate(strategy.stages):
         for name, layout in stage.layouts.items():
-            holders[name] = (*holders.get(name, ()), (number, layout))
-    return holders
+            holders.setdefault(name, []).append((number, layout))
+    return {name: tuple(held) for name, held in holders.items()}
 
 
 def _cuts(holdings: Sequence[Holding]) -> tuple[object, ...]:
@@ -159,7 +164,8 @@ def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> 
     sources = tuple(Holding(source.stages[number], layout) for number, layout in before)
     targets = tuple(Holding(target.stages[number], layout) for number, layout in after)
     try:
-        moves = tuple(_move(source, target, sources, holding) for holding in targets or (None,))
+        known: dict[Optional[Layout], _Overlapping] = {}
+        moves = tuple(_move(source, target, sources, holding, known) for holding in targets or (None,))
     except LayoutError as error:
         recorded = (holding.layout.recorded_shape for holding in (*sources, *targets))
         shapes = sorted({str(list(shape)) for shape in recorded if shape is not None})
@@ -171,46 +177,84 @@ def _change(source: Strategy, target: Strategy, before: _Held, after: _Held) -> 
     return Change(sources, tuple(move.target for move in moves), moves)
 
 
-def _move(source: Strategy, target: Strategy, sources: Sequence[Holding], wanted: Optional[Holding]) -> Move:
-    if not sources:
-        assert wanted is not None
-        (cut,), uncut = common_dimensions([wanted.layout], None)
-        held, goal = [Holding(source.stages[0], uncut)], Holding(wanted.stage, cut)
+class _Overlapping(NamedTuple):
+    """What of a move depends on layouts alone, so that stages which are cut alike share it.
+
+    Attributes:
+        held: the sources' layouts, regrouped.
+        goal: the target's layout, regrouped.
+        joined: per source layout, for each dimension, slices of it that a target slice takes from.
+        ranks_read: source ranks that a target rank reads.
+        shape: of a tensor that stands for all that can be cut so.
+    """
+
+    held: tuple[Layout, ...]
+    goal: Layout
+    joined: dict[Layout, tuple[Span, ...]]
+    ranks_read: Span
+    shape: tuple[int, ...]
+
+
+def _overlapping(sources: Sequence[Holding], wanted: Optional[Layout]) -> _Overlapping:
+    if sources:
+        layouts, goal = common_dimensions([holding.layout for holding in sources], wanted)
     else:
-        layouts, cut = common_dimensions([holding.layout for holding in sources], wanted and wanted.layout)
+        assert wanted is not None
+        (goal,), whole = common_dimensions([wanted], None)
+        layouts = [whole]
+    shape = stand_in_shape(layouts, goal)
+    overlap = Overlap(shape, layouts, goal)
+    met = _met(overlap)
+    most = math.prod(span.most for span in met)
+    if len(layouts) == 1:
+        # A rank holds one slice of the stage's, so no rank meets two needs.
+        read = Span(math.prod(span.least for span in met), most)
+    else:
         held = [Holding(holding.stage, layout) for holding, layout in zip(sources, layouts)]
-        goal = Holding(target.stages[0] if wanted is None else wanted.stage, cut)
-    shape = stand_in_shape([holding.layout for holding in held], goal.layout)
-    overlap = Overlap(shape, [holding.layout for holding in held], goal.layout)
-    read = [_ranks_read(overlap, held, number) for number in range(goal.layout.slice_count)]
-    best = min(
-        held,
-        key=lambda holding: (sum(s.most for s in _met(shape, holding.layout, goal.layout)), not _kept(holding, goal)),
-    )
+        slices = range(0, goal.slice_count, max(1, goal.slice_count * most * len(held) // _MOST_CELLS))
+        counts = [_ranks_read(overlap, held, number) for number in slices]
+        read = Span(min(counts), max(counts))
+    joined = {layout: _met(Overlap(shape, [layout], goal)) for layout in dict.fromkeys(layouts)}
+    return _Overlapping(tuple(layouts), goal, joined, read, shape)
+
+
+def _move(
+    source: Strategy,
+    target: Strategy,
+    sources: Sequence[Holding],
+    wanted: Optional[Holding],
+    known: dict[Optional[Layout], _Overlapping],
+) -> Move:
+    layout = None if wanted is None else wanted.layout
+    if layout not in known:
+        known[layout] = _overlapping(sources, layout)
+    found = known[layout]
+    stages = [holding.stage for holding in sources] or [source.stages[0]]
+    held = [Holding(stage, layout) for stage, layout in zip(stages, found.held)]
+    goal = Holding(target.stages[0] if wanted is None else wanted.stage, found.goal)
+    kept = [_kept(holding, goal) for holding in held]
+    fit = {layout: sum(span.most for span in spans) for layout, spans in found.joined.items()}
+    best, _ = min(zip(held, kept), key=lambda pair: (fit[pair[0].layout], not pair[1]))
     return Move(
         best,
         goal,
-        _met(shape, best.layout, goal.layout),
-        _met(shape, goal.layout, best.layout),
-        Span(min(read), max(read)),
-        any(_kept(holding, goal) for holding in held),
+        found.joined[best.layout],
+        _met(Overlap(found.shape, [goal.layout], best.layout)),
+        found.ranks_read,
+        any(kept),
     )
 
 
-def _met(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Span, ...]:
-    """Per dimension how many of the source's slices a target's slice meets."""
-    overlap = Overlap(shape, [source], target)
+def _met(overlap: Overlap) -> tuple[Span, ...]:
+    """Per dimension how many of the sources' slices a target's slice meets."""
     spans = []
-    for dimension, cuts in enumerate(target.cuts):
+    for dimension, cuts in enumerate(overlap.target.cuts):
         counts = [last - first for first, last in (overlap.intervals(dimension, at) for at in range(cuts))]
         spans.append(Span(min(counts), max(counts)))
     return tuple(spans)
 
 
 def _ranks_read(overlap: Overlap, held: Sequence[Holding], number: int) -> int:
-    if len(held) == 1:
-        # A rank holds one slice of the stage's, so no rank meets two needs.
-        return len(overlap.cells(number))
     needs = [
         sorted(rank for holding, at in zip(held, cell.slices) for rank in holding.ranks(at))
         for cell in overlap.cells(number)
@@ -223,7 +267,7 @@ def _kept(source: Holding, target: Holding) -> bool:
     before, after = source.layout, target.layout
     first = target.stage.first_rank - source.stage.first_rank
     return (
-        first >= 0
+        0 <= first < before.device_count
         and before.cuts == after.cuts
         and before.uneven == after.uneven
         and bool(np.array_equal(before.slice_of_rank[first : first + after.device_count], after.slice_of_rank))

@@ -85,7 +85,7 @@ class Parameter:
                 f"{list(self.shape)}"
             )
         for dimension, size in enumerate(self.shape):
-            fitting[0].boundaries(dimension, size)
+            fitting[0].check_size(dimension, size)
         return fitting[0]
 
 

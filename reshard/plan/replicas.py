@@ -13,8 +13,8 @@ be asked before any checkpoint exists and is then right for `by-rank`:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -306,18 +306,49 @@ def choose(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
         turn: which of the targets with these needs is asking; they take turns among equals.
     """
     chosen = {ranks[0] for ranks in needs if len(ranks) == 1}
-    unmet = [ranks for ranks in needs if chosen.isdisjoint(ranks)]
-    while unmet:
-        tally = Counter(rank for ranks in unmet for rank in ranks)
-        most = max(tally.values())
-        equals = sorted(rank for rank, met in tally.items() if met == most)
-        pick = equals[turn % len(equals)]
-        chosen.add(pick)
-        unmet = [ranks for ranks in unmet if pick not in ranks]
-    met_by = [chosen.intersection(ranks) for ranks in needs]
+    chosen.update(_greedy([ranks for ranks in needs if chosen.isdisjoint(ranks)], turn))
+    met_by = [len(chosen.intersection(ranks)) for ranks in needs]
+    needs_of: dict[int, list[int]] = {rank: [] for rank in chosen}
+    for number, ranks in enumerate(needs):
+        for rank in chosen.intersection(ranks):
+            needs_of[rank].append(number)
     for rank in sorted(chosen, reverse=True):
-        if all(rank not in ranks or len(ranks) > 1 for ranks in met_by):
+        if all(met_by[number] > 1 for number in needs_of[rank]):
             chosen.discard(rank)
-            for ranks in met_by:
-                ranks.discard(rank)
+            for number in needs_of[rank]:
+                met_by[number] -= 1
     return tuple(sorted(chosen))
+
+
+def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
+    """Ranks, each of which meets most of the needs that are open when it is taken.
+
+    Needs are looked at once for each rank that meets them, however many ranks are taken.
+    """
+    needs_of: dict[int, list[int]] = {}
+    for number, ranks in enumerate(needs):
+        for rank in ranks:
+            needs_of.setdefault(rank, []).append(number)
+    opened = {rank: len(numbers) for rank, numbers in needs_of.items()}
+    meeting: dict[int, set[int]] = {}
+    for rank, count in opened.items():
+        meeting.setdefault(count, set()).add(rank)
+    met = [False] * len(needs)
+    for most in range(max(meeting, default=0), 0, -1):
+        # Nothing gets more open needs, so of the ranks that meet so many there are only fewer and fewer.
+        equals = sorted(meeting.pop(most, ()))
+        while equals:
+            pick = equals[turn % len(equals)]
+            yield pick
+            for number in needs_of[pick]:
+                if met[number]:
+                    continue
+                met[number] = True
+                for rank in needs[number]:
+                    count = opened[rank]
+                    opened[rank] = count - 1
+                    if count == most:
+                        del equals[bisect_left(equals, rank)]
+                    else:
+                        meeting[count].discard(rank)
+                    meeting.setdefault(count - 1, set()).add(rank)

@@ -7,6 +7,7 @@ prefix, layouts in one normal form, ranks numbered through all stages.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Optional
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
-from reshard.wording import rank_ranges
+from reshard.wording import rank_ranges, some_numbers
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
@@ -127,11 +128,10 @@ class RecordedLayout:
         # Stand-alone writers put the full shape into param_split_shape; only the offsets tell.
         if not self.split_offsets:
             return None
-        starts = [sum(self.split_sizes[:index]) for index in range(len(self.split_sizes))]
-        if list(self.split_offsets) != starts:
-            raise LayoutError(
-                f"slices of sizes {list(self.split_sizes)} do not begin at indices_offset {list(self.split_offsets)}"
-            )
+        starts = itertools.accumulate(self.split_sizes, initial=0)
+        if self.split_offsets != tuple(itertools.islice(starts, len(self.split_sizes))):
+            sizes, offsets = some_numbers(self.split_sizes), some_numbers(self.split_offsets)
+            raise LayoutError(f"slices of sizes {sizes} do not begin at indices_offset {offsets}")
         return self.split_sizes
 
     def _shape(self) -> Optional[tuple[int, ...]]:

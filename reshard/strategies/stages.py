@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES
+from reshard.defaults import MOST_DEVICES, MOST_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
 from reshard.messages import joined, listing
@@ -117,8 +117,13 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
         copies: what files say of every stage, numbers without a gap.
 
     Raises:
-        StrategyError: copies disagree, or there are more devices than any cluster has.
+        StrategyError: copies disagree, or there are more stages or devices than any cluster has.
     """
+    if len(copies) > MOST_STAGES:
+        path = next(iter(copies.values()))[0].paths[0]
+        raise StrategyError(
+            f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MOST_STAGES}", file=path
+        )
     stages: list[Stage] = []
     first_rank = 0
     for number in sorted(copies):

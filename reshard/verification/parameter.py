@@ -130,7 +130,7 @@ class Parameter:
         for layout in recorded.regroupings():
             if len(layout.cuts) == len(self.shape) and layout.recorded_shape in (None, self.shape):
                 for dimension, size in enumerate(self.shape):
-                    layout.boundaries(dimension, size)
+                    layout.check_size(dimension, size)
                 return shared(layout)
         raise LayoutError(f"tensor map {recorded.map_text} does not lay out a tensor of shape {list(self.shape)}")
 

@@ -1,0 +1,180 @@
+"""Patterns as in a shell, matched in a time that grows with pattern and text, whatever stands in them.
+
+``*`` is anything, ``?`` one character, ``[a-c]`` one of a set, ``[!a-c]`` or ``[^a-c]`` one that is not. A
+regular expression with many stars can take longer than the universe is old; here the pieces between
+stars are found one after the other, which is all that a pattern of a shell needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Optional
+
+# Without the guards, `*{number}` would take the 12 of x12 for 2.
+_NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"
+
+
+class _Piece(NamedTuple):
+    """What stands between two stars: its characters where it is no more than that, and its expression."""
+
+    literal: Optional[str]
+    expression: str
+
+
+class Glob:
+    """One pattern.
+
+    Args:
+        pattern: the pattern.
+        number: a text in it that stands for a whole number of digits; none if empty.
+
+    Attributes:
+        pattern: as it was given.
+        head: the characters that it begins with, up to the first wildcard.
+        literal: whether there is no wildcard.
+    """
+
+    def __init__(self, pattern: str, number: str = "") -> None:
+        self.pattern = pattern
+        self._pieces = _pieces(pattern, number)
+        first = self._pieces[0]
+        self.literal = len(self._pieces) == 1 and first.literal is not None
+        wild = re.search(r"[*?\[]", pattern)
+        self.head = pattern if self.literal else pattern[: wild.start()] if wild is not None else ""
+        self._expressions = [re.compile(piece.expression, re.DOTALL) for piece in self._pieces]
+        self._last = re.compile(f"(?:{self._pieces[-1].expression})\\Z", re.DOTALL)
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text fits."""
+        first, last = self._pieces[0], self._pieces[-1]
+        if len(self._pieces) == 1:
+            return text == first.literal if first.literal is not None else self._last.match(text) is not None
+        # What most patterns have at their ends costs next to nothing to compare.
+        if last.literal is not None and not text.endswith(last.literal):
+            return False
+        if first.literal is not None and not text.startswith(first.literal):
+            return False
+        return self.numbers(text) is not None
+
+    def numbers(self, text: str) -> Optional[list[tuple[int, int]]]:
+        """Where the numbers stand in the text, in order; None where the text does not fit.
+
+        Of several ways to fit, every star takes as much as it can, the first one first.
+        """
+        first = self._expressions[0].match(text)
+        if first is None:
+            return None
+        if len(self._expressions) == 1:
+            return _groups(first) if first.end() == len(text) else None
+        found = self._last.search(text, first.end())
+        if found is None:
+            return None
+        taken = [found]
+        for piece, expression in zip(self._pieces[-2:0:-1], self._expressions[-2:0:-1]):
+            # The rest has most room where every piece lies as far behind as it can.
+            before = _rightmost(piece, expression, text, first.end(), taken[-1].start())
+            if before is None:
+                return None
+            taken.append(before)
+        return [span for match in (first, *reversed(taken)) for span in _groups(match)]
+
+
+class Globs:
+    """Several patterns, of which a text may fit any; those that begin with other characters cost nothing.
+
+    Args:
+        patterns: the patterns.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._literals: set[str] = set()
+        self._by_head: dict[str, list[Glob]] = {}
+        for pattern in dict.fromkeys(patterns):
+            glob = Glob(pattern)
+            if glob.literal:
+                self._literals.add(glob.head)
+            else:
+                self._by_head.setdefault(glob.head, []).append(glob)
+        self._lengths = sorted({len(head) for head in self._by_head})
+
+    def match(self, text: str) -> bool:
+        """Whether the whole text fits one of them."""
+        return next(self.matching(text), None) is not None
+
+    def matching(self, text: str) -> Iterator[str]:
+        """The patterns that the whole text fits."""
+        if text in self._literals:
+            yield text
+        for length in self._lengths:
+            if length > len(text):
+                return
+            yield from (glob.pattern for glob in self._by_head.get(text[:length], ()) if glob.matches(text))
+
+
+def _groups(match: re.Match[str]) -> list[tuple[int, int]]:
+    return [match.span(group + 1) for group in range(match.re.groups)]
+
+
+def _rightmost(piece: _Piece, expression: re.Pattern[str], text: str, start: int, stop: int) -> Optional[re.Match[str]]:
+    """The last place between two where a piece fits."""
+    if piece.literal is not None:
+        at = text.rfind(piece.literal, start, stop)
+        return expression.match(text, at) if at >= 0 else None
+    for at in range(stop, start - 1, -1):
+        match = expression.match(text, at)
+        if match is not None and match.end() <= stop:
+            return match
+    return None
+
+
+def _pieces(pattern: str, number: str) -> list[_Piece]:
+    """The pieces between the stars; several stars side by side are one."""
+    pieces: list[list[tuple[Optional[str], str]]] = [[]]
+    position = 0
+    while position < len(pattern):
+        if number and pattern.startswith(number, position):
+            pieces[-1].append((None, _NUMBER))
+            position += len(number)
+            continue
+        character = pattern[position]
+        position += 1
+        # A bracket that comes first in a set belongs to it.
+        first = position + (pattern[position : position + 1] in ("!", "^"))
+        closing = pattern.find("]", first + 1) if character == "[" else -1
+        if character == "*":
+            if pieces[-1] or len(pieces) == 1:
+                pieces.append([])
+        elif character == "?":
+            pieces[-1].append((None, "."))
+        elif closing > 0:
+            pieces[-1].append((None, _set(pattern[position:closing])))
+            position = closing + 1
+        else:
+            pieces[-1].append((character, re.escape(character)))
+    return [
+        _Piece(
+            None if any(literal is None for literal, _ in piece) else "".join(literal or "" for literal, _ in piece),
+            "".join(expression for _, expression in piece),
+        )
+        for piece in pieces
+    ]
+
+
+def _set(inside: str) -> str:
+    """The regular expression of what stands between brackets."""
+    negated = inside[0] in "!^"
+    members = []
+    position = int(negated)
+    while position < len(inside):
+        first, last = inside[position], inside[position]
+        if inside[position + 1 : position + 2] == "-" and position + 2 < len(inside):
+            last = inside[position + 2]
+            position += 2
+        position += 1
+        # A range such as z-a holds nothing, as in a shell.
+        if first <= last:
+            members.append(f"{re.escape(first)}-{re.escape(last)}")
+    if not members:
+        return "." if negated else "(?!)"
+    return f"[{'^' if negated else ''}{''.join(members)}]"

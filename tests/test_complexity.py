@@ -1,0 +1,245 @@
+"""What commands cost on large strategies and with many patterns, counted; and what has a bound is refused beyond it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.globs import Glob, Globs
+from reshard.layout import Layout, Overlap
+from reshard.name_filters import Filters
+from reshard.plan.replicas import choose
+from tests.running import Argument, done, warns
+from tests.small import COPIED, World, tensors
+from tests.strategy_writing import layout, protobuf
+from tests.test_hostile import refused, within
+from tests.trees import cut_ranks, same_ranks
+
+FULL = tensors()
+
+
+class Counted(tuple[int, ...]):
+    """Ranks that count how often they are looked through."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Counted.looks += 1
+        return super().__iter__()
+
+    def __contains__(self, rank: object) -> bool:
+        Counted.looks += 1
+        return super().__contains__(rank)
+
+
+def chosen_plainly(needs: Sequence[Sequence[int]], turn: int) -> tuple[int, ...]:
+    """What `choose` chooses, need by need and rank by rank."""
+    chosen = {ranks[0] for ranks in needs if len(ranks) == 1}
+    unmet = [ranks for ranks in needs if chosen.isdisjoint(ranks)]
+    while unmet:
+        tally = Counter(rank for ranks in unmet for rank in ranks)
+        equals = sorted(rank for rank, met in tally.items() if met == max(tally.values()))
+        chosen.add(equals[turn % len(equals)])
+        unmet = [ranks for ranks in unmet if equals[turn % len(equals)] not in ranks]
+    for rank in sorted(chosen, reverse=True):
+        if all(rank not in ranks or len(chosen.intersection(ranks)) > 1 for ranks in needs):
+            chosen.discard(rank)
+    return tuple(sorted(chosen))
+
+
+def test_ranks_are_chosen_as_one_by_one() -> None:
+    source = random.Random(1)
+    for _ in range(2000):
+        ranks = range(source.randrange(1, 12))
+        needs = [
+            tuple(sorted(source.sample(ranks, source.randrange(1, min(len(ranks), 5) + 1))))
+            for _ in range(source.randrange(12))
+        ]
+        turn = source.randrange(5)
+        assert choose(needs, turn) == chosen_plainly(needs, turn), (needs, turn)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("count", [100, 1000])
+def test_choosing_ranks_looks_at_every_need_a_few_times(count: int, replicas: int) -> None:
+    needs = [Counted(range(number * replicas, (number + 1) * replicas)) for number in range(count)]
+    # Some needs that ranks have in common.
+    needs += [Counted((number, number + 1)) for number in range(0, count * replicas - 1, 2)]
+    Counted.looks = 0
+    choose(needs, 3)
+    assert Counted.looks <= 12 * len(needs)
+
+
+def write(path: Path, *args: Any) -> Path:
+    path.write_bytes(protobuf(*args))
+    return path
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the cells of target slices that are made, and the edges of dimensions."""
+    found: Counter[str] = Counter()
+    make, edges = Overlap._find_cells, Layout.boundaries
+
+    def counted(self: Overlap, target_slice: int) -> Any:
+        made = make(self, target_slice)
+        found["cells"] += len(made)
+        return made
+
+    def counted_edges(self: Layout, dimension: int, size: int) -> tuple[int, ...]:
+        made = edges(self, dimension, size)
+        found["edges"] += len(made)
+        return made
+
+    monkeypatch.setattr(Overlap, "_find_cells", counted)
+    monkeypatch.setattr(Layout, "boundaries", counted_edges)
+    return found
+
+
+@pytest.mark.parametrize("devices", [512, 4096])
+def test_a_difference_of_strategies_costs_as_much_as_they_have_slices(
+    tmp_path: Path, cells: Counter[str], devices: int
+) -> None:
+    before = write(tmp_path / "a.ckpt", {"w": layout([devices], [0]), "v": layout([devices], [0, -1])})
+    after = write(tmp_path / "b.ckpt", {"w": layout([devices // 2], [0]), "v": layout([devices // 2], [-1, 0])})
+    changes = done("strategy", "diff", before, after, "--json").json["changes"]
+    read = {change["parameters"][0]: [move["ranks_read"] for move in change["moves"]] for change in changes}
+    assert read == {"w": [[2, 2]], "v": [[devices, devices]]}
+    assert cells["cells"] <= 2 * devices and cells["edges"] <= 100 * devices
+
+
+@pytest.mark.parametrize("devices", [256, 2048])
+def test_a_difference_of_what_stages_share_is_looked_at_in_bounds(
+    tmp_path: Path, cells: Counter[str], devices: int
+) -> None:
+    stages = [0, 1]
+    before = write(tmp_path / "a.ckpt", {f"{n}-w": layout([devices], [0, -1]) for n in stages}, stages)
+    after = write(tmp_path / "b.ckpt", {f"{n}-w": layout([devices], [-1, 0]) for n in stages}, stages)
+    (change,) = done("strategy", "diff", before, after, "--json").json["changes"]
+    assert [move["ranks_read"] for move in change["moves"]] == [[devices, devices]] * 2
+    assert cells["cells"] <= 1 << 17
+
+
+@pytest.mark.parametrize("slices", [1000, 20_000])
+def test_a_table_that_is_split_by_hand_costs_as_much_as_it_has_slices(
+    tmp_path: Path, cells: Counter[str], slices: int
+) -> None:
+    sizes = [1 + number % 3 for number in range(slices)]
+    offsets = [0, *itertools.accumulate(sizes[:-1])]
+    path = write(tmp_path / "s.ckpt", {"t": layout([slices], [0, -1], sizes=sizes, offsets=offsets)})
+    with within(60):
+        done("strategy", "show", path)
+        shown = done("strategy", "show", path, "t", "--json").json["stages"][0]
+        assert len(shown["slices"]) == slices
+        ranks = done("rank-list", 5, "--src-strategy", path, "--dst-strategy", path).out
+        assert ranks == "5\n"
+        done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none")
+        done("strategy", "diff", path, path)
+    assert cells["edges"] <= 100 * slices
+
+
+def test_rank_lists_of_thousands_of_ranks_are_all_ranks_that_are_needed(tmp_path: Path, cells: Counter[str]) -> None:
+    path = write(tmp_path / "s.ckpt", {"w": layout([16384], [0, -1])})
+    with within(60):
+        found = done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none", "--json").json
+    assert found["ranks"] == list(range(16384))
+    assert cells["cells"] == 16384
+
+
+def test_more_stages_than_any_pipeline_has_are_refused(tmp_path: Path) -> None:
+    def stages(count: int) -> Path:
+        return write(tmp_path / "s.ckpt", {f"{n}-w": layout([1], [0]) for n in range(count)}, list(range(count)))
+
+    assert len(done("strategy", "show", stages(1024), "--json").json) == 1024
+    path = stages(1025)
+    uses: list[list[Argument]] = [["strategy", "show", path], ["replicas", "--strategy", path]]
+    for words in uses:
+        refused(3, *words, says=[path, "1025 pipeline stages"])
+
+
+# Patterns
+
+
+PARTS = ["*", "*", "?", "a", "b", "1", "2", "[ab]", "[!1]", ".", "[z-a]", "[]a]", "["]
+
+
+def test_patterns_mean_what_they_mean_in_a_shell() -> None:
+    source = random.Random(1)
+    for _ in range(20_000):
+        pattern = "".join(source.choice(PARTS) for _ in range(source.randrange(9)))
+        text = "".join(source.choice("ab12.][") for _ in range(source.randrange(12)))
+        expected = fnmatchcase(text, pattern)
+        assert Glob(pattern).matches(text) == expected, (pattern, text)
+        assert Globs([pattern, "zz*"]).match(text) == expected, (pattern, text)
+
+
+def test_of_several_numbers_stars_leave_the_last() -> None:
+    def numbers(pattern: str, text: str) -> Any:
+        spans = Glob(pattern, "{rank}").numbers(text)
+        return None if spans is None else [text[start:stop] for start, stop in spans]
+
+    assert numbers("rank_{rank}", "rank_12") == ["12"]
+    assert numbers("*{rank}*", "a1b22c") == ["22"]
+    assert numbers("*{rank}*{rank}.x", "1_2_3.x") == ["2", "3"]
+    assert numbers("{rank}*", "12") == ["12"]
+    assert numbers("*2{rank}", "x12") is None
+    assert numbers("1{rank}", "12") is None
+
+
+@pytest.mark.parametrize("stars", [30, 500])
+def test_patterns_of_many_stars_never_hang(world: World, stars: int) -> None:
+    copied = {**COPIED, "a" * 3000: COPIED["global_step"]}
+    world.save(FULL, copied=copied)
+    pattern = "*a" * stars + "*b"
+    with within(30):
+        warns(done(*world.words("--exclude", pattern)), "matches no parameter")
+        same_ranks(world.found(), world.expected(FULL, copied))
+        for number in range(20):
+            (world.src / "rank_0" / ("a" * 200 + str(number))).touch()
+        path = f"{world.src}/rank_{{rank}}/{'*a' * min(stars, 100)}*b"
+        refused(3, "inspect", path, says=["no checkpoint file matches"])
+
+
+def test_thousands_of_patterns_are_not_compared_with_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [f"layers.{number}.*" for number in range(3000)] + [f"exact.{number}" for number in range(3000)]
+    names = [f"layers.{number}.weight" for number in range(5000)]
+    compared = 0
+    matches = Glob.matches
+
+    def counted(self: Glob, text: str) -> bool:
+        nonlocal compared
+        compared += 1
+        return matches(self, text)
+
+    monkeypatch.setattr(Glob, "matches", counted)
+    filters = Filters(include=patterns)
+    assert sum(map(filters.admit, names)) == 3000
+    assert filters.admit("exact.7") and not filters.admit("exact.7.weight")
+    assert compared <= 4 * len(names)
+
+
+def test_thousands_of_patterns_that_match_nothing_are_warned_of_in_few_lines(world: World) -> None:
+    world.save(FULL)
+    options = [word for number in range(3000) for word in ("--exclude", f"nothing.{number}.*")]
+    with within(30):
+        result = done(*world.words(*options))
+    warns(result, "3000 patterns of --exclude match no parameter", "'nothing.0.*'")
+    assert len(result.err.splitlines()) < 40
+    same_ranks(world.found(), world.expected(FULL))
+
+
+def test_all_patterns_that_match_are_found(world: World) -> None:
+    world.save(FULL)
+    done(*world.words(*(word for name in ("w", "v*", "?", "[x-z]*") for word in ("--exclude", name))))
+    kept = [name for name in FULL if not any(fnmatchcase(name, pattern) for pattern in ("w", "v*", "?", "[x-z]*"))]
+    expected = cut_ranks(world.target, FULL, COPIED)
+    same_ranks(
+        world.found(), {rank: {n: held[n] for n in held if n in kept or n in COPIED} for rank, held in expected.items()}
+    )
