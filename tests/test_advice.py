@@ -244,7 +244,7 @@ def test_what_is_no_file_or_directory_is_removed(world: World, tmp_path: Path) -
     fails(3, *world.words(), says=["a link that leads elsewhere", "remove the link"])
     (world.dst / "rank_0").unlink()
     (world.dst / ".reshard").write_text("mine")
-    fails(3, *world.words(), says=["is not a directory of its own", "remove it"])
+    fails(3, *world.words(), says=["is not a directory or file of its own", "remove it"])
     (world.dst / ".reshard").unlink()
     world.convert()
 

@@ -21,24 +21,31 @@ What runs were given lies beside them in files of its own; see `given`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
-import stat
 import time
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard import temporary
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
 from reshard.records.locks import Lock, Tell, locked, try_alone
+from reshard.records.record_files import (
+    DIRECTORY,
+    check_file,
+    make_directory,
+    make_empty,
+    names_in,
+    opened,
+    remove,
+    remove_directory,
+    unwritable,
+)
 from reshard.records.sources import SourceFile
-from reshard.storage import UnfitError, exists, is_regular_file, names_in, read_small, too_long
+from reshard.storage import UnfitError, exists, is_regular_file, read_small
 from reshard.storage.json_text import JsonError
-
-DIRECTORY = ".reshard"
 
 _OURS = re.compile(r"[0-9a-f]{16}")
 _SECOND = 10**9
@@ -143,11 +150,11 @@ class Ledger:
                 os.makedirs(self._destination)
                 self._made_destination = True
             self._make_root()
-            self._check_root()
+            self._check_own()
             with locked(os.path.join(self._root, "lock"), self._make_root, self._tell):
                 yield
         except OSError as error:
-            raise _unwritable(self._root, error) from error
+            raise unwritable(self._root, error) from error
 
     def _nobody_writes(self) -> bool:
         with try_alone(os.path.join(self._own, "lock")) as alone:
@@ -164,17 +171,18 @@ class Ledger:
             if exists(self._root):
                 return
 
-    def _check_root(self) -> None:
-        try:
-            is_directory = stat.S_ISDIR(os.lstat(self._root).st_mode)
-        except FileNotFoundError:
-            return
-        if not is_directory:
-            raise TargetError(
-                f"{self._root} is not a directory of its own",
-                file=self._root,
-                hint="remove it, or choose another DST",
-            )
+    def _check_own(self) -> None:
+        """Refuse links and the like in the place of records, of this conversion or of others."""
+        with contextlib.suppress(FileNotFoundError), opened(self._root):
+            pass
+        check_file(os.path.join(self._root, "lock"))
+        for conversion in filter(_OURS.fullmatch, names_in(self._root)):
+            path = os.path.join(self._root, conversion)
+            for directory in _RECORDS:
+                with contextlib.suppress(FileNotFoundError), opened(os.path.join(path, directory)):
+                    pass
+            for name in _FILES:
+                check_file(os.path.join(path, name))
 
     def begin(self, replacing: bool = False) -> None:
         """Say that this conversion is writing here, until `end`; to be called `guarded`.
@@ -196,25 +204,25 @@ class Ledger:
                 self._refuse_alive(name)
             for name in others:
                 if replacing:
-                    _make_empty(os.path.join(self._root, name, _REPLACED))
+                    make_empty(os.path.join(self._root, name, _REPLACED))
                 else:
                     _remove_records(os.path.join(self._root, name))
-            _remove(os.path.join(self._own, _REPLACED))
+            remove(os.path.join(self._own, _REPLACED))
             if not self.done() and self._nobody_writes():
                 if self._marks():
                     # A run that replaces targets goes on, though none was replaced yet.
                     self.forget_sources()
                 else:
                     _remove_records(self._own)
-            for name in ("done", "sources"):
-                os.makedirs(os.path.join(self._own, name), exist_ok=True)
+            for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
+                make_directory(path)
             self._writing = Lock.shared(os.path.join(self._own, "lock"), self._tell)
             temporary.remove_dead(self._own)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):
                 temporary.write_whole(path, (self.identity.to_json() + "\n").encode())
         except OSError as error:
-            raise _unwritable(self._root, error) from error
+            raise unwritable(self._root, error) from error
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
@@ -228,7 +236,7 @@ class Ledger:
         try:
             fd, path = temporary.create(self._own)
         except OSError as error:
-            raise _unwritable(self._own, error) from error
+            raise unwritable(self._own, error) from error
         try:
             yield path
         finally:
@@ -270,7 +278,7 @@ class Ledger:
     def ask_all(self) -> None:
         """Remember that all ranks were asked for."""
         for rank in self.only() or ():
-            _remove(os.path.join(self._own, f"{_ONLY}{rank}"))
+            remove(os.path.join(self._own, f"{_ONLY}{rank}"))
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with what earlier runs of this conversion read."""
@@ -299,7 +307,7 @@ class Ledger:
                 self._mark("sources", source.record, ())
             for other in others:
                 if other.content != source.content:
-                    _remove(os.path.join(self._own, "sources", other.record))
+                    remove(os.path.join(self._own, "sources", other.record))
 
     def damaged(self) -> set[SourceFile]:
         """Source files that a conversion into this directory found damaged, be it one of an older step."""
@@ -312,8 +320,7 @@ class Ledger:
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Remember source files whose contents are damaged."""
         for source in sources:
-            with contextlib.suppress(FileExistsError):
-                os.makedirs(os.path.join(self._own, "damaged"))
+            make_directory(os.path.join(self._own, "damaged"))
             self._mark("damaged", source.record, ())
 
     def add_given(self, given: Given) -> None:
@@ -325,12 +332,12 @@ class Ledger:
         try:
             given.write(self._own)
         except OSError as error:
-            raise _unwritable(self._own, error) from error
+            raise unwritable(self._own, error) from error
 
     def forget_given(self) -> None:
         """Everything is made anew, perhaps of other files."""
         for name in filter(IS_GIVEN.fullmatch, names_in(self._own)):
-            _remove(os.path.join(self._own, name))
+            remove(os.path.join(self._own, name))
 
     def given(self) -> list[Given]:
         """What runs were given, the last that was begun first.
@@ -344,7 +351,7 @@ class Ledger:
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
         for name in names_in(os.path.join(self._own, "sources")):
-            _remove(os.path.join(self._own, "sources", name))
+            remove(os.path.join(self._own, "sources", name))
 
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; several where several runs have made the same."""
@@ -372,7 +379,7 @@ class Ledger:
             try:
                 temporary.sync_directory(os.path.join(self._own, "done"))
             except OSError as error:
-                raise _unwritable(self._own, error) from error
+                raise unwritable(self._own, error) from error
 
     def forget(self, ranks: Collection[int]) -> None:
         """Forget that targets are finished, because they are to be made again."""
@@ -380,7 +387,7 @@ class Ledger:
         for name in names_in(os.path.join(self._own, "done")):
             record = _parsed(name)
             if record is None or record.rank in chosen:
-                _remove(os.path.join(self._own, "done", name))
+                remove(os.path.join(self._own, "done", name))
 
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
         """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
@@ -402,7 +409,7 @@ class Ledger:
         start = _REPLACING if ranks is None else _replacing(ranks, ()).rsplit(".", 1)[0] + "."
         for name in names_in(self._own):
             if name.startswith(start):
-                _remove(os.path.join(self._own, name))
+                remove(os.path.join(self._own, name))
 
     def remove(self) -> None:
         """Remove the records; nothing else that may lie there."""
@@ -410,7 +417,7 @@ class Ledger:
 
     def _mark(self, directory: str, name: str, known: Collection[str]) -> None:
         if name not in known:
-            _make_empty(os.path.join(self._own, directory, name))
+            make_empty(os.path.join(self._own, directory, name))
 
     def _refuse_alive(self, name: str) -> None:
         path = os.path.join(self._root, name)
@@ -442,7 +449,8 @@ def ledgers_in(destination: str) -> list[Ledger]:
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = os.path.join(root, name, "plan.json")
         try:
-            identity = Identity.from_json(read_small(path, _LARGEST_PLAN))
+            check_file(path)
+            identity = Identity.from_json(read_small(path, _LARGEST_PLAN, through_links=False))
         except (FileNotFoundError, NotADirectoryError):
             # Killed before it said what it is: nothing was written by it.
             continue
@@ -474,16 +482,21 @@ def _replacing(ranks: Collection[int], sources: Iterable[SourceFile]) -> str:
 
 
 def _remove_records(path: str) -> None:
-    """Remove a conversion's records, and nothing else that may lie there."""
-    for directory in (*(os.path.join(path, name) for name in ("done", "sources", "damaged")), path):
-        temporary.remove_dead(directory)
-        for name in names_in(directory):
-            ours = directory != path or name in _FILES or name.startswith((_REPLACING, _ONLY))
-            if ours or IS_GIVEN.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(directory, name))
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
+    """Remove a conversion's records, and nothing else that may lie there.
+
+    Raises:
+        TargetError: a link or something else stands in the place of records.
+    """
+    for name, ours in _RECORDS.items():
+        temporary.remove_dead(os.path.join(path, name))
+        remove_directory(os.path.join(path, name), ours)
+    temporary.remove_dead(path)
+    remove_directory(path, _is_own)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a file of a conversion's own directory is one of its records."""
+    return name in _FILES or name.startswith((_REPLACING, _ONLY)) or IS_GIVEN.fullmatch(name) is not None
 
 
 def _long_untouched(path: str) -> bool:
@@ -514,23 +527,9 @@ def _sources_in(directory: str) -> Iterator[SourceFile]:
     return filter(None, map(SourceFile.parse, names_in(directory)))
 
 
-def _make_empty(path: str) -> None:
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str, error: OSError) -> ReshardError:
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    return RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path)
+# The directories of a conversion's records, and what the names in them are.
+_RECORDS: dict[str, Callable[[str], bool]] = {
+    "done": lambda name: _parsed(name) is not None,
+    "sources": lambda name: SourceFile.parse(name) is not None,
+    "damaged": lambda name: SourceFile.parse(name) is not None,
+}

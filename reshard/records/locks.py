@@ -80,7 +80,7 @@ class Lock:
             OSError: the file cannot be made.
         """
         wait = _Wait(path, tell)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             while _is_busy(fd, fcntl.LOCK_SH):
                 wait.pause()
@@ -137,7 +137,7 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
     wait = _Wait(path, tell)
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
             wait.pause()
             again()
@@ -165,12 +165,12 @@ def _is_busy(fd: int, kind: int) -> bool:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         # Of another user, or not to be written by anybody: it can be asked, where reading suffices for that.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _still_there(path: str, fd: int) -> bool:
