@@ -8,7 +8,7 @@ from reshard.strategies import Strategy
 from reshard.wording import rank_ranges
 
 
-def check_ranks(tree: SourceTree, source: Strategy, target: Strategy, handles: FileHandles) -> None:
+def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:
     """Refuse a tree whose ranks the source strategy does not know.
 
     Raises:
@@ -29,14 +29,7 @@ def check_ranks(tree: SourceTree, source: Strategy, target: Strategy, handles: F
             f"{tree.root} has checkpoints of {rank_ranges(beyond)}, but the source strategy has {held}",
             file=tree.root,
             rank=beyond[0],
-            hint=_why_beyond(beyond[-1], source, target),
+            hint="pass the strategy that this checkpoint was saved with"
+            if source.is_none
+            else "is the last pipeline stage's strategy file missing?",
         )
-
-
-def _why_beyond(rank: int, source: Strategy, target: Strategy) -> str:
-    if source.is_none:
-        return "pass the strategy that this checkpoint was saved with"
-    hint = "is the last pipeline stage's strategy file missing?"
-    if rank < target.device_count:
-        hint += " Or are --src-strategy and --dst-strategy swapped?"
-    return hint

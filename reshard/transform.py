@@ -27,6 +27,7 @@ from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.source_replicas import ReplicaCheck, compare_replicas
+from reshard.swapped import SwapTest
 from reshard.target_directory import TargetDirectory
 from reshard.wording import plural, rank_ranges
 
@@ -255,11 +256,13 @@ class Prepared:
         self._progress = progress
         self._sampler = SourceSampler(handles)
         self._crcs = SourceCrcs(request.damaged, report, self._sampler)
+        self._swap_test = SwapTest(request.source, request.target, handles)
         check_target_ranks(request)
         _check_prefix(request)
         if isinstance(request.src, str):
             check_disjoint(request.src, (), request.dst)
-        self._plan()
+        with self._told_if_swapped():
+            self._plan()
         self._planned = time.monotonic()
 
     def _plan(self) -> None:
@@ -383,7 +386,8 @@ class Prepared:
         else:
             self._settle(progress, workers)
         # After CRCs: damage that they tell of does not speak against the strategy.
-        replicas = self._check_replicas(progress, workers)
+        with self._told_if_swapped():
+            replicas = self._check_replicas(progress, workers)
         conversion = self.conversion
         checked = time.monotonic()
         if self._options.dry_run:
@@ -455,7 +459,7 @@ class Prepared:
             return None
         if options.check_replicas == "never":
             return ReplicaCheck("nothing")
-        parameters = (conversion.parameters[name] for name in conversion.sorted.resharded)
+        parameters = [conversion.parameters[name] for name in conversion.sorted.resharded]
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
         comparison = compare_replicas(parameters, conversion.step, self._handles, self.execution, progress, effort)
         if comparison.differing:
@@ -472,7 +476,11 @@ class Prepared:
             )
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
+        self._swap_test.check(conversion.step, parameters, comparison.check.tested, self._report)
         return comparison.check
+
+    def _told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
+        return self._swap_test.told(self._request.src, self._request.step, self._request.file_suffix)
 
 
 class _Run:

@@ -17,6 +17,7 @@ from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import is_regular_file
 from reshard.strategies import Strategy
+from reshard.swapped import SwapTest
 from reshard.verification import (
     Difference,
     Means,
@@ -69,26 +70,27 @@ def verify_conversion(
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
-    found = find_checkpoints(src, file_suffix)
-    check_ranks(found, source, target, means.handles)
+    with SwapTest(source, target, means.handles).told(src, step, file_suffix):
+        found = find_checkpoints(src, file_suffix)
+        check_ranks(found, source, means.handles)
 
-    def read(damaged: Mapping[str, str]) -> Tree:
-        return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+        def read(damaged: Mapping[str, str]) -> Tree:
+            return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
 
-    def differences(tree: Tree) -> list[Difference]:
-        warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
-        return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+        def differences(tree: Tree) -> list[Difference]:
+            warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
+            return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
 
-    damaged = dict(known or {})
-    if known is not None:
-        tree = read(damaged)
-        different = differences(tree)
-        # What was made of replicas differs from a file that is damaged.
-        more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
-        if not more:
-            return different
-        damaged.update(more)
-    return differences(read_sound(read, crcs, damaged))
+        damaged = dict(known or {})
+        if known is not None:
+            tree = read(damaged)
+            different = differences(tree)
+            # What was made of replicas differs from a file that is damaged.
+            more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
+            if not more:
+                return different
+            damaged.update(more)
+        return differences(read_sound(read, crcs, damaged))
 
 
 def verify_replicas(
@@ -107,7 +109,7 @@ def verify_replicas(
         ReshardError: there are no files, or they cannot be read.
     """
     tree = find_checkpoints(path, file_suffix)
-    check_ranks(tree, strategy, Strategy.none(), means.handles)
+    check_ranks(tree, strategy, means.handles)
     candidate = next(iter(tree.candidates(step)), None)
     if candidate is None:
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)

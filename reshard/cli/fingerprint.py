@@ -89,7 +89,7 @@ def fingerprint(
         filters = Filters(typed["include"], typed["exclude"])
         with FileHandles() as handles:
             found = find_checkpoints(src, typed["file_suffix"])
-            check_ranks(found, source, Strategy.none(), handles)
+            check_ranks(found, source, handles)
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None

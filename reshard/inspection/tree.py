@@ -293,7 +293,7 @@ class _Inspection:
         selector = StepSelector(self._strategy, whole, None, Filters(), handles, Report())
         source: Optional[SourceStep] = None
         try:
-            check_ranks(self._tree, self._strategy, whole, handles)
+            check_ranks(self._tree, self._strategy, handles)
             for candidate in self._tree.candidates(_named(named)):
                 source = SourceStep(candidate, handles, Report())
                 selection, missing = selector.judge(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reshard.checkpoints import can_hold
@@ -11,10 +12,13 @@ from reshard.messages import listing
 from reshard.names import as_pattern, is_weight
 from reshard.report import Report
 from reshard.strategies import Stage
-from reshard.wording import plural, quoted
+from reshard.wording import number_ranges, plural, quoted
 
 if TYPE_CHECKING:
     from reshard.plan.conversion import Conversion
+
+# Pairs of pipeline stages that are told of one by one.
+_MOST_STAGES = 2
 
 
 def check(conversion: Conversion, report: Report) -> None:
@@ -109,31 +113,51 @@ def problems_of_unlisted(conversion: Conversion, report: Report) -> list[InputEr
     stages = conversion.request.source.stages
     if len(stages) < 2:
         return []
-    problems: list[InputError] = []
     by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    everywhere = set().union(*(stage.layouts.keys() for stage in stages))
+    everywhere = conversion.step.names().intersection(name for stage in stages for name in stage.layouts)
+    whole = 0
     for stage in stages:
         held: set[str] = set()
         for names in {frozenset(conversion.step.indexes[rank].tensors) for rank in conversion.step.loaded(stage)}:
             held |= names
+        whole += everywhere <= held
         for name in sorted((held & everywhere) - stage.layouts.keys()):
             listed_by = tuple(other.number for other in stages if name in other.layouts)
             by_stages.setdefault((stage.number, listed_by), []).append(name)
-    for (number, listed_by), unlisted in by_stages.items():
-        elsewhere = f"stage {', '.join(map(str, listed_by))}"
-        text = f"ranks of pipeline stage {number} hold " + listing(unlisted)
-        text += (
-            f", which the source strategy lists only for {elsewhere}; it is taken from there, and the target's last "
-            "stage may be expecting it too"
+    told: list[tuple[str, str]] = []
+    if whole == len({number for number, _ in by_stages}) == len(stages):
+        text = (
+            f"ranks of every pipeline stage hold all {len(everywhere)} parameters, which the source strategy shares "
+            f"out among {len(stages)} stages: is it the strategy of another run?"
         )
-        nowhere = [name for name in unlisted if name not in conversion.parameters]
-        if nowhere:
-            text += f"; {elsewhere} holds no " + listing(nowhere) + ", so that is not converted"
-        if conversion.request.strict:
-            problems.append(CheckpointError(text, parameter=unlisted[0], hint="without --strict this is a warning"))
-        else:
-            report.warn(text)
-    return problems
+        told.append((text, next(iter(by_stages.values()))[0]))
+    elif len(by_stages) > _MOST_STAGES:
+        # Said for each pair of stages it would fill a screen.
+        unlisted = sorted({name for names in by_stages.values() for name in names})
+        numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
+        told.append((_said_of_unlisted(conversion, numbers, "other stages", unlisted), unlisted[0]))
+    else:
+        for (number, listed_by), unlisted in by_stages.items():
+            elsewhere = f"stage {', '.join(map(str, listed_by))}"
+            told.append((_said_of_unlisted(conversion, f"stage {number}", elsewhere, unlisted), unlisted[0]))
+    if conversion.request.strict:
+        return [CheckpointError(text, parameter=name, hint="without --strict this is a warning") for text, name in told]
+    for text, _ in told:
+        report.warn(text)
+    return []
+
+
+def _said_of_unlisted(conversion: Conversion, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
+    text = f"ranks of pipeline {stage} hold " + listing(unlisted)
+    taken, them = ("it is taken", "it") if len(unlisted) == 1 else ("they are taken", "them")
+    text += (
+        f", which the source strategy lists only for {elsewhere}; {taken} from there, and the target's last stage may "
+        f"be expecting {them} too"
+    )
+    nowhere = [name for name in unlisted if name not in conversion.parameters]
+    if nowhere:
+        text += f"; in no file of {elsewhere} is " + listing(nowhere) + ", so that is not converted"
+    return text
 
 
 def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:

@@ -172,7 +172,7 @@ def _candidates(request: Request, handles: FileHandles) -> tuple[Iterable[StepFi
                 raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
         return [StepFiles(None, dict(request.src))], ()
     tree = find_checkpoints(request.src, request.file_suffix)
-    check_ranks(tree, request.source, request.target, handles)
+    check_ranks(tree, request.source, handles)
     candidates = tree.candidates(request.step)
     if request.step != "latest":
         return candidates, ()

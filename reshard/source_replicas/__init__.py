@@ -1,10 +1,20 @@
 """Whether ranks that a source strategy says hold the same do so, found out before anything is written.
 
 `choice` says which bytes of which ranks tell, `files` reads them, `samples` and `everything` compare them, `tally`
-counts and `outcome` says what came of it. A conversion calls `compare_replicas` once, and knows nothing of how.
+counts and `outcome` says what came of it; `distinct` compares what should differ. A conversion calls
+`compare_replicas` and `compare_slices` once, and knows nothing of how.
 """
 
 from reshard.source_replicas.compare import compare_replicas, holders_alike
+from reshard.source_replicas.distinct import Distinctness, compare_slices
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
 
-__all__ = ["Comparison", "Differing", "ReplicaCheck", "compare_replicas", "holders_alike"]
+__all__ = [
+    "Comparison",
+    "Differing",
+    "Distinctness",
+    "ReplicaCheck",
+    "compare_replicas",
+    "compare_slices",
+    "holders_alike",
+]

@@ -1,0 +1,119 @@
+"""Whether ranks that should hold different slices of a parameter do.
+
+A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer of them or none.
+But what it takes for different slices are replicas then. Slices of a trained weight are never equal, unless all of
+their elements are, which says nothing; so of every kind of parameter some are compared at the same place, as many
+places apart as divide the number of slices: a true device matrix that is coarser repeats them so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import RetryableError
+from reshard.execute import ExecutionOptions
+from reshard.plan.parameters import Parameter
+from reshard.plan.pieces import shape_of, volume_of
+from reshard.plan.source import SourceStep
+from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
+from reshard.source_replicas.files import ReplicaFiles
+from reshard.source_replicas.samples import MOST_PLACES, sample_box
+
+_MOST_OF_A_KIND = 2
+_FEW_SLICES = 16
+_SECONDS = 2.0
+
+
+class SameSlices(NamedTuple):
+    """A parameter of which ranks hold the same where they should hold different slices.
+
+    Attributes:
+        parameter: its name.
+        ranks: two such ranks.
+    """
+
+    parameter: str
+    ranks: tuple[int, int]
+
+
+class Distinctness(NamedTuple):
+    """What came of comparing slices that should differ.
+
+    Attributes:
+        compared: parameters of which slices were compared that are not all of one value.
+        same: those of them of which some are equal.
+    """
+
+    compared: int
+    same: list[SameSlices]
+
+    @property
+    def speaks_against(self) -> bool:
+        """Whether most are equal: the layouts cut finer than the files are. A few may be copies on purpose."""
+        return 2 * len(self.same) > self.compared
+
+
+def compare_slices(
+    parameters: Iterable[Parameter], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> Distinctness:
+    """Compare slices that should differ; what cannot be read is passed over.
+
+    Args:
+        parameters: what is compared, as read from the files.
+        step: the files.
+        handles: open files.
+        execution: what they lie on.
+    """
+    files = ReplicaFiles(step, handles, execution.storage)
+    deadline = time.monotonic() + _SECONDS
+    compared = 0
+    same: list[SameSlices] = []
+    for kind in alike(parameters, step):
+        for parameter in kind.parameters[:_MOST_OF_A_KIND] if kind.is_cut else ():
+            if time.monotonic() > deadline:
+                break
+            holders = _holders(parameter, step)
+            try:
+                ranks = _equal(parameter, holders, files) if len(holders) > 1 else None
+            except RetryableError:
+                continue
+            if ranks is not None:
+                compared += 1
+                same += [SameSlices(parameter.name, (ranks[0], ranks[1]))] if ranks else []
+    return Distinctness(compared, same)
+
+
+def _holders(parameter: Parameter, step: SourceStep) -> list[Holder]:
+    """Of some slices of a stage that are of one shape and not empty, a rank that holds each."""
+    holding = parameter.holdings[0]
+    held: dict[int, int] = {}
+    for rank in sorted(step.ranks_with(parameter.name, holding.stage)):
+        held.setdefault(holding.slice_of(rank), rank)
+    count = holding.layout.slice_count
+    chosen = [number for number in sorted(held) if count <= _FEW_SLICES or number == 0 or count % number == 0]
+    made = [Holder(held[number], holding.layout.slice_box(parameter.shape, number)) for number in chosen]
+    return [holder for holder in made if volume_of(holder.box) and shape_of(holder.box) == shape_of(made[0].box)]
+
+
+def _equal(parameter: Parameter, holders: list[Holder], files: ReplicaFiles) -> Optional[tuple[int, ...]]:
+    """Two ranks whose slices are equal, or none; None where all elements are, which says nothing."""
+    for place in range(MOST_PLACES):
+        found: dict[bytes, int] = {}
+        told = False
+        for holder in holders:
+            own = Replicated(holder.box, (Group((holder.rank,), (holder.rank,), holder.box),))
+            box = sample_box(own, parameter, number_of(parameter.name, place))
+            data = bytearray(volume_of(box) * parameter.item_size)
+            files.read(parameter, holder, box, memoryview(data))
+            if data == data[: parameter.item_size] * (len(data) // parameter.item_size):
+                continue
+            told = True
+            other = found.setdefault(bytes(data), holder.rank)
+            if other != holder.rank:
+                return other, holder.rank
+        if told:
+            return ()
+    return None

@@ -1,0 +1,185 @@
+"""Whether source and target strategy were given in each other's place.
+
+Files tell it in two ways, both looked at only where something is doubtful:
+
+* The source's strategy does not fit them, and the target's does: every rank is there, every slice has a shape that the
+  layouts allow, nothing is missing, and samples of what ranks should hold alike are equal.
+* No replicas speak for the source's strategy, or it has other numbers of ranks than the files; and ranks hold the same
+  bytes where it says that they hold different slices. That is said of a strategy that fits neither as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple, Optional, Union
+
+from reshard.checkpoints import FileHandles, StepFiles, find_checkpoints
+from reshard.checkpoints.storage import storage_of
+from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
+from reshard.execute import ExecutionOptions, Progress
+from reshard.layout import Layout
+from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.plan.coverage import lost_slices
+from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
+from reshard.plan.source import SourceStep
+from reshard.report import Report
+from reshard.source_replicas import Comparison, Distinctness, compare_replicas, compare_slices
+from reshard.strategies import Strategy
+from reshard.wording import plural, quoted, rank_ranges
+
+_MOST_EXAMPLES = 3
+
+
+class _Fit(NamedTuple):
+    """How a strategy fits files.
+
+    Attributes:
+        step: the files.
+        parameters: what it lists, as the files hold it.
+        tested: whether contents could be compared, and not shapes alone.
+    """
+
+    step: SourceStep
+    parameters: dict[str, Parameter]
+    tested: bool
+
+
+class SwapTest:
+    """Two strategies, and files that one of them was saved with.
+
+    Args:
+        source: the strategy that is said to be it.
+        target: the other one.
+        handles: open files.
+    """
+
+    def __init__(self, source: Strategy, target: Strategy, handles: FileHandles) -> None:
+        self._source = source
+        self._target = target
+        self._handles = handles
+
+    @contextlib.contextmanager
+    def told(self, src: Union[str, Mapping[int, str]], step: str, file_suffix: Optional[str]) -> Iterator[None]:
+        """Turn an error about the source's files into one that says that the strategies are swapped, if they are.
+
+        Args:
+            src: tree, file or `{rank}` path of the source; single files of ranks are not looked at.
+            step: ``latest`` or ``<epoch>_<step>``.
+            file_suffix: only files whose stem ends so.
+
+        Raises:
+            CheckpointError: the files fit the target's strategy, and not the source's.
+        """
+        try:
+            yield
+        except (CheckpointError, IncompleteSourceError) as error:
+            swapped = None
+            if isinstance(src, str) and self._source is not self._target:
+                # What cannot be read is what the error tells of.
+                with contextlib.suppress(ReshardError, OSError):
+                    files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
+                    fit = self._fit(self._target, files)
+                    if fit is not None and self._fit(self._source, files) is None:
+                        swapped = self._error(fit)
+            if swapped is None:
+                raise
+            raise swapped from error
+
+    def check(self, step: SourceStep, parameters: Collection[Parameter], tested: bool, report: Report) -> None:
+        """See whether files speak against the source's strategy although replicas do not.
+
+        Args:
+            step: the files.
+            parameters: what is converted, as they hold it by the source's strategy.
+            tested: whether replicas spoke for it.
+            report: told where only the number of ranks speaks against it.
+
+        Raises:
+            CheckpointError: ranks hold the same where the source's strategy says that they hold different slices.
+        """
+        count = self._target.device_count
+        by_count = self._source.device_count != count and step.readable == frozenset(range(count))
+        if tested and not by_count:
+            return
+        slices = compare_slices(parameters, step, self._handles, self._execution(step))
+        if slices.speaks_against:
+            fit = self._fit(self._target, StepFiles(step.step, {rank: step.files[rank] for rank in step.readable}))
+            raise self._error(fit) if fit is not None else self._too_fine(slices, step)
+        if by_count and not tested:
+            report.warn(
+                f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
+                f"checkpoint {rank_ranges(step.readable)}, as many as the target strategy ({self._target.path}): are "
+                "the two swapped? No replicas could be compared that would tell"
+            )
+
+    def _too_fine(self, slices: Distinctness, step: SourceStep) -> CheckpointError:
+        """The error where the files are cut less finely than the source's strategy says."""
+        name, (one, other) = slices.same[0]
+        return CheckpointError(
+            f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold the same bytes where "
+            f"it says that they hold different slices, of {len(slices.same)} of {slices.compared} sampled parameters\n"
+            f"  {quoted(name)} on rank {one} and rank {other} ({step.files[one]} and {step.files[other]})",
+            file=step.files[other],
+            rank=other,
+            parameter=name,
+            hint="pass the strategy that this checkpoint was saved with; if parts of its parameters are copies of each "
+            "other on purpose: --check-replicas never",
+        )
+
+    def _fit(self, strategy: Strategy, files: StepFiles) -> Optional[_Fit]:
+        """How a strategy fits all files of a step; None where it does not."""
+        step = SourceStep(files, self._handles, Report())
+        step.load(step.files)
+        if step.readable != frozenset(range(strategy.device_count)):
+            return None
+        listed = listed_by_source(strategy, step)
+        # How gradients are cut is not always decided by files alone.
+        judged = {name for name in listed if not name.startswith(ACCUMULATED_GRADIENTS)}
+        try:
+            parameters = read_parameters(strategy, step, listed, judged)
+        except InputError:
+            return None
+        if not parameters or lost_slices(parameters.values(), step):
+            return None
+        comparison = self._compared(parameters.values(), step)
+        return None if comparison.differing else _Fit(step, parameters, comparison.check.tested)
+
+    def _compared(self, parameters: Iterable[Parameter], step: SourceStep) -> Comparison:
+        return compare_replicas(parameters, step, self._handles, self._execution(step), Progress(), "auto")
+
+    def _execution(self, step: SourceStep) -> ExecutionOptions:
+        return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))
+
+    def _error(self, fit: _Fit) -> CheckpointError:
+        source, target = self._source, self._target
+        text = f"the source strategy ({source.path}) does not fit the checkpoint"
+        if source.device_count != target.device_count:
+            text += f": it has {plural(source.device_count, 'device')}, the checkpoint {rank_ranges(fit.step.readable)}"
+        shapes = "" if fit.tested else ", as far as shapes tell"
+        text += f"; the files do fit --dst-strategy ({target.path}){shapes}: are the two swapped?"
+        return CheckpointError(
+            "\n".join([text, *(f"  {line}" for line in self._examples(fit))]),
+            file=fit.step.place,
+            hint="exchange --src-strategy and --dst-strategy",
+        )
+
+    def _examples(self, fit: _Fit) -> Iterator[str]:
+        """Parameters that the strategies cut differently, of each pair of cuts one."""
+        told: set[tuple[str, str]] = set()
+        for name in fit.parameters:
+            cuts = (_cuts(self._source, name), _cuts(self._target, name))
+            if cuts[0] == cuts[1] or cuts in told or len(told) == _MOST_EXAMPLES:
+                continue
+            told.add(cuts)
+            rank = fit.step.holders(name)[0]
+            shape = list(fit.step.indexes[rank].tensors[name].shape)
+            yield f"{quoted(name)}: rank {rank} holds {shape}; --src-strategy {cuts[0]}, --dst-strategy {cuts[1]}"
+
+
+def _cuts(strategy: Strategy, name: str) -> str:
+    layout: Optional[Layout] = next((stage.layouts[name] for stage in strategy.stages if name in stage.layouts), None)
+    if layout is None:
+        return "leaves it whole" if strategy.is_none else "does not list it"
+    shards = f" in {layout.shards} optimizer shards" if layout.shards > 1 else ""
+    return f"cuts it {list(layout.tensor_cuts)}{shards}"

@@ -1,0 +1,198 @@
+"""--src-strategy and --dst-strategy in each other's place: said so, where the files bear it out, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.corpus import FIXTURES
+from tests.reference import Strategy
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import COPIED, PLAIN, TARGET, World, tensors
+from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
+
+FULL = tensors()
+DEMO = FIXTURES / "demo"
+SWAPPED = "are the two swapped?"
+
+
+def exchanged(world: World) -> World:
+    """The same, saved with the target's strategy; the command is still typed as for the source's."""
+    write_tree(world.src, cut_ranks(world.target, FULL, COPIED))
+    return world
+
+
+def test_fewer_devices_than_ranks(world: World) -> None:
+    world.save(FULL)
+    world.old, world.new = world.new, world.old
+    says = ("it has 2 devices, the checkpoint ranks 0-3", f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
+    result = world.refuses(3, *says, "exchange --src-strategy and --dst-strategy")
+    assert "'w': rank 0 holds [4, 6]; --src-strategy cuts it [1, 2], --dst-strategy cuts it [2, 1]" in result.err
+    assert "'m.w': rank 0 holds [2, 6]; --src-strategy cuts it [2, 1], --dst-strategy cuts it [2, 1] in 2" in result.err
+    assert len(result.err.splitlines()) <= 5
+    world.old, world.new = world.new, world.old
+    world.convert()
+    same_ranks(world.found(), world.expected(FULL))
+
+
+@pytest.mark.parametrize("words", [[], ["--ranks", "1"], ["-n"]])
+def test_more_devices_than_ranks(world: World, words: list[str]) -> None:
+    exchanged(world).refuses(3, "it has 4 devices, the checkpoint ranks 0-1", SWAPPED, options=tuple(words))
+
+
+def test_by_rank_and_verify_tell_it_as_well(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    strategies: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old]
+    fails(3, "by-rank", 1, world.src, world.root / "other", *strategies, says=[SWAPPED])
+    fails(3, "verify", world.dst, "--src", world.src, *strategies, says=[SWAPPED])
+
+
+def test_at_most_three_examples_of_a_large_model(tmp_path: Path) -> None:
+    words: list[Argument] = [DEMO / "src_checkpoints", tmp_path / "dst"]
+    strategies: list[Argument] = [
+        "--src-strategy",
+        DEMO / "dst_strategy.ckpt",
+        "--dst-strategy",
+        DEMO / "src_strategy.ckpt",
+    ]
+    result = fails(3, "plan", *words, *strategies, says=[SWAPPED])
+    assert len(result.err.splitlines()) == 5 and result.err.count("rank 0 holds") == 3
+
+
+COLUMNS: Strategy = single({"w": layout([2, 2], [-1, 0]), "v": layout([2, 2], [-1]), "m.w": layout([2, 2], [-1, 0])})
+SHARDED: Strategy = single({name: layout([4], [0, -1] if name != "v" else [-1]) for name in ("w", "v", "m.w")})
+
+
+@pytest.mark.parametrize(("saved", "other"), [(COLUMNS, SHARDED), (SHARDED, COLUMNS)])
+def test_equally_many_devices(tmp_path: Path, saved: Strategy, other: Strategy) -> None:
+    """Shapes fit either; replicas that differ, or are equal where they should not be, tell which it is."""
+    world = World(tmp_path, saved, other)
+    full = {name: value(name, (8, 8)) for name in ("w", "m.w")}
+    write_tree(world.src, cut_ranks(saved, {**full, "v": value("v", (4,))}, COPIED))
+    world.convert()
+    swapped: list[Argument] = ["--src-strategy", world.new, "--dst-strategy", world.old]
+    result = reshard("transform-dir", world.src, tmp_path / "other", *swapped)
+    if saved is COLUMNS:
+        assert result.status == 3 and not (tmp_path / "other").exists()
+        warns(result, f"the files do fit --dst-strategy ({world.old}): {SWAPPED}")
+    else:
+        # By the strategy of the columns ranks 0 and 2 should hold the same.
+        assert result.status == 3
+        warns(result, f"the files do fit --dst-strategy ({world.old}), as far as shapes tell: {SWAPPED}")
+
+
+def test_shapes_that_contradict_the_source_and_fit_the_target(tmp_path: Path) -> None:
+    by_hand = {**layout([2], [0, -1]), "uneven": [5, 3]}
+    saved, other = single({"w": by_hand}), single({"w": layout([2], [0, -1])})
+    world = World(tmp_path, other, saved)
+    write_tree(world.src, cut_ranks(saved, {"w": value("w", (8, 6))}))
+    world.refuses(3, f"does not fit the checkpoint; the files do fit --dst-strategy ({world.new})", SWAPPED)
+
+
+def test_files_that_fit_neither_are_not_said_to_fit_one(world: World) -> None:
+    other = single({"w": layout([2, 4], [0, -1]), "v": layout([2, 4], [-1])})
+    write_tree(world.src, cut_ranks(other, {name: FULL[name] for name in ("w", "v")}, COPIED))
+    assert "swapped" not in world.refuses(3, "has checkpoints of ranks 4-7").err
+    words: list[Argument] = [world.src, world.dst, "--src-strategy", world.new, "--dst-strategy", world.old]
+    result = fails(3, "transform-dir", *words, says=["has checkpoints of ranks 2-7"])
+    assert "swapped" not in result.err
+
+
+def test_a_lost_rank_of_the_right_source_is_no_swap(world: World) -> None:
+    world.save(FULL, ranks=[0, 1, 2])
+    assert "swapped" not in world.refuses(3, "rank 3").err
+
+
+def test_half_a_cluster_that_is_lost_is_no_swap(tmp_path: Path) -> None:
+    """What is left are as many ranks as the target has, and replicas make up for the others."""
+    rows, columns = layout([4, 2], [0, -1]), layout([2, 2], [-1, 0])
+    world = World(tmp_path, single({"w": rows}), single({"w": columns}))
+    world.save({"w": value("w", (8, 8))}, ranks=[0, 1, 2, 3])
+    assert "swapped" not in world.convert().err
+    same_ranks(read_tree(world.dst), cut_ranks(world.target, {"w": value("w", (8, 8))}, COPIED))
+
+
+def test_ranks_that_hold_the_same_although_the_source_says_otherwise(tmp_path: Path) -> None:
+    """Nothing can be compared by the source's strategy, by which all ranks hold different slices."""
+    replicated = {name: layout([2, 2], [0, -1]) for name in ("w", "m.w")}
+    sharded = {name: layout([2, 2], [0, -1], -1, 2) for name in ("w", "m.w")}
+    world = World(tmp_path, single(sharded), single(replicated))
+    full = {name: value(name, (8, 6)) for name in ("w", "m.w")}
+    write_tree(world.src, cut_ranks(world.target, full, COPIED))
+    world.refuses(3, f"the files do fit --dst-strategy ({world.new}): {SWAPPED}")
+
+
+def test_a_source_cut_finer_than_the_files_is_no_success_whatever_the_target(tmp_path: Path) -> None:
+    """No two ranks should hold the same, so that comparing replicas says nothing; but ranks 0 and 2 do."""
+    world = World(tmp_path, single({name: layout([4], [0, -1]) for name in "ab"}), single({"a": layout([1], [-1, -1])}))
+    full = {name: value(name, (8, 6)) for name in "ab"}
+    write_tree(world.src, cut_ranks(single({name: layout([2, 2], [0, -1]) for name in "ab"}), full, COPIED))
+    result = world.refuses(
+        3, "where it says that they hold different slices, of 1 of 1 sampled", "--check-replicas never"
+    )
+    assert "'a' on rank 0 and rank 2" in result.err and "swapped" not in result.err
+    world.convert("--check-replicas", "never")
+
+
+def test_slices_of_constants_and_a_few_copies_speak_against_nothing(tmp_path: Path) -> None:
+    names = ["zeros", "ones", "a", "b", "copies"]
+    made = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
+    world = World(tmp_path, single(made), single(dict.fromkeys(names, layout([1], [-1, -1]))))
+    world.new = write_strategy(tmp_path / "new", single({"a": layout([1], [-1]), "b": layout([1], [-1])}))
+    full = {name: value(name, (8,)) for name in ("a", "b")}
+    for name, number in (("zeros", 0), ("ones", 1)):
+        full[name] = Value("Float32", np.full((8, 6), number, "<u4"))
+    full["copies"] = Value("Float32", np.tile(np.arange(12, dtype="<u4").reshape(2, 6), (4, 1)))
+    write_tree(world.src, cut_ranks(world.source, full))
+    world.convert()
+
+
+def test_where_only_the_number_of_ranks_tells_it_is_a_warning(tmp_path: Path) -> None:
+    """Four of eight devices, and no two hold the same by either strategy."""
+    world = World(tmp_path, single({"w": layout([2, 4], [0, -1])}), single({"w": layout([4], [0, -1])}))
+    write_tree(world.src, cut_ranks(world.target, {"w": value("w", (8, 6))}, COPIED))
+    result = world.run()
+    assert result.status == 0
+    warns(result, "has 8 devices, the checkpoint ranks 0-3, as many as the target strategy", SWAPPED)
+
+
+def test_recover_knows_of_no_other_strategy(tmp_path: Path) -> None:
+    world = World(tmp_path, PLAIN, TARGET)
+    world.save({name: FULL[name] for name in ("w", "v")}, ranks=[0])
+    assert "swapped" not in fails(3, "recover", world.src, world.dst, "--strategy", world.old).err
+
+
+def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Path) -> None:
+    names = ["a", "b", "c", "d"]
+    stages = [{"devices": 2, "layouts": {name: layout([2], [0, -1]) for name in pair}} for pair in ("ab", "cd")]
+    saved = single({name: layout([4], [0, -1]) for name in names})
+    full = {name: value(name, (8, 6)) for name in names}
+    write_tree(tmp_path / "src", cut_ranks(saved, full))
+    old, new = (
+        write_strategy(tmp_path / "old", stages),
+        write_strategy(tmp_path / "new", single({"a": layout([1], [-1, -1])})),
+    )
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
+    said = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
+    (warning,) = [line for line in done("plan", *words).err.splitlines() if "pipeline" in line]
+    assert said in warning
+    fails(3, "plan", *words, "--strict", says=[said])
+
+
+def test_what_is_held_beside_many_stages_lists_is_one_warning(tmp_path: Path) -> None:
+    stages = [{"devices": 1, "layouts": {f"l{number}": layout([1], [-1, -1])}} for number in range(4)]
+    full = {f"l{number}": value(f"l{number}", (4, 6)) for number in range(4)}
+    held = cut_ranks(stages, full)
+    for rank in (1, 2, 3):
+        held[rank]["l0"] = held[0]["l0"]
+    held[3]["l1"] = held[1]["l1"]
+    write_tree(tmp_path / "src", held)
+    old = write_strategy(tmp_path / "old", stages)
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", "none"]
+    (warning,) = [line for line in done("plan", *words).err.splitlines() if line.startswith("warning")]
+    assert (
+        "ranks of pipeline stages 1-3 hold 'l0', 'l1', which the source strategy lists only for other stages" in warning
+    )
