@@ -88,10 +88,18 @@ class Replicated(NamedTuple):
 
     def pair(self, number: int) -> list[Holder]:
         """Two of the ranks, other ones for every number."""
-        holders = self.holders
-        first = number % len(holders)
-        second = (first + 1 + number // len(holders) % (len(holders) - 1)) % len(holders)
-        return [holders[first], holders[second]]
+        count = sum(len(group.available) for group in self.groups)
+        first = number % count
+        second = (first + 1 + number // count % (count - 1)) % count
+        return [self._holder(first), self._holder(second)]
+
+    def _holder(self, number: int) -> Holder:
+        """One of `holders`, of which there may be thousands."""
+        for group in self.groups:
+            if number < len(group.available):
+                return Holder(group.available[number], group.box)
+            number -= len(group.available)
+        raise IndexError(number)
 
     def run(self, most: int, number: int) -> Box:
         """A box in it that is contiguous in every holder's slice, another place for every number.
