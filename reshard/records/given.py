@@ -2,9 +2,9 @@
 
 ``command.<digest>.json`` beside the other records of a conversion holds one such command: paths, made
 absolute, and the options that decide what is written and how it is checked; not how much of the machine
-is used. Each different command is there once; the one that was begun last has the latest time. The
-identity stays the judge of what is the same conversion: these records only save typing, and what they say
-is checked against it like anything that is typed.
+is used, and never anything secret. Each different command is there once; the one that was begun last has
+the latest time. The identity stays the judge of what is the same conversion: these records only save
+typing, and what they say is checked against it like anything that is typed.
 """
 
 from __future__ import annotations
