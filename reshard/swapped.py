@@ -102,10 +102,12 @@ class SwapTest:
         by_count = self._source.device_count != count and step.readable == frozenset(range(count))
         if tested and not by_count:
             return
-        slices = compare_slices(parameters, step, self._handles, self._execution(step))
+        slices = self._slices(parameters, step)
         if slices.speaks_against:
             fit = self._fit(self._target, StepFiles(step.step, {rank: step.files[rank] for rank in step.readable}))
-            raise self._error(fit) if fit is not None else self._too_fine(slices, step)
+            if fit is None or self._slices(fit.parameters.values(), fit.step).speaks_against:
+                raise self._too_fine(slices, step)
+            raise self._error(fit)
         if by_count and not tested:
             report.warn(
                 f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
@@ -147,6 +149,9 @@ class SwapTest:
 
     def _compared(self, parameters: Iterable[Parameter], step: SourceStep) -> Comparison:
         return compare_replicas(parameters, step, self._handles, self._execution(step), Progress(), "auto")
+
+    def _slices(self, parameters: Iterable[Parameter], step: SourceStep) -> Distinctness:
+        return compare_slices(parameters, step, self._handles, self._execution(step))
 
     def _execution(self, step: SourceStep) -> ExecutionOptions:
         return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))

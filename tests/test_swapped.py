@@ -137,6 +137,17 @@ def test_a_source_cut_finer_than_the_files_is_no_success_whatever_the_target(tmp
     world.convert("--check-replicas", "never")
 
 
+def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
+    names = ["a", "b"]
+    fine = single({name: layout([4], [0, -1]) for name in names})
+    world = World(tmp_path, fine, fine)
+    held = cut_ranks(single({name: layout([2, 2], [0, -1]) for name in names}), {n: value(n, (8, 6)) for n in names})
+    write_tree(world.src, {rank: held[rank] for rank in range(4)})
+    assert "swapped" not in world.refuses(3, "where it says that they hold different slices").err
+    words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
+    assert "swapped" not in fails(3, *words, says=["where it says that they hold different slices"]).err
+
+
 def test_slices_of_constants_and_a_few_copies_speak_against_nothing(tmp_path: Path) -> None:
     names = ["zeros", "ones", "a", "b", "copies"]
     made = {name: layout([4], [0] if name in ("a", "b") else [0, -1]) for name in names}
