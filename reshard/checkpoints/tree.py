@@ -27,12 +27,14 @@ from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_fam
 from reshard.errors import CheckpointError, ReshardError
 from reshard.near_names import path_meant
 from reshard.storage import exists, is_directory
+from reshard.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
+_MOST_STEPS = 20
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
 
@@ -157,7 +159,8 @@ class SourceTree:
         """
         step = Step.parse(text)
         if step not in self.by_step:
-            there = ", ".join("none in the name" if found is None else str(found) for found in self.steps)
+            names = ["none in the name" if found is None else str(found) for found in self.steps]
+            there = some_names(names, _MOST_STEPS)
             raise CheckpointError(f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root)
         return step
 

@@ -15,7 +15,7 @@ from reshard.cli.output import echo_json, say, show_notes, table, totals_json, t
 from reshard.errors import UsageError
 from reshard.messages import full_text
 from reshard.storage import exists, is_directory
-from reshard.wording import byte_size, plural, stepped_ranges, stepped_rank_ranges
+from reshard.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Contents, Finding, Stored
@@ -185,7 +185,7 @@ def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     _show_totals(file.contents)
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
-        say("metadata: " + ", ".join(f"{key}={value}" for key, value in marks.items()))
+        say("metadata: " + ", ".join(f"{one_line(key)}={one_line(value)}" for key, value in marks.items()))
     _show_findings(file.findings, verbose)
     _show_tensors(file.contents, verbose, per_file=True)
 

@@ -62,7 +62,8 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
         _show_parameter(found, chosen[0], svg, as_json)
         return
     if svg is not None:
-        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {parameter}", parameter=parameter)
+        typed = quoted(parameter or "*")
+        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {typed}", parameter=parameter)
     # Nearly always all of them.
     stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
     if as_json:
@@ -70,7 +71,7 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
         return
     say(strategy_words(found))
     if parameter is not None:
-        say(f"{len(chosen)} parameters fit {parameter}")
+        say(f"{len(chosen)} parameters fit {quoted(parameter)}")
     for stage in stages:
         if parameter is not None and not stage.layouts:
             continue
@@ -182,11 +183,11 @@ def _unknown(strategy: Strategy, name: str) -> UsageError:
     if len(holding) > 1:
         lines = pattern_lines(holding, frozenset(strategy.parameters), _MOST_MEANT)
         return UsageError(
-            f"{strategy.path} lists no parameter {name}; names that hold this:",
+            f"{strategy.path} lists no parameter {quoted(name)}; names that hold this:",
             parameter=name,
             hint="\n".join([*lines, "name one of them, or several with a pattern such as '*.weight'"]),
         )
-    meant = f" Did you mean {holding[0]}?" if holding else advice.nearest(name, strategy.parameters)
+    meant = f" Did you mean {quoted(holding[0])}?" if holding else advice.nearest(name, strategy.parameters)
     return UsageError(
         f"{strategy.path} lists no parameter {quoted(name)}.{meant}",
         parameter=name,
