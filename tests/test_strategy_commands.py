@@ -93,7 +93,7 @@ def test_a_part_of_names_is_answered_with_the_names_that_hold_it(world: World) -
     said = fails(2, "strategy", "show", FIXTURES / "02_dp2mp4_opt/strategy", "Dense1").err
     assert "6  {,adam_m.,adam_v.}backbone.blocks.{0-1}.attention.dense1.weight" in said
     assert len(said.splitlines()) < 20
-    fails(2, "strategy", "show", world.old, "m.", says=["Did you mean m.w?"])
+    fails(2, "strategy", "show", world.old, "m.", says=["Did you mean 'm.w'?"])
 
 
 def test_a_pattern_shows_the_layouts_of_what_fits(world: World) -> None:

@@ -61,9 +61,8 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
     if parameter is not None and len(chosen) == 1:
         _show_parameter(found, chosen[0], svg, as_json)
         return
-    if svg is not None:
-        typed = quoted(parameter or "*")
-        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {typed}", parameter=parameter)
+    if svg is not None and parameter is not None:
+        raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     # Nearly always all of them.
     stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
     if as_json:
