@@ -83,6 +83,7 @@ def test_a_diverged_replica_is_a_difference(tree: Tree) -> None:
     assert differing["parameter"] == "blocks.3.w1" and differing["ranks"] == [1, 5]
     assert differing["files"] == [str(tree.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in (1, 5)]
     said = check(tree.true, tree.src, "--all", status=4).out
+    assert said.splitlines()[-1] == "does not fit: the strategy is another one, or replicas have diverged"
     assert "the replicas have probably diverged" in said and "0,4; 1; 2,6; 3,7; 5" in said
 
 
@@ -138,7 +139,9 @@ def test_what_ranks_hold_parts_of_and_the_strategy_does_not_list_is_a_difference
     norms = write_strategy(tree.root / "norms", model(*TRUE, names=[*NORMS, *WEIGHTS[1:]]))
     result = found(norms, tree.src, status=4)
     assert result["not_described"] == WEIGHTS[:1] and result["not_listed"] == ["global_step"]
-    assert "how they are cut is unknown" in check(norms, tree.src, status=4).out
+    said = check(norms, tree.src, status=4).out
+    assert "how they are cut is unknown" in said
+    assert said.splitlines()[-1] == "does not fit: pass the strategy that this checkpoint was saved with"
 
 
 def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def _groups(groups: Sequence[Sequence[int]]) -> str:
 
 def _verdict(found: StrategyCheck) -> str:
     if not found.fits:
-        if not found.misfits and not found.beyond_ranks and found.comparison.likely == "replicas":
+        by_shapes = not found.misfits and not found.beyond_ranks and not found.not_described
+        if by_shapes and found.comparison.differing and found.comparison.likely == "replicas":
             return "does not fit: the strategy is another one, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
     if not found.comparison.check.tested:
