@@ -40,6 +40,6 @@ def cluster_of(
             hint="in the clone of reshard: pip install '.[dask]'",
         ) from error
     # Dask logs with tracebacks what is said here in words.
-    for name in ("distributed", "distributed.client"):
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return Cluster(scheduler_address(scheduler), how, jobs, report)
