@@ -19,6 +19,7 @@ from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.layout import Layout
+from reshard.messages import joined
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.coverage import lost_slices
 from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
@@ -81,7 +82,7 @@ class SwapTest:
                     files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
                     fit = self._fit(self._target, files)
                     if fit is not None and self._fit(self._source, files) is None:
-                        swapped = self._error(fit)
+                        swapped = self._error(fit, error if isinstance(error, IncompleteSourceError) else None)
             if swapped is None:
                 raise
             raise swapped from error
@@ -156,18 +157,20 @@ class SwapTest:
     def _execution(self, step: SourceStep) -> ExecutionOptions:
         return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))
 
-    def _error(self, fit: _Fit) -> CheckpointError:
+    def _error(self, fit: _Fit, lost: Optional[IncompleteSourceError] = None) -> CheckpointError:
+        """The error of swapped strategies, and of what else is wrong if they are not: ranks may as well be lost."""
         source, target = self._source, self._target
         text = f"the source strategy ({source.path}) does not fit the checkpoint"
         if source.device_count != target.device_count:
             text += f": it has {plural(source.device_count, 'device')}, the checkpoint {rank_ranges(fit.step.readable)}"
         shapes = "" if fit.tested else ", as far as shapes tell"
         text += f"; the files do fit --dst-strategy ({target.path}){shapes}: are the two swapped?"
-        return CheckpointError(
-            "\n".join([text, *(f"  {line}" for line in self._examples(fit))]),
-            file=fit.step.place,
-            hint="exchange --src-strategy and --dst-strategy",
-        )
+        lines: list[str] = [text, *(f"  {line}" for line in self._examples(fit))]
+        hints = ["exchange --src-strategy and --dst-strategy"]
+        if lost is not None:
+            lines.append("if they are not: " + lost.message)
+            hints += [f"if they are not: {lost.hint}"] if lost.hint else []
+        return CheckpointError(joined("\n", lines), file=fit.step.place, hint="\n".join(hints))
 
     def _examples(self, fit: _Fit) -> Iterator[str]:
         """Parameters that the strategies cut differently, of each pair of cuts one."""

@@ -17,7 +17,6 @@ from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import is_regular_file
 from reshard.strategies import Strategy
-from reshard.swapped import SwapTest
 from reshard.verification import (
     Difference,
     Means,
@@ -70,27 +69,26 @@ def verify_conversion(
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
-    with SwapTest(source, target, means.handles).told(src, step, file_suffix):
-        found = find_checkpoints(src, file_suffix)
-        check_ranks(found, source, means.handles)
+    found = find_checkpoints(src, file_suffix)
+    check_ranks(found, source, means.handles)
 
-        def read(damaged: Mapping[str, str]) -> Tree:
-            return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+    def read(damaged: Mapping[str, str]) -> Tree:
+        return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
 
-        def differences(tree: Tree) -> list[Difference]:
-            warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
-            return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+    def differences(tree: Tree) -> list[Difference]:
+        warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
+        return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
 
-        damaged = dict(known or {})
-        if known is not None:
-            tree = read(damaged)
-            different = differences(tree)
-            # What was made of replicas differs from a file that is damaged.
-            more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
-            if not more:
-                return different
-            damaged.update(more)
-        return differences(read_sound(read, crcs, damaged))
+    damaged = dict(known or {})
+    if known is not None:
+        tree = read(damaged)
+        different = differences(tree)
+        # What was made of replicas differs from a file that is damaged.
+        more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
+        if not more:
+            return different
+        damaged.update(more)
+    return differences(read_sound(read, crcs, damaged))
 
 
 def verify_replicas(

@@ -106,6 +106,15 @@ def test_a_lost_rank_of_the_right_source_is_no_swap(world: World) -> None:
     assert "swapped" not in world.refuses(3, "rank 3").err
 
 
+def test_ranks_that_may_as_well_be_lost_are_named_too(tmp_path: Path) -> None:
+    """What is left of one stage is what the target would hold."""
+    whole = layout([2], [-1, -1])
+    stages = [{"devices": 2, "layouts": {name: whole}} for name in ("w", "m.w")]
+    world = World(tmp_path, stages, single({"w": whole, "m.w": whole}))
+    world.save({name: value(name, (8, 6)) for name in ("w", "m.w")}, ranks=[0, 1])
+    world.refuses(3, SWAPPED, "if they are not:", "pipeline stage 1 (ranks 2-3)")
+
+
 def test_half_a_cluster_that_is_lost_is_no_swap(tmp_path: Path) -> None:
     """What is left are as many ranks as the target has, and replicas make up for the others."""
     rows, columns = layout([4, 2], [0, -1]), layout([2, 2], [-1, 0])

@@ -396,7 +396,7 @@ def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_p
     assert {name for _, name, _ in differences(world, "--ranks", "1", "--step", "1_10")} == {"w", "adam_m.w"}
     # Records that nobody can read are no help, and no hindrance.
     for path in world.dst.glob(".reshard/*/plan.json"):
-        path.write_text("{}")
+        path.write_bytes(b"{}")
     result = verify(world, "--ranks", "1", "--step", "1_9", "--exclude", "b")
     assert result.status == 0
     warns(result, "what is compared is chosen without it")

@@ -15,12 +15,13 @@ from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
-from reshard.errors import CheckpointError, TargetError, UsageError
+from reshard.errors import InputError, TargetError, UsageError
 from reshard.messages import MOST_LINES, listing
 from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report
+from reshard.swapped import SwapTest
 from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
@@ -115,19 +116,21 @@ def verify(
                     filters = Filters(plan.include, plan.exclude)
             files, others = converted_files(out, manifest, ranks)
             found += others
-            found += verify_conversion(
-                src,
-                strategy_of(source, report),
-                files,
-                strategy_of(target, report),
-                step=step,
-                file_suffix=typed["file_suffix"],
-                ranks=ranks,
-                filters=filters,
-                means=means,
-                report=report,
-                crcs=crcs,
-            )
+            old, new = strategy_of(source, report), strategy_of(target, report)
+            with SwapTest(old, new, handles).told(src, step, typed["file_suffix"]):
+                found += verify_conversion(
+                    src,
+                    old,
+                    files,
+                    new,
+                    step=step,
+                    file_suffix=typed["file_suffix"],
+                    ranks=ranks,
+                    filters=filters,
+                    means=means,
+                    report=report,
+                    crcs=crcs,
+                )
             verdict = f"verified: no differences from {src}"
         elif src_strategy is not None or dst_strategy is not None:
             raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
@@ -240,6 +243,6 @@ def _warn_of_changed(out: str, unchecked: Sequence[int], report: Report) -> None
 def _manifest(out: str) -> Optional[Manifest]:
     try:
         return read_manifest(out)
-    except CheckpointError:
+    except InputError:
         # A part of the ranks, or written by something else: the comparison with the source stands alone.
         return None
