@@ -222,6 +222,8 @@ def test_requests_grow_with_the_bytes_and_not_faster(
     write_tree(tmp_path / "src", cut_ranks(old, full))
     paths = write_strategy(tmp_path / "old", old), write_strategy(tmp_path / "new", new)
     words: list[Argument] = ["--src-strategy", paths[0], "--dst-strategy", paths[1], "--io", "pread", "--jobs", 1]
+    # What is sampled before comes on top.
+    words += ALONE
     done("transform-dir", tmp_path / "src", tmp_path / "dst", *words)
     written = layers * 64 * 1024 * 4
     assert costs.bytes_read == written
