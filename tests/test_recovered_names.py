@@ -42,6 +42,7 @@ NAMED = {
     "digits": ("rank_{rank:03}/net_{rank:02}_of_4-1_10.ckpt", ""),
     "braces": ("rank_{rank}/{{net}}-1_10.ckpt", ""),
     "flat": ("llama-part{rank}-3_400.safetensors", "llama-part{rank}-*.safetensors"),
+    "flat, a part": ("llama_rank_{rank}_1.ckpt", "llama_rank_{rank}_[12].ckpt"),
     "flat, of so many": ("net_{rank}_of_4.ckpt", "net_{rank}_of_4.ckpt"),
     "deeper": ("node1/rank_{rank}/net/net_{rank}-1_1.ckpt", "node*/rank_{rank}/*/*.ckpt"),
     "directories": ("r{rank}/net-1_2.ckpt", "r{rank}"),

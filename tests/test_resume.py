@@ -307,6 +307,7 @@ def test_what_the_user_has_in_the_records_directory_is_left_alone(world: World) 
     world.convert()
     world.convert("--overwrite")
     assert mine.read_text() == "precious" and odd.read_text() == "also precious"
+    assert not list((world.dst / ".reshard").rglob("replaced"))
     same_ranks(world.found(), world.expected(FULL))
 
 

@@ -111,13 +111,14 @@ def name_families(prefixes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], 
 
 
 def _usual(rank: int, prefix: str) -> Pattern:
-    """The pattern of a prefix of which nothing else is known."""
+    """The pattern of a prefix of which no other rank's file tells anything."""
     split = _NUMBERS.split(prefix)
-    pieces: list[Optional[str]] = list(split)
-    for place in range(1, len(split), 2):
-        usual = _RANK.search(split[place - 1]) is not None or split[place + 1 :] == [""]
-        if split[place] == RANK_NUMBER or (usual and int(split[place]) == rank):
-            pieces[place] = None
+    pieces: list[Optional[str]] = [None if piece == RANK_NUMBER else piece for piece in split]
+    if None not in pieces:
+        for place in range(1, len(split), 2):
+            usual = _RANK.search(split[place - 1]) is not None or split[place + 1 :] == [""]
+            if usual and int(split[place]) == rank:
+                pieces[place] = None
     return tuple(pieces)
 
 

@@ -203,7 +203,8 @@ class Ledger:
             for name in others:
                 self._refuse_alive(name)
             for name in others:
-                if replacing:
+                # What has no plan wrote nothing that is to be replaced.
+                if replacing and exists(os.path.join(self._root, name, "plan.json")):
                     make_empty(os.path.join(self._root, name, _REPLACED))
                 else:
                     _remove_records(os.path.join(self._root, name))
