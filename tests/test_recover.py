@@ -134,6 +134,19 @@ def test_a_file_that_lacks_what_all_the_others_hold_is_not_intact(world: World) 
     same_ranks(read_named(world.dst, NAMED), cut(world))
 
 
+def test_a_file_without_its_slice_of_a_table_is_not_intact_because_other_slices_are_empty(tmp_path: Path) -> None:
+    strategy: Strategy = [
+        {"devices": 4, "layouts": {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}}
+    ]
+    saved = cut_ranks(strategy, {"table": value("table", (8, 3)), "v": value("v", (4,))})
+    held = {rank: {n: v for n, v in saved[rank].items() if v.array.size} for rank in saved}
+    write_tree(tmp_path / "src", {**held, 1: {"v": saved[1]["v"]}})
+    old = write_strategy(tmp_path / "strategy", strategy)
+    result = done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", old, "--json")
+    assert result.json["recovered"] == [1]
+    same_ranks(read_named(tmp_path / "dst", NAMED), held)
+
+
 def test_what_belongs_to_a_lost_rank_is_warned_of(world: World) -> None:
     world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": SCALARS["global_step"]})
     said = " ".join(recover(world).err.split())

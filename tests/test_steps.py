@@ -13,6 +13,7 @@ from tests.trees import (
     Checkpoint,
     cut_ranks,
     layout,
+    read_tree,
     same_ranks,
     scalar,
     single,
@@ -323,6 +324,19 @@ def test_a_target_rank_that_gets_nothing_of_the_source_gets_its_file(tmp_path: P
         world.by_rank(rank)
     assert {path.relative_to(world.dst): path.read_bytes() for path in world.dst.glob("rank_*/*")} == whole
     assert (world.dst / "reshard-manifest.json").exists()
+
+
+def test_stages_of_which_all_is_tied_need_not_be_there_for_one_whole_checkpoint(tmp_path: Path) -> None:
+    """Whatever of what they list was not saved."""
+    listed = {"w": layout([2], [0, -1]), "m.w": layout([2], [0, -1])}
+    source = [{"devices": 2, "layouts": listed}, {"devices": 2, "layouts": listed}]
+    old = write_strategy(tmp_path / "old", source)
+    held = cut_ranks(source, {"w": NEW["w"]}, COPIED)
+    write_tree(tmp_path / "src", {rank: held[rank] for rank in (0, 1)})
+    strategies = ["--src-strategy", old, "--dst-strategy", "none"]
+    assert done("rank-list", 0, *strategies).out.split() == ["0", "1"]
+    done("by-rank", 0, tmp_path / "src", tmp_path / "dst", *strategies)
+    assert read_tree(tmp_path / "dst")[0]["w"].same(NEW["w"])
 
 
 @pytest.mark.parametrize("command", ["by-rank", "--ranks"])

@@ -40,7 +40,7 @@ class Recovery(Conversion):
     def __init__(
         self, request: Request, choice: ReplicaChoice, selection: Selection, handles: FileHandles, report: Report
     ) -> None:
-        self._intact: dict[tuple[int, int], bool] = {}
+        self._lacked: dict[tuple[int, int], list[str]] = {}
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._holders: dict[tuple[str, int], dict[int, int]] = {}
         super().__init__(request, choice, selection, handles, report)
@@ -55,22 +55,28 @@ class Recovery(Conversion):
         stage = self.request.source.stage_of(rank)
         # Files that are built alike share their tensors, so this is decided once for all of them.
         key = (stage.number, id(index.tensors))
-        if key not in self._intact:
+        if key not in self._lacked:
             counts, ranks = self._held_in(stage)
-            # What has no elements is left out of most .ckpt files.
-            wanted = {name for name in self.resharded_of(stage) if not self._may_be_empty(name, stage)}
+            wanted = {*self.resharded_of(stage)}
             wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
-            self._intact[key] = wanted <= index.tensors.keys()
-        return self._intact[key]
+            self._lacked[key] = sorted(wanted - index.tensors.keys())
+        # What has no elements is left out of most .ckpt files.
+        return all(self._is_empty(name, rank, stage) for name in self._lacked[key])
 
     def _names(self) -> FileNames:
         """Names as in the source, lost ranks' as their siblings have, unless others were asked for."""
         found = self.step.found.names
         return super()._names() if found is None or self.request.prefix is not None else found
 
-    def _may_be_empty(self, name: str, stage: Stage) -> bool:
-        uneven = stage.layouts[name].uneven if name in stage.layouts else None
-        return 0 in self.parameters[name].shape or (uneven is not None and 0 in uneven)
+    def _is_empty(self, name: str, rank: int, stage: Stage) -> bool:
+        """Whether a rank's slice of what its stage lists has no elements."""
+        layout = stage.layouts.get(name)
+        if layout is None or name not in self.parameters:
+            return False
+        if 0 in self.parameters[name].shape:
+            return True
+        number = int(layout.slice_of_rank[rank - stage.first_rank])
+        return layout.uneven is not None and layout.uneven[layout.slice_index(number)[0]] == 0
 
     @property
     def lost(self) -> list[int]:

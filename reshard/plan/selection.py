@@ -215,8 +215,10 @@ class StepSelector:
 
     def _wanted(self, scope: Scope) -> Optional[set[str]]:
         """Names that a scope asks for; None for all that there are."""
-        if scope is Scope.EVERYTHING or self._target.is_none:
+        if scope is Scope.EVERYTHING or self._source.is_none:
             return None
+        if self._target.is_none:
+            return set(self._source.parameters)
         stages = self._target.stages if scope is Scope.TARGET else self._target_stages()
         return set().union(*(stage.layouts for stage in stages))
 
