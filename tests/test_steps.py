@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import done, fails, warns
+from tests.running import Argument, done, fails, warns
 from tests.small import COPIED, PLAIN_TARGET, SOURCE, TARGET, World, tensors
 from tests.trees import (
     Checkpoint,
@@ -333,7 +333,7 @@ def test_stages_of_which_all_is_tied_need_not_be_there_for_one_whole_checkpoint(
     old = write_strategy(tmp_path / "old", source)
     held = cut_ranks(source, {"w": NEW["w"]}, COPIED)
     write_tree(tmp_path / "src", {rank: held[rank] for rank in (0, 1)})
-    strategies = ["--src-strategy", old, "--dst-strategy", "none"]
+    strategies: list[Argument] = ["--src-strategy", old, "--dst-strategy", "none"]
     assert done("rank-list", 0, *strategies).out.split() == ["0", "1"]
     done("by-rank", 0, tmp_path / "src", tmp_path / "dst", *strategies)
     assert read_tree(tmp_path / "dst")[0]["w"].same(NEW["w"])
