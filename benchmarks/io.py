@@ -15,9 +15,7 @@ PAIRS = 6
 def measure() -> Section:
     """Measure every kind, and a single rank of a full tensor's columns."""
     section = Section("Memory maps and explicit reads")
-    section.say(
-        f"`--io mmap` over `--io pread`, {MODEL.nbytes / 1e9:.1f} GB, {PAIRS} pairs; `auto` takes the second."
-    )
+    section.say(f"`--io mmap` over `--io pread`, {MODEL.nbytes / 1e9:.1f} GB, {PAIRS} pairs; `auto` takes the second.")
     section.table("kind", *COMPARED[:4], "mmap", "pread", *COMPARED[6:])
     for claim in (SHARDS, COLUMNS_JOINED, COLUMNS_CUT, COLUMNS_TO_FULL):
         with memory_backed() as place:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from reshard.checkpoints import Data
 from reshard.execute import ExecutionOptions
-from reshard.execute.boxes import intersection
 from reshard.execute.filling import byte_strides, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of
+from reshard.layout import intersection, shape_of, volume_of
 from reshard.plan.conversion import Conversion
-from reshard.plan.pieces import Piece, TargetFile, TargetTensor, shape_of, volume_of
+from reshard.plan.pieces import Piece, TargetFile, TargetTensor
 from reshard.plan.recovery import Recovery
 
 # Where files are looked at through memory maps, this much is read at a time at least.

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import InputError
+from reshard.layout import Box, whole_box
 from reshard.verification.fingerprint import Copy, Fingerprints, ParameterSums
-from reshard.verification.reading import whole_box
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.sums import PRIME, Box, Workspace, fingerprint
+from reshard.verification.sums import PRIME, Workspace, fingerprint
 from tests import cases
 from tests.conftest import LONG
 from tests.layouts import DTYPES, layouts, strategies, tensors

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import LayoutError
-from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.layout import Box, Grid, Layout, Overlap, stand_in_shape, volume_of, whole_box
 from tests.reference import boxes
 
 MATRICES = st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=4).filter(lambda sizes: math.prod(sizes) <= 48)
@@ -26,6 +29,10 @@ def layouts(draw: st.DrawFn, dimensions: int) -> Layout:
     sizes = [n for n in range(1, plain.replica_count + 1) if plain.replica_count % n == 0]
     size = draw(st.sampled_from([0, -1, *sizes])) if dimensions else 0
     return Layout(tuple(matrix), tensor_map, shard_size=size)
+
+
+def overlap_of(shape: tuple[int, ...], sources: Sequence[Layout], target: Layout) -> Overlap:
+    return Overlap([source.grid(shape) for source in sources], target.grid(shape))
 
 
 def described(layout: Layout) -> dict[str, object]:
@@ -60,7 +67,7 @@ def test_the_cells_of_a_slice_cover_it_once_and_lie_in_the_slices_they_name(data
     sources = data.draw(st.lists(layouts(dimensions), min_size=1, max_size=2))
     target = data.draw(layouts(dimensions))
     shape = tuple(size * data.draw(st.sampled_from([1, 2])) for size in stand_in_shape(sources, target))
-    overlap = Overlap(shape, sources, target)
+    overlap = overlap_of(shape, sources, target)
     for number in range(target.slice_count):
         counted = np.zeros(shape, dtype=int)
         for box, slices in overlap.cells(number):
@@ -79,21 +86,21 @@ def test_a_stand_in_shape_needs_the_same_slices_as_the_real_one(data: st.DataObj
     source, target = data.draw(layouts(dimensions)), data.draw(layouts(dimensions))
     small = stand_in_shape([source], target)
     real = tuple(size * data.draw(st.integers(1, 5)) for size in small)
-    one, other = Overlap(small, [source], target), Overlap(real, [source], target)
+    one, other = overlap_of(small, [source], target), overlap_of(real, [source], target)
     for number in range(target.slice_count):
         assert [cell.slices for cell in one.cells(number)] == [cell.slices for cell in other.cells(number)]
 
 
 def test_an_empty_dimension_has_no_cells() -> None:
     layout = Layout((2,), ((0,), ()))
-    overlap = Overlap((0, 3), [layout], layout)
+    overlap = overlap_of((0, 3), [layout], layout)
     assert overlap.cells(0) == () and overlap.cells(1) == ()
 
 
 def test_hand_made_slices_overlap_even_ones() -> None:
     uneven = Layout((4,), ((0,), ()), uneven=(10, 20, 30, 4))
     even = Layout((2,), ((0,), ()))
-    overlap = Overlap((64, 8), [uneven], even)
+    overlap = overlap_of((64, 8), [uneven], even)
     assert overlap.cells(0) == (
         (((0, 10), (0, 8)), (0,)),
         (((10, 30), (0, 8)), (1,)),
@@ -142,3 +149,38 @@ def test_an_expanded_map_is_regrouped_to_the_tensors_own_dimensions() -> None:
 def test_an_expanded_map_in_its_own_right_comes_first() -> None:
     flat = Layout((2, 2), ((1,), (0,)), recorded_shape=(2, 64), expandable=True)
     assert [layout.recorded_shape for layout in flat.regroupings()] == [(2, 64), (128,)]
+
+
+EDGES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+@given(st.lists(EDGES, max_size=3), st.randoms())
+def test_a_grid_is_found_from_its_boxes_in_any_order(sizes: list[list[int]], random: Random) -> None:
+    grid = Grid(tuple(tuple(itertools.accumulate(parts, initial=0)) for parts in sizes))
+    found = [grid.slice_box(number) for number in range(grid.slice_count)]
+    boxes_in_it = [box for box in found if volume_of(box)]
+    random.shuffle(boxes_in_it)
+    again = Grid.of_boxes(grid.shape, boxes_in_it or [whole_box(grid.shape)])
+    assert again.shape == grid.shape
+    filled = [again.slice_box(number) for number in range(again.slice_count)]
+    assert [box for box in filled if volume_of(box)] == [box for box in found if volume_of(box)]
+    assert all(again.number_of(box) == number for number, box in enumerate(filled))
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 2), (0, 4))],
+        [((0, 2), (0, 4)), ((1, 4), (0, 4))],
+        [((0, 2), (0, 2)), ((0, 2), (2, 4)), ((2, 4), (0, 4))],
+        [((0, 4), (0, 5))],
+        [((0, 4),)],
+        [((-1, 4), (0, 4))],
+        [((3, 4), (0, 4)), ((0, 2), (0, 4))],
+        [((0, 2), (0, 2)), ((2, 4), (2, 4))],
+        [],
+    ],
+)
+def test_boxes_that_are_no_grid_are_refused(boxes: list[Box]) -> None:
+    with pytest.raises(LayoutError):
+        Grid.of_boxes((4, 4), boxes)

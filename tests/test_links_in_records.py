@@ -36,9 +36,7 @@ def content(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("part", ["", "done", "sources", "root"])
 @pytest.mark.parametrize("options", [("--ranks", "1"), ("--overwrite",), ("--overwrite", "--format", "safetensors")])
-def test_a_link_in_the_place_of_records_is_refused_by_name(
-    part: str, options: tuple[str, ...], world: World
-) -> None:
+def test_a_link_in_the_place_of_records_is_refused_by_name(part: str, options: tuple[str, ...], world: World) -> None:
     own = begun(world, "0")
     place = elsewhere(world)
     linked = world.dst / ".reshard" if part == "root" else own / part

@@ -80,7 +80,7 @@ def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_ot
 def groups(source: Layout, target: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, ...]]:
     held = Stage(0, 0, source.device_count, {"w": source}, ("old.ckpt",))
     stage = Stage(0, 0, target.device_count, {"w": target}, ("new.ckpt",))
-    cut = Cut(0, Overlap(shape, [source], target), target, (Holding(held, source),))
+    cut = Cut(0, Overlap([source.grid(shape)], target.grid(shape)), target, (Holding(held, source),))
     return list(reading_groups(ranks, stage, [cut]))
 
 

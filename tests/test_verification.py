@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.layout import Overlap
+from reshard.layout import Box, Overlap
 from reshard.plan import conversion
-from reshard.plan.pieces import Box, StoredSlice
+from reshard.plan.pieces import StoredSlice
 from reshard.strategies import read_strategy
 from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
 from reshard.verification import tree as tree_module

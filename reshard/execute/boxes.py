@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Optional
 
-from reshard.plan.pieces import Box
+from reshard.layout import Box
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
@@ -40,14 +39,3 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> It
         inner = tuple((0, size) for size in shape[axis + 1 :])
         yield (*outer, (first, first + count), *inner)
         position += count * row
-
-
-def intersection(one: Box, other: Box) -> Optional[Box]:
-    """The common part of two boxes, or None."""
-    common = []
-    for (start, stop), (first, last) in zip(one, other):
-        low, high = max(start, first), min(stop, last)
-        if low >= high:
-            return None
-        common.append((low, high))
-    return tuple(common)

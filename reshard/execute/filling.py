@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.boxes import intersection
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, Reader
-from reshard.plan.pieces import Box, Piece, StoredSlice, TargetTensor, shape_of, volume_of
+from reshard.layout import Box, intersection, shape_of, volume_of
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 Words = npt.NDArray[Any]
 

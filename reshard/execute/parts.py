@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
-from reshard.plan.pieces import Box, StoredSlice, TargetFile, TargetTensor, shape_of, volume_of
+from reshard.layout import Box, shape_of, volume_of
+from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
 Segment = Union[Literal, Data]
 

@@ -29,7 +29,8 @@ from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, make_reader
 from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, PartBuffer, TargetWriter
-from reshard.plan.pieces import TargetFile, TargetTensor, volume_of
+from reshard.layout import volume_of
+from reshard.plan.pieces import TargetFile, TargetTensor
 from reshard.wording import rank_ranges
 
 # Larger blocks than this make nothing faster.

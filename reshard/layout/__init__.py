@@ -1,10 +1,23 @@
 """Layout algebra: device matrices, tensor maps, slices and how two layouts overlap.
 
 This room knows nothing of files, dtypes or bytes. `Layout` says how one parameter is cut over the
-devices of a stage; `Overlap` says which source slices a target slice is made of.
+devices of a stage; `Grid` is the geometry of it, for a tensor of a given shape; `Overlap` says which
+source slices a target slice is made of.
 """
 
+from reshard.layout.grid import Box, Grid, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
 
-__all__ = ["Cell", "Layout", "Overlap", "stand_in_shape"]
+__all__ = [
+    "Box",
+    "Cell",
+    "Grid",
+    "Layout",
+    "Overlap",
+    "intersection",
+    "shape_of",
+    "stand_in_shape",
+    "volume_of",
+    "whole_box",
+]

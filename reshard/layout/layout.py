@@ -8,9 +8,9 @@ Everything here is local to a stage: ranks are local ranks ``0 .. device_count -
 counted from the **right** as MindSpore counts them, and a dimension split over several axes names
 the most significant axis first. Nothing here knows of files, dtypes or bytes.
 
-A slice is always a box: one cut per dimension. `Layout.cut_counts` gives the number of cuts,
-`Layout.box_indices` which of them each rank holds, and `Layout.boundaries` where they lie in a
-tensor of a given shape.
+A slice is always a box: one cut per dimension. `Layout.cuts` gives the slices per dimension,
+`Layout.slice_of_rank` which of them each rank holds, and `Layout.grid` where they lie in a tensor of a
+given shape.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
+from reshard.layout.grid import Box, Grid
 from reshard.wording import some_numbers
 
 IntArray = npt.NDArray[np.int64]
@@ -255,7 +256,20 @@ class Layout:
     def _edges_by_hand(self) -> tuple[int, ...]:
         return (0, *itertools.accumulate(self.uneven or ()))
 
-    def slice_box(self, shape: tuple[int, ...], slice_number: int) -> tuple[tuple[int, int], ...]:
+    def grid(self, shape: tuple[int, ...]) -> Grid:
+        """How a tensor of ``shape`` is cut.
+
+        Raises:
+            LayoutError: the tensor has another number of dimensions, or one does not divide by its slices.
+        """
+        if len(shape) != len(self.cuts):
+            raise LayoutError(
+                f"tensor map {self.map_text} lays out {len(self.cuts)} dimensions, but the tensor has "
+                f"shape {list(shape)}"
+            )
+        return Grid(tuple(self.boundaries(dimension, size) for dimension, size in enumerate(shape)))
+
+    def slice_box(self, shape: tuple[int, ...], slice_number: int) -> Box:
         """The interval of every dimension that a slice covers in a tensor of ``shape``."""
         return tuple(
             self.interval(dimension, shape[dimension], position)

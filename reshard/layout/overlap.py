@@ -1,13 +1,13 @@
 """Which source slices a target slice is made of.
 
-1. Along every dimension, merge the cuts of all source layouts into one ascending list of edges: the
-   *common refinement*. Between two neighbouring edges, every source layout has exactly one slice.
+1. Along every dimension, merge the edges of all source grids into one ascending list: the *common
+   refinement*. Between two neighbouring edges, every source grid has exactly one slice.
 2. A target slice is an interval per dimension; the refined intervals it meets, clipped to it, are
    found by bisection.
-3. Slices are boxes and layouts are separable, so the outer product of these intervals is the
-   target slice, cut into *cells* that each lie in one slice of each source layout.
+3. Slices are boxes and grids are separable, so the outer product of these intervals is the
+   target slice, cut into *cells* that each lie in one slice of each source grid.
 
-There are several source layouts where stages share a parameter (tied embeddings): a cell can then
+There are several source grids where stages share a parameter (tied embeddings): a cell can then
 be taken from any of them. No pair of ranks is ever compared; the cost is that of the edges.
 """
 
@@ -20,17 +20,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard.errors import LayoutError
+from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout
-
-Box = tuple[tuple[int, int], ...]
 
 
 class Cell(NamedTuple):
-    """A box of the tensor, and the slice of every source layout that it lies in.
+    """A box of the tensor, and the slice of every source grid that it lies in.
 
     Attributes:
         box: interval per dimension, in elements of the full tensor.
-        slices: slice number per source layout, in the order they were given.
+        slices: slice number per source grid, in the order they were given.
     """
 
     box: Box
@@ -41,39 +40,34 @@ class Overlap:
     """The cells of every target slice of one tensor; made once per kind of parameter.
 
     Args:
-        shape: shape of the full tensor.
-        sources: one layout per stage that holds the tensor.
-        target: the layout to cut the tensor into.
+        sources: one grid per way in which the tensor is held.
+        target: the grid to cut it into.
 
     Raises:
-        LayoutError: a layout does not fit the shape.
+        LayoutError: the grids are not of one shape.
     """
 
-    def __init__(self, shape: tuple[int, ...], sources: Sequence[Layout], target: Layout) -> None:
-        for layout in (*sources, target):
-            if len(layout.cuts) != len(shape):
-                raise LayoutError(
-                    f"tensor map {layout.map_text} lays out {len(layout.cuts)} dimensions, but the tensor has "
-                    f"shape {list(shape)}"
-                )
-        self.shape = shape
+    def __init__(self, sources: Sequence[Grid], target: Grid) -> None:
+        for grid in sources:
+            if grid.shape != target.shape:
+                raise LayoutError(f"tensors of shapes {list(grid.shape)} and {list(target.shape)} are not one tensor")
+        self.shape = target.shape
         self.sources = tuple(sources)
         self.target = target
         self._edges: list[list[int]] = []
-        # Per dimension and source layout: the slice position of every refined interval.
+        # Per dimension and source grid: the slice position of every refined interval.
         self._positions: list[list[list[int]]] = []
-        for dimension, size in enumerate(shape):
-            cuts = [layout.boundaries(dimension, size) for layout in sources]
+        for dimension, size in enumerate(self.shape):
+            cuts = [grid.edges[dimension] for grid in sources]
             edges = sorted({0, size, *itertools.chain.from_iterable(cuts)})
             self._edges.append(edges)
             self._positions.append([[bisect_right(cut, edge) - 1 for edge in edges[:-1]] for cut in cuts])
-        self._target_edges = [target.boundaries(dimension, size) for dimension, size in enumerate(shape)]
         self._cells: dict[int, tuple[Cell, ...]] = {}
 
     def intervals(self, dimension: int, position: int) -> tuple[int, int]:
         """The refined intervals ``[first, last)`` that the target's cut at ``position`` meets."""
         edges = self._edges[dimension]
-        start, stop = self._target_edges[dimension][position : position + 2]
+        start, stop = self.target.edges[dimension][position : position + 2]
         first = bisect_right(edges, start) - 1
         return (first, bisect_left(edges, stop)) if stop > start else (first, first)
 
@@ -88,7 +82,7 @@ class Overlap:
         index = self.target.slice_index(target_slice)
         choices = []
         for dimension, position in enumerate(index):
-            start, stop = self._target_edges[dimension][position : position + 2]
+            start, stop = self.target.edges[dimension][position : position + 2]
             edges = self._edges[dimension]
             first, last = self.intervals(dimension, position)
             choices.append(
@@ -100,11 +94,11 @@ class Overlap:
         cells = []
         for combination in itertools.product(*choices):
             slices = []
-            for number, layout in enumerate(self.sources):
+            for number, grid in enumerate(self.sources):
                 slice_number = 0
                 for dimension, (interval, _) in enumerate(combination):
                     position = self._positions[dimension][number][interval]
-                    slice_number = slice_number * layout.cuts[dimension] + position
+                    slice_number = slice_number * grid.cuts[dimension] + position
                 slices.append(slice_number)
             cells.append(Cell(tuple(bounds for _, bounds in combination), tuple(slices)))
         return cells

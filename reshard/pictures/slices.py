@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from reshard.layout.overlap import Box
+from reshard.layout import Box
 from reshard.plan.replicas import Holding
 from reshard.wording import some_numbers, stepped_rank_ranges
 

@@ -203,7 +203,8 @@ def _overlapping(sources: Sequence[Holding], wanted: Optional[Layout]) -> _Overl
         (goal,), whole = common_dimensions([wanted], None)
         layouts = [whole]
     shape = stand_in_shape(layouts, goal)
-    overlap = Overlap(shape, layouts, goal)
+    grids = [layout.grid(shape) for layout in layouts]
+    overlap = Overlap(grids, goal.grid(shape))
     met = _met(overlap)
     most = math.prod(span.most for span in met)
     if len(layouts) == 1:
@@ -214,7 +215,7 @@ def _overlapping(sources: Sequence[Holding], wanted: Optional[Layout]) -> _Overl
         slices = range(0, goal.slice_count, max(1, goal.slice_count * most * len(held) // _MOST_CELLS))
         counts = [_ranks_read(overlap, held, number) for number in slices]
         read = Span(min(counts), max(counts))
-    joined = {layout: _met(Overlap(shape, [layout], goal)) for layout in dict.fromkeys(layouts)}
+    joined = {layout: _met(Overlap([grid], overlap.target)) for layout, grid in zip(layouts, grids)}
     return _Overlapping(tuple(layouts), goal, joined, read, shape)
 
 
@@ -239,7 +240,7 @@ def _move(
         best,
         goal,
         found.joined[best.layout],
-        _met(Overlap(found.shape, [goal.layout], best.layout)),
+        _met(Overlap([goal.layout.grid(found.shape)], best.layout.grid(found.shape))),
         found.ranks_read,
         any(kept),
     )

@@ -34,13 +34,14 @@ from reshard.checkpoints import (
 )
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
+from reshard.layout import Box, shape_of, volume_of
 from reshard.name_filters import Filters
 from reshard.plan.checks import check, problems_of_unlisted
 from reshard.plan.copies import CopiedValue, CopiedValues
 from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import Box, Piece, StoredSlice, TargetFile, TargetTensor, shape_of, volume_of
+from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Selection, StepSelector
 from reshard.plan.source import SourceStep

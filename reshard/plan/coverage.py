@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
-from reshard.layout import Overlap
+from reshard.layout import Grid, Overlap
 from reshard.messages import Message, listing
 from reshard.plan.parameters import Parameter
-from reshard.plan.replicas import whole
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, rank_ranges
@@ -62,7 +61,7 @@ def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) ->
     if any(len(slices) == layout.slice_count for slices, layout in zip(held, layouts)):
         return frozenset()
     lost: set[frozenset[int]] = set()
-    for cell in Overlap(parameter.shape, layouts, whole(len(parameter.shape))).cells(0):
+    for cell in Overlap([layout.grid(parameter.shape) for layout in layouts], Grid.whole(parameter.shape)).cells(0):
         if not any(number in slices for number, slices in zip(cell.slices, held)):
             held_by = (holding.ranks(number) for holding, number in zip(parameter.holdings, cell.slices))
             lost.add(frozenset(rank for ranks in held_by for rank in ranks))

@@ -65,7 +65,7 @@ class Cuts:
             sources = tuple((holding.stage.number, holding.layout) for holding in parameter.holdings)
             key = (stage.number, parameter.shape, sources, layout)
             if key not in self._cuts:
-                overlap = Overlap(parameter.shape, [cut for _, cut in sources], layout)
+                overlap = Overlap([cut.grid(parameter.shape) for _, cut in sources], layout.grid(parameter.shape))
                 self._cuts[key] = Cut(len(self._cuts), overlap, layout, parameter.holdings)
             return self._cuts[key]
         except LayoutError as error:

@@ -6,23 +6,11 @@ origin. The executor knows these words and nothing of layouts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.checkpoints import OutputLayout
-
-Box = tuple[tuple[int, int], ...]
-
-
-def shape_of(box: Box) -> tuple[int, ...]:
-    """Elements per dimension of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def volume_of(box: Box) -> int:
-    """Elements of a box."""
-    return math.prod(shape_of(box))
+from reshard.layout import Box, shape_of, volume_of
 
 
 class StoredSlice(NamedTuple):

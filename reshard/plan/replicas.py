@@ -99,6 +99,7 @@ class _Kind:
     parameter: str
     holdings: tuple[Holding, ...]
     overlap: Overlap
+    target: Layout
 
 
 class ReplicaChoice:
@@ -155,7 +156,7 @@ class ReplicaChoice:
         local = target_rank - stage.first_rank
         found: dict[tuple[tuple[int, int, int], ...], Need] = {}
         for kind in self._kinds_of(stage):
-            for cell in kind.overlap.cells(int(kind.overlap.target.slice_of_rank[local])):
+            for cell in kind.overlap.cells(int(kind.target.slice_of_rank[local])):
                 key = tuple(
                     (holding.stage.number, id(holding.layout), number)
                     for holding, number in zip(kind.holdings, cell.slices)
@@ -178,7 +179,7 @@ class ReplicaChoice:
     def _take_turns(self, stage: Stage) -> list[int]:
         alike = np.zeros(stage.device_count, dtype=np.int64)
         for kind in self._kinds_of(stage):
-            layout = kind.overlap.target
+            layout = kind.target
             if layout.device_count != stage.device_count:
                 continue
             index = np.unravel_index(layout.slice_of_rank, layout.cuts) if layout.cuts else ()
@@ -246,9 +247,10 @@ class ReplicaChoice:
         self, name: str, holdings: Sequence[Holding], sources: Sequence[Layout], target: Optional[Layout]
     ) -> _Kind:
         grouped, cut = common_dimensions(sources, target)
-        overlap = Overlap(stand_in_shape(grouped, cut), grouped, cut)
+        shape = stand_in_shape(grouped, cut)
+        overlap = Overlap([layout.grid(shape) for layout in grouped], cut.grid(shape))
         held = tuple(Holding(holding.stage, layout) for holding, layout in zip(holdings, grouped))
-        return _Kind(name, held, overlap)
+        return _Kind(name, held, overlap, cut)
 
 
 def _unavailable(target_rank: int, lost: Sequence[Need]) -> IncompleteSourceError:

@@ -23,11 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.layout import Overlap
+from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import Box, volume_of
-from reshard.plan.replicas import whole
 from reshard.plan.source import SourceStep
 
 # Ranks of a group to compare, if there are as many.
@@ -201,7 +199,7 @@ class Alike:
             slices = holding.layout.slice_of_rank[local]
             counts.append(np.bincount(slices, minlength=holding.layout.slice_count).tolist())
         if len(layouts) > 1:
-            cells = Overlap(self._shape, layouts, whole(len(self._shape))).cells(0)
+            cells = Overlap([layout.grid(self._shape) for layout in layouts], Grid.whole(self._shape)).cells(0)
             found = [cell.slices for cell in cells]
         else:
             found = [(number,) for number in range(layouts[0].slice_count)]

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from reshard.checkpoints import FileHandles
 from reshard.execute import ExecutionOptions, Progress
+from reshard.layout import volume_of
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import volume_of
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import ReplicaFiles

@@ -15,8 +15,8 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
 from reshard.execute import ExecutionOptions
+from reshard.layout import shape_of, volume_of
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import shape_of, volume_of
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import ReplicaFiles

@@ -12,8 +12,8 @@ import numpy as np
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.reading import Bytes
+from reshard.layout import shape_of, volume_of
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import shape_of, volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated
 from reshard.source_replicas.files import ReplicaFiles
 from reshard.source_replicas.tally import Tally

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional
 
 from reshard.errors import RetryableError
+from reshard.layout import volume_of
 from reshard.plan.parameters import Parameter
-from reshard.plan.pieces import volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
 from reshard.source_replicas.files import ReplicaFiles
 from reshard.source_replicas.tally import Tally

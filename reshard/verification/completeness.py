@@ -19,12 +19,10 @@ from typing import Callable, NamedTuple, Optional
 import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError
-from reshard.layout import Layout
+from reshard.layout import Box, Layout, intersection, whole_box
 from reshard.messages import Message, block, listing
 from reshard.strategies import Stage, Strategy
 from reshard.verification.parameter import Holding, Parameter, Shards, is_empty
-from reshard.verification.reading import intersection, whole_box
-from reshard.verification.sums import Box
 from reshard.verification.tree import Tree
 from reshard.wording import plural, rank_ranges
 
@@ -152,7 +150,7 @@ def _lost_parts(parameter: Parameter, needs: Needs) -> Iterator[Lost]:
     ranks = {
         rank
         for part in parameter.slices
-        if not part.holders and any(not is_empty(intersection(part.box, box)) for box in boxes)
+        if not part.holders and any(intersection(part.box, box) is not None for box in boxes)
         for rank in part.ranks
     }
     if boxes:

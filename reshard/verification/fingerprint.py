@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, InputError
+from reshard.layout import Box, whole_box
 from reshard.names import belongs_to_rank
 from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts, whole_box
-from reshard.verification.sums import PRIME, VERSION, Box, fingerprint
+from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
+from reshard.verification.sums import PRIME, VERSION, fingerprint
 from reshard.verification.tree import Tree
 from reshard.verification.true_layouts import is_text
 from reshard.wording import number_ranges, quoted

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.strategies import Stage
-from reshard.verification.sums import Box
 
 _NOWHERE = -1
 

@@ -13,7 +13,8 @@ from typing import Callable, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
 from reshard.checkpoints.storage import storage_of
-from reshard.verification.sums import PRIME, Box, Workspace
+from reshard.layout import Box
+from reshard.verification.sums import PRIME, Workspace
 
 # Larger parts are taken by several threads.
 _PART_BYTES = 64 << 20
@@ -79,16 +80,6 @@ class Part(NamedTuple):
     def nbytes(self) -> int:
         """Bytes to read."""
         return self.tensor.item_size * math.prod(stop - start for start, stop in self.box)
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
-    return tuple((0, size) for size in shape)
-
-
-def intersection(one: Box, other: Box) -> Box:
-    """What two boxes have in common; it may be empty."""
-    return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(one, other))
 
 
 def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list[_T]]:

@@ -11,10 +11,11 @@ import os
 from reshard.checkpoints import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import InputError
+from reshard.layout import Box
 from reshard.storage import UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
-from reshard.verification.sums import PRIME, VERSION, Box
+from reshard.verification.sums import PRIME, VERSION
 from reshard.wording import quoted
 
 _LARGEST = 1 << 30

@@ -39,6 +39,8 @@ from typing import Callable, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from reshard.layout import Box
+
 VERSION = "reshard-1"
 PRIME = 2**127 - 1
 
@@ -56,7 +58,6 @@ _FEW_TILES = 2
 
 _LEAST_BLOCK, _MOST_BLOCK = 1 << 19, 1 << 20
 
-Box = tuple[tuple[int, int], ...]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.int32]

@@ -18,11 +18,11 @@ from typing import Callable, Optional, Union
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
 from reshard.checkpoints.storage import storage_of
 from reshard.errors import DamagedCheckpointError, InputError, one_error
+from reshard.layout import Box, whole_box
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies import Strategy
 from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Part, whole_box
-from reshard.verification.sums import Box
+from reshard.verification.reading import Part
 from reshard.verification.true_layouts import is_text, true_parameter
 
 

@@ -1,0 +1,129 @@
+"""How a tensor is cut into boxes: the geometry of a layout, without anybody who holds the boxes.
+
+A box is an interval per dimension, in elements of the full tensor, so that what is cut in two ways needs
+no common origin. A grid cuts every dimension by itself; its boxes are numbered in C order. It comes from
+a `Layout` and a shape, or from the offsets that a file's metadata states.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Optional
+
+from reshard.errors import LayoutError
+
+Box = tuple[tuple[int, int], ...]
+"""Per dimension where it begins and ends; () is the one element of a scalar."""
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Elements per dimension of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume_of(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(shape_of(box))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of all elements of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def intersection(one: Box, other: Box) -> Optional[Box]:
+    """The common part of two boxes, or None where it has no elements."""
+    common = []
+    for (start, stop), (first, last) in zip(one, other):
+        low, high = max(start, first), min(stop, last)
+        if low >= high:
+            return None
+        common.append((low, high))
+    return tuple(common)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a tensor is cut.
+
+    Attributes:
+        edges: per dimension the ascending positions where a box begins or ends, from 0 to its size; a
+            dimension that is whole has two. Equal neighbours are a box without elements.
+    """
+
+    edges: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Grid:
+        """The grid of one box."""
+        return cls(tuple((0, size) for size in shape))
+
+    @classmethod
+    def of_boxes(cls, shape: Sequence[int], boxes: Iterable[Box]) -> Grid:
+        """The grid whose boxes these are.
+
+        Args:
+            shape: of the full tensor.
+            boxes: stored boxes, in any order, each once or more often.
+
+        Raises:
+            LayoutError: they lie outside the tensor, overlap, leave gaps, or do not lie in rows and columns.
+        """
+        distinct = set(boxes)
+        for box in distinct:
+            inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape))
+            if not inside:
+                raise LayoutError(f"box {list(box)} does not lie in a tensor of shape {list(shape)}")
+        edges = []
+        for dimension, size in enumerate(shape):
+            found = sorted({box[dimension] for box in distinct if volume_of(box) or not math.prod(shape)})
+            joined = [0, *(stop for _, stop in found)]
+            if [start for start, _ in found] != joined[:-1] or joined[-1] != size:
+                raise LayoutError(f"boxes do not divide dimension {dimension} of size {size} into slices")
+            edges.append(tuple(joined))
+        grid = cls(tuple(edges))
+        if {grid.slice_box(number) for number in range(grid.slice_count)} - distinct:
+            raise LayoutError(f"boxes do not cover a tensor of shape {list(shape)}")
+        return grid
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per dimension of the full tensor."""
+        return tuple(edges[-1] for edges in self.edges)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Boxes per dimension."""
+        return tuple(len(edges) - 1 for edges in self.edges)
+
+    @cached_property
+    def slice_count(self) -> int:
+        """Boxes in all."""
+        return math.prod(self.cuts)
+
+    def slice_index(self, slice_number: int) -> tuple[int, ...]:
+        """A box's position along every dimension."""
+        index = []
+        for count in reversed(self.cuts):
+            slice_number, position = divmod(slice_number, count)
+            index.append(position)
+        return tuple(reversed(index))
+
+    def slice_box(self, slice_number: int) -> Box:
+        """One of the boxes."""
+        index = self.slice_index(slice_number)
+        return tuple((edges[position], edges[position + 1]) for edges, position in zip(self.edges, index))
+
+    def number_of(self, box: Box) -> Optional[int]:
+        """The number of a box; None where it is none of them."""
+        known = self._numbers
+        return known.get(box)
+
+    @cached_property
+    def _numbers(self) -> dict[Box, int]:
+        intervals = [list(zip(edges, edges[1:])) for edges in self.edges]
+        return {box: number for number, box in enumerate(itertools.product(*intervals))}
