@@ -268,6 +268,20 @@ def test_the_mark_of_a_deduplicated_save_decides_even_in_the_only_file_that_is_l
     fails(3, "recover", plain.src, plain.dst, "--strategy", plain.old, says=says)
 
 
+def test_a_table_that_is_split_by_hand_tells_of_a_deduplicated_save_where_its_slice_has_rows(tmp_path: Path) -> None:
+    laid_out = {"table": layout([2, 2], [0, -1], uneven=[0, 8]), "v": layout([2, 2], [-1])}
+    strategy = single(laid_out)
+    world = World(tmp_path, strategy, strategy)
+    held = cut_ranks(strategy, {"table": value("table", (8, 3)), "v": value("v", (4,))}, COPIED)
+    kept: dict[int, Checkpoint] = {0: COPIED, 1: {**COPIED, "table": held[1]["table"]}}
+    write_tree(world.src, {**kept, 3: COPIED})
+    world.refuses(3, "'v'", "rank 2")
+    # Those without rows are left out by every synchronous save.
+    write_tree(world.src, {3: kept[1]})
+    world.convert()
+    assert world.found()[2]["table"].array.shape == (0, 3)
+
+
 def test_files_of_one_stage_that_differ_tell_of_the_whole_save(tmp_path: Path) -> None:
     """Of the other stage one file is left, and nothing but the first stage's files says that it was one of two."""
     whole = layout([2], [-1, -1])

@@ -200,6 +200,12 @@ class Layout:
         order, starts = self._ranks_by_slice
         return order[starts[slice_number] : starts[slice_number + 1]]
 
+    def is_empty_by_hand(self, local_rank: int) -> bool:
+        """Whether the table is split by hand so that a local rank's slice has no rows."""
+        if self.uneven is None:
+            return False
+        return not self.uneven[self.slice_index(int(self.slice_of_rank[local_rank]))[0]]
+
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
         """A slice's position along every dimension."""
         index = []

@@ -73,10 +73,7 @@ class Recovery(Conversion):
         layout = stage.layouts.get(name)
         if layout is None or name not in self.parameters:
             return False
-        if 0 in self.parameters[name].shape:
-            return True
-        number = int(layout.slice_of_rank[rank - stage.first_rank])
-        return layout.uneven is not None and layout.uneven[layout.slice_index(number)[0]] == 0
+        return 0 in self.parameters[name].shape or layout.is_empty_by_hand(rank - stage.first_rank)
 
     @property
     def lost(self) -> list[int]:

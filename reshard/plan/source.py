@@ -153,17 +153,17 @@ class SourceStep:
         numbers = {self._set_of_rank[rank] for rank in loaded}
         sets = [names for names, number in self._sets.items() if number in numbers]
         return any(
-            len({name in names for names in sets}) > 1 and not self._may_be_empty(name, stage, loaded)
+            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage, loaded)
             for name in stage.layouts
         )
 
-    def _may_be_empty(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
-        """Whether ranks of a stage may have nothing of a parameter; .ckpt files leave that out mostly."""
-        uneven = stage.layouts[name].uneven
-        if uneven is not None and 0 in uneven:
-            return True
-        tensors = (self.indexes[rank].tensors.get(name) for rank in loaded)
-        return any(tensor is not None and not tensor.nbytes for tensor in tensors)
+    def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
+        """Whether a file of a stage lacks a slice that has elements; .ckpt files mostly leave out what has none."""
+        holders = self.ranks_with(name, stage)
+        if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
+            return False
+        lacking = (rank - stage.first_rank for rank in loaded if rank not in holders)
+        return not all(map(stage.layouts[name].is_empty_by_hand, lacking))
 
     def names(self) -> set[str]:
         """Every tensor name in the files read so far."""
