@@ -242,7 +242,8 @@ class TargetDirectory:
         """Whether nothing at all is left to do, where no rank that was asked for is left to write."""
         if self._lost_only:
             return not (self._overwrite and self._asked)
-        return self.manifest is not None and not self.lacks_checksums
+        found = self._all_done() if self.manifest is not None else None
+        return found is not None and not (self._checksum and self._lacking(found))
 
     @property
     def manifest(self) -> Optional[str]:
@@ -315,6 +316,41 @@ class TargetDirectory:
         """
         if self._part:
             return None
+        self._insist_on_targets()
+        if self._replacing:
+            with self._ledger.guarded():
+                self._remove_replaced()
+        if self._overwrite:
+            self._ledger.end_replacing(self._asked)
+        # A look that costs little first, for one of many by-rank runs.
+        if len(self._asked) < len(self._everything) > len(self._ledger.done()):
+            return None
+        computed: dict[DoneRecord, int] = {}
+        while True:
+            computed.update(self._missing_checksums(computed))
+            with self._ledger.guarded():
+                found = self._all_done()
+                if found is None:
+                    # Of another rank, which somebody has removed.
+                    Manifest.remove(self._root)
+                    break
+                if self._lacking(found).issubset(computed):
+                    manifest = self._write_manifest(found, computed)
+                    break
+        if found is None:
+            # Checksums take long, and the targets were there before.
+            self._insist_on_targets()
+            return None
+        # Also of machines that have got another name since, as pods do.
+        self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
+        return manifest
+
+    def _insist_on_targets(self) -> None:
+        """Insist that what was asked for is there as it was written.
+
+        Raises:
+            RetryableError: something is not.
+        """
         lost = set(self._asked) - self.recorded(self._asked)
         if lost:
             raise RetryableError(
@@ -324,27 +360,6 @@ class TargetDirectory:
                 rank=min(lost),
                 hint="the same command writes again what is missing; what was changed is replaced with --overwrite",
             )
-        if self._replacing:
-            with self._ledger.guarded():
-                self._remove_replaced()
-        if self._overwrite:
-            self._ledger.end_replacing(self._asked)
-        # A look that costs little first, for one of many by-rank runs.
-        if len(self._ledger.done()) < len(self._everything):
-            return None
-        computed: dict[DoneRecord, int] = {}
-        while True:
-            computed.update(self._missing_checksums(computed))
-            with self._ledger.guarded():
-                found = self._all_done()
-                if found is None:
-                    return None
-                if self._lacking(found).issubset(computed):
-                    manifest = self._write_manifest(found, computed)
-                    break
-        # Also of machines that have got another name since, as pods do.
-        self._destination.remove_dead_temporaries(self._directories(self._everything), complete=True)
-        return manifest
 
     def _remove_replaced(self) -> None:
         """Remove the other conversions' targets that this one has not overwritten, and then their records."""
@@ -370,12 +385,6 @@ class TargetDirectory:
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
         return Manifest(self._ledger.identity, tuple(files)).write(self._root)
-
-    @property
-    def lacks_checksums(self) -> bool:
-        """Whether checksums are asked for, and targets were written without."""
-        found = self._all_done() if self._checksum else None
-        return found is not None and bool(self._lacking(found))
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, where this run or any that wrote a target asked for them.
@@ -455,14 +464,18 @@ class TargetDirectory:
         if not bound and not live:
             return
         changes = self._ledger.compare_sources(self._sources)
-        changed = [*changes.content, *changes.time]
+        changed = [*changes.content, *changes.values, *changes.time]
         if changed and not bound:
             raise self._refusals.live_source(changed)
         if changes.content and not self._accept_changed_source:
             raise self._refusals.other_source(changes.content)
-        if changes.content:
+        if changes.values and not self._accept_changed_source:
+            how = "values that ranks have alike, such as global_step, are not those of the files read before"
+            raise self._refusals.other_source(changes.values, how)
+        others = sorted([*changes.content, *changes.values])
+        if others:
             self._report.warn(
-                f"the source files of {rank_ranges(changes.content)} are not those that the conversion in {self._root} "
+                f"the source files of {rank_ranges(others)} are not those that the conversion in {self._root} "
                 "was begun with; targets of both stand beside each other"
             )
         for ranks, what in ((changes.time, "have another time"), (changes.place, "were replaced or touched")):

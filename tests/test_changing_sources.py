@@ -179,6 +179,35 @@ def test_a_value_such_as_the_step_tells_sources_apart(world: World) -> None:
     fails(3, *world.words(), says=["sizes, headers or contents differ"])
 
 
+@pytest.mark.parametrize("command", ["--ranks", "by-rank"])
+def test_machines_that_have_no_source_file_in_common_are_told_apart_by_such_values(
+    command: str, tmp_path: Path
+) -> None:
+    """Each machine has the files that its ranks need, one of them those of another run's save."""
+    world = World(tmp_path, TWO, TWO)
+
+    def convert(rank: int, step: int, *options: str) -> Result:
+        shutil.rmtree(world.src, ignore_errors=True)
+        # Generator states are a rank's own, and tell nothing.
+        copied = {"global_step": scalar(step), "rng_state": scalar(rank)}
+        world.save(NEW, ranks=[rank], copied=copied)
+        if command == "by-rank":
+            return reshard(*world.words(rank, *options, command=command))
+        return reshard(*world.words(command, rank, *options))
+
+    assert convert(0, 100).status == 0
+    refused = convert(1, 101)
+    assert refused.status == 3
+    warns(refused, "source files of rank 1", "global_step", "--accept-changed-source")
+    assert not (world.dst / "rank_1").exists()
+    done_ = convert(1, 100)
+    assert done_.status == 0 and "warning" not in done_.err, done_.err
+    assert (world.dst / "reshard-manifest.json").exists()
+    shutil.rmtree(world.dst)
+    assert convert(0, 100).status == 0
+    warns(convert(1, 101, "--accept-changed-source"), "targets of both stand beside each other")
+
+
 def test_a_copy_of_the_source_goes_on_with_a_warning(world: World) -> None:
     """Other times, other inodes, the same contents: only told."""
     world.save(NEW)
@@ -228,6 +257,34 @@ def test_targets_that_somebody_else_removes_or_changes_meanwhile_are_no_success(
     assert failed.status in (1, 3), failed.err
     assert not (world.dst / "reshard-manifest.json").exists()
     done(*world.words("--overwrite"))
+    assert (world.dst / "reshard-manifest.json").exists()
+
+
+def test_a_target_that_is_removed_while_checksums_are_computed_is_no_success(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(NEW)
+    world.convert()
+
+    def crc_of_file(path: str) -> int:
+        if "rank_1" in path:
+            (world.dst / "rank_0" / "checkpoint_0.ckpt").unlink()
+        return 0
+
+    monkeypatch.setattr("reshard.target_directory.crc_of_file", crc_of_file)
+    fails(1, *world.words("--checksum", "crc32"), says=["the targets of rank 0"])
+    assert not (world.dst / "reshard-manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", ["--ranks", "by-rank"])
+def test_a_directory_of_which_a_target_was_removed_is_not_called_complete(command: str, world: World) -> None:
+    world.save(NEW)
+    world.convert()
+    shutil.rmtree(world.dst / "rank_0")
+    result = world.by_rank(1) if command == "by-rank" else world.convert("--ranks", "1")
+    assert "all ranks are there" not in result.err
+    assert not (world.dst / "reshard-manifest.json").exists()
+    world.convert()
     assert (world.dst / "reshard-manifest.json").exists()
 
 

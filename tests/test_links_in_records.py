@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_a_link_in_the_place_of_a_file_of_records_is_refused(name: str, world: W
     path.symlink_to(place / "notes.txt")
     assert reshard(*world.words("--ranks", "1")).status == 3
     assert content(place) == KEPT
+
+
+def test_what_a_link_in_the_place_of_a_recorded_command_leads_to_is_not_touched(world: World) -> None:
+    own = begun(world, "0")
+    (path,) = own.glob("command.*")
+    kept = elsewhere(world) / "notes.txt"
+    os.utime(kept, ns=(0, 0))
+    path.unlink()
+    path.symlink_to(kept)
+    world.convert("--ranks", "0")
+    fails(3, "resume", world.dst, says=[path])
+    world.convert("--ranks", "1")
+    assert kept.stat().st_mtime_ns == 0 and content(kept.parent) == KEPT
 
 
 @pytest.mark.parametrize("command", ["status", "resume", "verify"])

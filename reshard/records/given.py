@@ -118,7 +118,7 @@ class Given:
         digest = short_digest(json.dumps(said, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
         try:
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             temporary.write_whole(path, (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode())
 

@@ -90,11 +90,13 @@ class SourceChanges(NamedTuple):
 
     Attributes:
         content: of another size, with other headers or other contents.
+        values: that no earlier run has read, and whose values, such as ``global_step``, are not those of others.
         time: of another time of modification, alike for the rest.
         place: of another inode or time of change, alike for the rest.
     """
 
     content: list[int]
+    values: list[int]
     time: list[int]
     place: list[int]
 
@@ -284,13 +286,17 @@ class Ledger:
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with what earlier runs of this conversion read."""
         before: dict[int, list[SourceFile]] = {}
+        values: dict[str, set[str]] = {}
         for known in _sources_in(os.path.join(self._own, "sources")):
             before.setdefault(known.rank, []).append(known)
-        changes = SourceChanges([], [], [])
+            values.setdefault(known.value_names, set()).add(known.values)
+        changes = SourceChanges([], [], [], [])
         for source in sources:
             found = before.get(source.rank, [])
             if any(one.content != source.content for one in found):
                 changes.content.append(source.rank)
+            elif not found and source.values not in values.get(source.value_names, {source.values}):
+                changes.values.append(source.rank)
             elif found and not any(_same_time(source.modified, one.modified) for one in found):
                 changes.time.append(source.rank)
             elif found and not any(one.place == source.place for one in found):

@@ -122,11 +122,11 @@ class Refusals:
             hint=f"wait until it has ended, or stop it, and convert everything with {self.replace_all}",
         )
 
-    def other_source(self, ranks: Sequence[int]) -> TargetError:
+    def other_source(self, ranks: Sequence[int], how: str = "sizes, headers or contents differ") -> TargetError:
         """What is there was made of other source files."""
         return TargetError(
             f"the source files of {rank_ranges(ranks)} are not those that the conversion in {self._root} was begun "
-            "with: sizes, headers or contents differ",
+            f"with: {how}",
             file=self._root,
             rank=min(ranks),
             hint=f"choose another DST, convert everything again with {self.replace_all}, or, if targets of both may "

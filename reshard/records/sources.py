@@ -4,6 +4,9 @@ Times tell little: files get copied, and another checkpoint can be given the tim
 source file is known by its size, by what its headers say, and by samples of its contents: all of a
 few small values, such as ``global_step``, and some bytes of a few tensors, others in the file of each
 rank. Two steps of a training, or two models, differ in these; a copy does not.
+
+Runs on several machines may have no file in common. What tells then are the small values, which all
+ranks have alike.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.storage import storage_of
-from reshard.names import kind_of
+from reshard.names import OTHER, belongs_to_rank, kind_of
 from reshard.records.identity import short_digest
 from reshard.storage import read_range
 
@@ -29,7 +32,8 @@ _VALUES = 8
 _VALUE_BYTES = 256
 # Steps of this part of a list never come twice to the same place soon, and are spread evenly.
 _GOLDEN = 0.6180339887498949
-_RECORD = re.compile(r"(\d{1,9})\.(\d{1,20})\.([0-9a-f]{16})\.([0-9a-f]{16})\.(-?\d{1,20})\.(\d{1,20})\.(-?\d{1,20})")
+_DIGESTS = r"\.".join(4 * [r"([0-9a-f]{16})"])
+_RECORD = re.compile(rf"(\d{{1,9}})\.(\d{{1,20}})\.{_DIGESTS}\.(-?\d{{1,20}})\.(\d{{1,20}})\.(-?\d{{1,20}})")
 
 
 class SourceFile(NamedTuple):
@@ -40,6 +44,8 @@ class SourceFile(NamedTuple):
         size: bytes.
         headers: digest of what its headers say, its recorded CRC included.
         contents: digest of samples of its contents.
+        value_names: digest of the names of the small values that were looked at and are no rank's own.
+        values: digest of what these hold.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
         inode: its number on its file system; likewise.
         changed: time of last change, in nanoseconds; likewise, but no writer can set it.
@@ -49,6 +55,8 @@ class SourceFile(NamedTuple):
     size: int
     headers: str
     contents: str
+    value_names: str
+    values: str
     modified: int
     inode: int
     changed: int
@@ -74,9 +82,9 @@ class SourceFile(NamedTuple):
         match = _RECORD.fullmatch(text)
         if match is None:
             return None
-        rank, size, headers, contents, *times = match.groups()
+        rank, size, headers, contents, value_names, values, *times = match.groups()
         modified, inode, changed = map(int, times)
-        return cls(int(rank), int(size), headers, contents, modified, inode, changed)
+        return cls(int(rank), int(size), headers, contents, value_names, values, modified, inode, changed)
 
 
 @dataclass(frozen=True)
@@ -85,28 +93,42 @@ class _Structure:
 
     Attributes:
         digest: of their tensors' names, types, shapes and places.
-        values: small values, looked at whole.
+        common: small values that all ranks should have alike, looked at whole.
+        own: likewise those of the rank itself.
         tensors: all others that have contents, by name.
     """
 
     digest: str
-    values: tuple[Tensor, ...]
+    common: tuple[Tensor, ...]
+    own: tuple[Tensor, ...]
     tensors: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Structure:
         filled = sorted((tensor for tensor in tensors.values() if tensor.nbytes), key=lambda tensor: tensor.name)
-        values = [tensor for tensor in filled if tensor.nbytes <= _VALUE_BYTES and _is_value(tensor)][:_VALUES]
-        chosen = {tensor.name for tensor in values}
+        values = [tensor for tensor in filled if tensor.nbytes <= _VALUE_BYTES and _is_value(tensor)]
+        common = [tensor for tensor in values if not belongs_to_rank(tensor.name)][:_VALUES]
+        own = [tensor for tensor in values if belongs_to_rank(tensor.name)][:_VALUES]
+        chosen = {tensor.name for tensor in (*common, *own)}
         return cls(
             short_digest(*(repr(tuple(tensor)).encode() for tensor in tensors.values())),
-            tuple(values),
+            tuple(common),
+            tuple(own),
             tuple(tensor for tensor in filled if tensor.name not in chosen),
         )
 
+    @property
+    def value_names(self) -> str:
+        """A digest of the names of the values that all ranks should have alike."""
+        return short_digest(*(repr(tensor.name).encode() for tensor in self.common))
+
+    def values(self) -> list[tuple[int, int]]:
+        """The (offset, bytes) runs of these values."""
+        return [extent for tensor in self.common for extent in tensor.extents]
+
     def samples(self, rank: int) -> list[tuple[int, int]]:
-        """The (offset, bytes) runs that are looked at in a rank's file."""
-        found = [extent for tensor in self.values for extent in tensor.extents]
+        """The (offset, bytes) runs that are looked at in a rank's file beside these values."""
+        found = [extent for tensor in self.own for extent in tensor.extents]
         for number in range(min(_TENSORS, len(self.tensors))):
             place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
             tensor = self.tensors[int(place * len(self.tensors))]
@@ -117,7 +139,7 @@ class _Structure:
 
 
 def _is_value(tensor: Tensor) -> bool:
-    return kind_of(tensor.name, tensor.nbytes // tensor.item_size) == "other values"
+    return kind_of(tensor.name, tensor.nbytes // tensor.item_size) == OTHER
 
 
 class SourceSampler:
@@ -150,11 +172,10 @@ class SourceSampler:
     def _file(self, rank: int, index: CheckpointIndex) -> SourceFile:
         structure = self._structures[id(index.tensors)]
         said = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
-        samples = []
         try:
             with self._handles.borrow(index.path) as fd:
-                for offset, count in structure.samples(rank):
-                    samples.append(read_range(fd, index.path, offset, count))
+                values = [read_range(fd, index.path, *run) for run in structure.values()]
+                samples = [read_range(fd, index.path, *run) for run in structure.samples(rank)]
                 status = os.fstat(fd)
         except OSError as error:
             raise reading_error(index.path, error) from error
@@ -162,7 +183,9 @@ class SourceSampler:
             rank,
             index.size,
             short_digest(said.encode()),
-            short_digest(*samples),
+            short_digest(*values, *samples),
+            structure.value_names,
+            short_digest(*values),
             status.st_mtime_ns,
             status.st_ino,
             status.st_ctime_ns,
