@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoints import FileHandles, read_index
+from reshard.checkpoints import FileHandles, headers, read_index
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.layout import Box, Overlap
 from reshard.plan import conversion
@@ -398,7 +398,7 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
         read.append(path)
         return read_index(handles, path, known)
 
-    monkeypatch.setattr(tree_module, "read_index", counted)
+    monkeypatch.setattr(headers, "read_index", counted)
     pair.compare()
     assert len(read) == len(set(read)) == 16
     read.clear()

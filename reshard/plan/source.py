@@ -7,20 +7,15 @@ warning; an encrypted or unreadable one is an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Union
+from collections.abc import Iterable, Sequence
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles, read_index
-from reshard.checkpoints.storage import LOCAL, storage_of
-from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles
+from reshard.checkpoints.headers import read_headers
+from reshard.errors import DamagedCheckpointError
 from reshard.report import Report
-from reshard.storage import exists
 from reshard.strategies import Stage
 from reshard.wording import step_words
 
-# Reading headers from network storage is waiting, whatever the number of CPUs.
-_HEADERS_IN_FLIGHT = 16
 # In the metadata of .safetensors files.
 _DEDUPLICATED_KEY = "remove_redundancy"
 
@@ -73,7 +68,7 @@ class SourceStep:
             Whether anything was read that was not known before.
         """
         wanted = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
-        for rank, index in zip(wanted, self._read(wanted)):
+        for rank, index in read_headers(self._handles, {rank: self.files[rank] for rank in wanted}, self._known):
             if isinstance(index, DamagedCheckpointError):
                 self.damaged[rank] = index.message
                 self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
@@ -88,39 +83,6 @@ class SourceStep:
             self._set_of_rank[rank] = number
             self._presence.clear()
         return bool(wanted)
-
-    def _read(self, ranks: list[int]) -> Iterator[Union[CheckpointIndex, DamagedCheckpointError]]:
-        """Indexes of these ranks' files, in order."""
-        # The first file is read alone, so that others that are built like it are only compared with it.
-        yield from map(self._index, ranks[:1])
-        storage = storage_of(self.files[ranks[0]]) if len(ranks) > 1 else LOCAL
-        if not storage.remote:
-            yield from map(self._index, ranks[1:])
-            return
-        with ThreadPoolExecutor(_HEADERS_IN_FLIGHT) as pool:
-            coming = [pool.submit(self._index, rank) for rank in ranks[1:]]
-            try:
-                for future in coming:
-                    yield future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-    def _index(self, rank: int) -> Union[CheckpointIndex, DamagedCheckpointError]:
-        path = self.files[rank]
-        try:
-            return read_index(self._handles, path, self._known)
-        except DamagedCheckpointError as error:
-            return error
-        except CheckpointError as error:
-            if exists(path):
-                raise
-            raise RetryableError(
-                f"{path}: vanished while the checkpoint was read (rank {rank})",
-                file=path,
-                rank=rank,
-                hint="keep the job that saves checkpoints from removing this step, then give the same command again",
-            ) from error
 
     def loaded(self, stage: Stage) -> list[int]:
         """Ranks of a stage whose files were read, ascending."""

@@ -35,7 +35,7 @@ from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.parameter import Parameter, Slice, is_empty, slice_shapes, slices_of
 from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME
-from reshard.verification.tree import Tree, read_headers, read_tree
+from reshard.verification.tree import Tree, read_tree, read_tree_headers
 
 
 def compare_trees(
@@ -94,7 +94,9 @@ def compare_converted(
     tree = tree.only(converted)
     tree.check_readings()
     refuse(item for item in needed if item.found)
-    target_tree = read_headers({rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles)
+    target_tree = read_tree_headers(
+        {rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles
+    )
     comparison = _Comparison(tree, target_tree, target, wanted, means)
     comparison.miss([item for item in needed if not item.found])
     found = comparison.run(target_files)

@@ -10,13 +10,12 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Callable, Optional, Union
+from typing import Callable, Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor, read_index
-from reshard.checkpoints.storage import storage_of
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor
+from reshard.checkpoints.headers import read_headers
 from reshard.errors import DamagedCheckpointError, InputError, one_error
 from reshard.layout import Box, whole_box
 from reshard.names import ACCUMULATED_GRADIENTS
@@ -115,7 +114,7 @@ class Tree:
         return self.part(name, rank, shape, whole_box(shape))
 
 
-def read_headers(
+def read_tree_headers(
     files: Mapping[int, str], handles: FileHandles, damaged: Mapping[str, str] = MappingProxyType({})
 ) -> Tree:
     """Read what every rank's file holds; damaged files count as absent.
@@ -129,21 +128,9 @@ def read_headers(
         CheckpointError: a file is missing, unreadable or encrypted.
         RetryableError: reading failed.
     """
-    known = KnownStructures(handles)
-
-    def index(rank: int) -> Union[CheckpointIndex, DamagedCheckpointError]:
-        try:
-            return read_index(handles, files[rank], known)
-        except DamagedCheckpointError as error:
-            return error
-
     tree = Tree({}, {rank: damaged[path] for rank, path in sorted(files.items()) if path in damaged})
-    ranks = sorted(rank for rank, path in files.items() if path not in damaged)
-    threads = storage_of(files[ranks[0]]).in_flight if ranks else 1
-    with ThreadPoolExecutor(threads) as pool:
-        # The first alone: files that are built like it are then only compared with it.
-        found = [*map(index, ranks[:1]), *pool.map(index, ranks[1:])]
-    for rank, result in zip(ranks, found):
+    sound = {rank: path for rank, path in sorted(files.items()) if path not in damaged}
+    for rank, result in read_headers(handles, sound, KnownStructures(handles)):
         if isinstance(result, DamagedCheckpointError):
             tree.damaged[rank] = result.message
         else:
@@ -172,7 +159,7 @@ def read_tree(
         CheckpointError: a file is missing, unreadable or encrypted.
         RetryableError: reading failed.
     """
-    tree = read_headers(files, handles, damaged)
+    tree = read_tree_headers(files, handles, damaged)
     holders = _Holders(tree)
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
     for name in sorted(holders.names, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
