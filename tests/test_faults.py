@@ -121,6 +121,19 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
         assert not list(world.dst.rglob(".reshard-tmp-*")), where
 
 
+def test_records_that_are_not_found_for_a_moment_are_not_removed(world: World) -> None:
+    """File servers say so of what another machine, or this one, has just made."""
+    world.save(FULL)
+    with failing("open", world.root, None, errno.ENOENT) as faults:
+        world.convert()
+    for at in range(faults.calls - 20, faults.calls + 1):
+        shutil.rmtree(world.dst)
+        with failing("open", world.root, at, errno.ENOENT):
+            world.run()
+        world.convert()
+        same_ranks(world.found(), world.expected(FULL))
+
+
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_reads_and_writes_that_do_a_part_are_continued(io: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)

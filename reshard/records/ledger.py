@@ -162,6 +162,19 @@ class Ledger:
         with try_alone(os.path.join(self._own, "lock")) as alone:
             return alone is True or (alone is None and _long_untouched(self._own))
 
+    def _nothing_done(self) -> bool:
+        """Whether no target is recorded; unlike by `done`, a directory that is not found is not an empty one.
+
+        Raises:
+            OSError: it cannot be looked at, or is not found, though it was made.
+        """
+        with opened(os.path.join(self._own, "done")) as fd:
+            return not any(_parsed(name) for name in os.listdir(fd))
+
+    def _make_own(self) -> None:
+        for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
+            make_directory(path)
+
     def _marks(self) -> list[str]:
         return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
 
@@ -211,14 +224,14 @@ class Ledger:
                 else:
                     _remove_records(os.path.join(self._root, name))
             remove(os.path.join(self._own, _REPLACED))
-            if not self.done() and self._nobody_writes():
+            self._make_own()
+            if self._nothing_done() and self._nobody_writes():
                 if self._marks():
                     # A run that replaces targets goes on, though none was replaced yet.
                     self.forget_sources()
                 else:
                     _remove_records(self._own)
-            for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
-                make_directory(path)
+                    self._make_own()
             self._writing = Lock.shared(os.path.join(self._own, "lock"), self._tell)
             temporary.remove_dead(self._own)
             path = os.path.join(self._own, "plan.json")
@@ -257,7 +270,7 @@ class Ledger:
         with contextlib.suppress(OSError, ReshardError):
             with self.guarded():
                 with try_alone(os.path.join(self._own, "lock")) as alone:
-                    if alone is not True or self.done() or self._marks():
+                    if alone is not True or not self._nothing_done() or self._marks():
                         return
                     _remove_records(self._own)
                 if any(name != "lock" for name in names_in(self._root)):
