@@ -15,7 +15,7 @@ from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.defaults import MAX_MEMORY
 from reshard.errors import DamagedCheckpointError, IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress, convert
-from reshard.execute.destination import Space, check_disjoint, check_space, space_for
+from reshard.execute.destination import Space, check_apart, check_disjoint, check_space, space_for
 from reshard.given_command import given_command
 from reshard.names import Total
 from reshard.plan.conversion import Conversion, Request, plan, plan_as
@@ -271,13 +271,13 @@ class Prepared:
         while True:
             conversion = self._conversion()
             request = conversion.request
-            check_disjoint(
-                request.src,
-                conversion.step.files.values(),
-                request.dst,
-                (conversion.path(rank) for rank in conversion.ranks),
-                request.exact_file,
-            )
+            files = conversion.step.files.values()
+            if request.exact_file:
+                strategies = (s.path for s in (request.source, request.target) if not s.is_none)
+                check_apart(request.dst, files, strategies)
+            else:
+                targets = (conversion.path(rank) for rank in conversion.ranks)
+                check_disjoint(request.src, files, request.dst, targets)
             if options.lost_only and isinstance(conversion, Recovery):
                 lost = set(conversion.lost)
                 conversion.ranks = tuple(rank for rank in conversion.ranks if rank in lost)

@@ -12,7 +12,7 @@ from typing import Callable
 import pytest
 
 import reshard
-from reshard.errors import UsageError
+from reshard.errors import TargetError, UsageError
 from reshard.execute import writing
 from tests.running import LAUNCHER, fails
 from tests.running import reshard as run
@@ -116,6 +116,24 @@ def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Pa
     with pytest.raises(UsageError):
         reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
     assert tree_bytes(world.src) == before
+    for strategy in (world.old, world.new):
+        said = strategy.read_bytes()
+        with pytest.raises(UsageError):
+            reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old), str(world.new))
+        with pytest.raises(UsageError, match="lies in it"):
+            reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old.parent), str(world.new))
+        assert strategy.read_bytes() == said
     beside = world.src / "rank_2" / "made.ckpt"
     reshard.transform_checkpoint_by_rank(0, files, str(beside), str(world.old), str(world.new))
     assert beside.exists()
+
+
+def test_one_rank_is_not_written_in_the_place_of_what_is_no_file(world: World) -> None:
+    """A rename would replace a device such as /dev/null."""
+    world.save(FULL)
+    files = {rank: str(world.src / f"rank_{rank}" / "net-1_10.ckpt") for rank in range(4)}
+    target = world.root / "made.ckpt"
+    os.mkfifo(target)
+    with pytest.raises(TargetError):
+        reshard.transform_checkpoint_by_rank(0, files, str(target), str(world.old), str(world.new))
+    assert target.is_fifo()

@@ -136,16 +136,14 @@ def check_disjoint(
     sources: Iterable[str],
     dst: str,
     targets: Iterable[str] = (),
-    exact_file: bool = False,
 ) -> None:
     """Refuse a source and a target of which one contains the other, by whatever names, links or mounts.
 
     Args:
         src: SRC as typed.
         sources: the source files.
-        dst: target directory, or target file.
+        dst: target directory.
         targets: the target files.
-        exact_file: the target is one file, and may lie beside source files.
 
     Raises:
         UsageError: they overlap.
@@ -167,7 +165,7 @@ def check_disjoint(
             raise UsageError(f"source file {path} lies in DST {dst}", file=path, hint="choose another DST")
         if rank_directories and _contains(os.path.dirname(real), target):
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
-        for name in (real,) if exact_file else (real, os.path.dirname(real)):
+        for name in (real, os.path.dirname(real)):
             place = places.of(name)
             if place is not None:
                 held.setdefault(place, path)
@@ -178,6 +176,29 @@ def check_disjoint(
             raise UsageError(
                 f"{path} is, by another name, where source file {source} lies", file=path, hint="choose another DST"
             )
+
+
+def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) -> None:
+    """Refuse to replace what a target is made from by the target, or what is no file.
+
+    Args:
+        target: a file that is to be written, wherever it lies; beside source files, too.
+        sources: the source files.
+        strategies: files or directories.
+
+    Raises:
+        UsageError: the target is one of them, by whatever name, or a file of a strategy directory.
+        TargetError: something that is no file stands there.
+        RetryableError: one of them cannot be looked at.
+    """
+    places = _Places()
+    place, around = places.of(target), places.of(os.path.dirname(target))
+    if place is not None:
+        inputs = [*((path, "source file") for path in sources), *((path, "strategy") for path in strategies)]
+        for path, what in inputs:
+            if places.of(path) in (place, around):
+                raise UsageError(f"{target} is {what} {path}, or lies in it", file=target, hint="choose another name")
+    Destination(os.path.dirname(target)).check([os.path.basename(target)])
 
 
 _Place = Optional[tuple[int, int]]
