@@ -417,23 +417,39 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: field(1, 1) + field(2, field(1, "n") + field(2, field(1, 0) + field(2, field(1, 300) * 2**20))) * 8,
         "more numbers",
     ),
-    "millions of lists in JSON": ("s.json", lambda: json_strategy(b"[" + b"[]," * 2**23 + b"0]"), "more values"),
-    "millions of numbers in JSON": ("s.json", lambda: json_strategy(b"[" + b"257," * 2**23 + b"0]"), "more values"),
+    "millions of lists in JSON": ("s.json", lambda: json_strategy(b"[" + b"[]," * 2**23 + b"0]"), "a value is longer"),
+    "millions of numbers in JSON": (
+        "s.json",
+        lambda: json_strategy(b"[" + b"257," * 2**23 + b"0]"),
+        "a value is longer",
+    ),
     "millions of groups": ("g.pb", lambda: field(1, b"") * 2**22, ""),
     "millions of ranks": ("g.pb", lambda: field(2, numbers([300]) * 2**23), ""),
     "millions of fields": ("c.ckpt", lambda: field(4, 0) * 2**24, "fields"),
-    "millions of records": ("c.ckpt", lambda: record("w", "Int8", [2**22], b"x") * 2**20, "fields"),
+    "millions of records": ("c.ckpt", lambda: record("w", "Int8", [2**22], b"x") * 2**20, "tensors"),
     "dimensions of a million numbers": ("c.ckpt", lambda: record("w", "Int8", [1] * 10**6, b"x"), "dimensions"),
     "millions of lists in a header": (
         "c.safetensors",
         lambda: safetensors_header(b'{"w":[' + b"[]," * 2**23 + b"0]}"),
-        "values",
+        "a value is longer",
     ),
-    "a header of 90 MB": ("c.safetensors", lambda: safetensors_header(b"{}" + b" " * 90_000_000), "claims"),
+    "more tensors than can be read": (
+        "c.ckpt",
+        lambda: b"".join(record(f"layer.{number}.weight", "Int8", [1], b"x") for number in range(530_000)),
+        "holds more than 524,288 tensors",
+    ),
+    "more tensors than can be read of a header": (
+        "c.safetensors",
+        lambda: safetensors_header(
+            b"{%s}" % b",".join(b'"w%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}' % n for n in range(530_000))
+        ),
+        "holds more than 524,288 tensors",
+    ),
+    "a header of 101 MB": ("c.safetensors", lambda: safetensors_header(b"{}" + b" " * 101_000_000), "claims"),
     "a shape of a million numbers": (
         "c.safetensors",
         lambda: safetensors_header(b'{"w":{"dtype":"U8","data_offsets":[0,0],"shape":[' + b"0," * 10**6 + b"0]}}"),
-        "shape",
+        "a value is longer",
     ),
 }
 

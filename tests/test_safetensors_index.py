@@ -180,7 +180,7 @@ def test_malformed_files_are_damage_and_the_library_agrees(case: str, tmp_path: 
 
 def test_a_key_that_occurs_twice_is_damage(tmp_path: Path) -> None:
     one = json.dumps(A)
-    with pytest.raises(DamagedCheckpointError, match="'a' occurs twice"):
+    with pytest.raises(DamagedCheckpointError, match="lists 'a' twice"):
         index_bytes(header_bytes(f'{{"a":{one},"a":{one}}}') + b"abc", tmp_path)
 
 

@@ -8,9 +8,13 @@ share one description, so that a thousand ranks take the memory of a few.
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import os
 import threading
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
@@ -27,11 +31,30 @@ _MOST_AT_ONCE = 1 << 20
 
 
 class _Read(NamedTuple):
-    """Bytes to read at once, and what must stand where in them."""
+    """Bytes to read at once, and what must stand where in them.
+
+    Attributes:
+        offset: where to read.
+        length: how much.
+        starts: where the parts that are compared begin in it; as columns, since every tensor has one.
+        sizes: how many bytes each of them has.
+        digest: of all parts.
+    """
 
     offset: int
     length: int
-    parts: list[tuple[int, bytes]]
+    starts: array[int]
+    sizes: array[int]
+    digest: bytes
+
+    def matches(self, data: bytes) -> bool:
+        """Whether what was read has all parts in their places."""
+        return _digest(data, self.starts, self.sizes) == self.digest
+
+
+def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
+    parts = b"".join(data[start : start + size] for start, size in zip(starts, sizes))
+    return hashlib.blake2b(parts, digest_size=32).digest()
 
 
 class _Structure:
@@ -56,9 +79,9 @@ class _Structure:
                     status = os.fstat(fd)
                     if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
-                    for offset, length, gaps in _gaps(self.example):
+                    for offset, length, starts, sizes in _gaps(self.example):
                         data = read_range(fd, self.example.path, offset, length)
-                        reads.append(_Read(offset, length, [(at, data[at : at + size]) for at, size in gaps]))
+                        reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))
                 self._reads = reads
             return self._reads
 
@@ -116,26 +139,31 @@ class KnownStructures:
 
 
 def _matches(fd: int, path: str, read: _Read) -> bool:
-    data = read_range(fd, path, read.offset, read.length)
-    return all(data[at : at + len(part)] == part for at, part in read.parts)
+    return read.matches(read_range(fd, path, read.offset, read.length))
 
 
-def _gaps(index: CheckpointIndex) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """What is not tensor content: (offset, length, [(start, size) within]) per read."""
+def _gaps(index: CheckpointIndex) -> Iterator[tuple[int, int, array[int], array[int]]]:
+    """What is not tensor content: offset and length of each read, starts and sizes of the parts within it."""
+    first = last = 0
+    starts, sizes = array("Q"), array("Q")
+    for start, stop in _between(index):
+        if starts and not (start - last <= _NEAR and stop - first <= _MOST_AT_ONCE):
+            yield first, last - first, starts, sizes
+            starts, sizes = array("Q"), array("Q")
+        if not starts:
+            first = start
+        starts.append(start - first)
+        sizes.append(stop - start)
+        last = stop
+    if starts:
+        yield first, last - first, starts, sizes
+
+
+def _between(index: CheckpointIndex) -> Iterator[tuple[int, int]]:
+    """From where to where there is no tensor content, in pieces that can be read at once."""
     end = index.size - (TRAILER_SIZE if index.crc is not None and index.format == "ckpt" else 0)
-    extents = sorted(extent for tensor in index.tensors.values() for extent in tensor.extents if extent[1])
-    reads: list[tuple[int, int, list[tuple[int, int]]]] = []
     position = 0
-    for offset, size in [*extents, (end, 0)]:
-        if offset > position:
-            gap = offset - position
-            if reads:
-                start, length, parts = reads[-1]
-                if position - (start + length) <= _NEAR and offset - start <= _MOST_AT_ONCE:
-                    parts.append((position - start, gap))
-                    reads[-1] = (start, offset - start, parts)
-                    position = offset + size
-                    continue
-            reads.append((position, gap, [(0, gap)]))
-        position = max(position, offset + size)
-    return reads
+    for offset, size in itertools.chain(index.extents(), [(end, 0)]):
+        for start in range(position, offset, _MOST_AT_ONCE):
+            yield start, min(start + _MOST_AT_ONCE, offset)
+        position = offset + size

@@ -17,10 +17,12 @@ file costs bounded time and memory.
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor, content_size, logical_shape
+from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
+from reshard.checkpoints.tensors import CheckpointIndex, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from reshard.storage import read_range
 from reshard.wording import quoted
@@ -47,10 +49,10 @@ _LEAST_WINDOW = 1 << 10
 _MOST_WINDOW = 1 << 18
 _NEAR = 1 << 15
 
-# Far beyond any real file (a quarter of a million tensors, names of a hundred bytes), and still a
-# bound: some seconds, some hundred MB.
-_MOST_FIELDS = 1 << 21
-_MOST_NAME_BYTES = 1 << 25
+# Bounds of time: a tensor has six fields and one for each dimension, and hardly any that are not known.
+_MOST_FIELDS = 16 * MOST_TENSORS
+_MOST_UNKNOWN = 1 << 20
+_MOST_NAME_BYTES = 1 << 26
 _LONGEST_NAME = 1 << 14
 _MOST_DIMS = 64
 _LONGEST_VARINT = 10
@@ -191,11 +193,15 @@ class _Parameters:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors = TensorTable()
         self._pieces: list[_Record] = []
+        self._records = 0
 
     def add(self, record: _Record) -> None:
         """Take the next record of the file."""
+        self._records += 1
+        if self._records > MOST_TENSORS:
+            raise too_many(self._path, "tensors or parts of tensors", MOST_TENSORS)
         pieces = self._pieces
         if pieces and pieces[0].name == record.name:
             if pieces[0].dtype != record.dtype or pieces[0].dims != record.dims:
@@ -207,7 +213,7 @@ class _Parameters:
                 raise self._damaged(record, "occurs twice")
         pieces.append(record)
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish(self) -> TensorTable:
         """Everything that was added, by name and in file order."""
         self._join()
         return self._tensors
@@ -222,7 +228,7 @@ class _Parameters:
         nbytes = sum(length for _, length in extents)
         self._check_size(first, nbytes)
         shape = logical_shape(first.dtype, first.dims, nbytes)
-        self._tensors[first.name] = Tensor(first.name, first.dtype, shape, first.dims, extents, nbytes)
+        self._tensors.add(first.name, first.dtype, shape, first.dims, extents)
 
     def _check_size(self, first: _Record, nbytes: int) -> None:
         if first.dtype == MAP_TENSOR:
@@ -272,6 +278,7 @@ class _Walk:
         self._start = 0
         self._length = _LEAST_WINDOW
         self._fields = 0
+        self._unknown = 0
         self._name_bytes = 0
 
     def peek(self, count: int) -> bytes:
@@ -315,7 +322,7 @@ class _Walk:
         """The key of the next field: number and wire type."""
         self._fields += 1
         if self._fields > _MOST_FIELDS:
-            raise self.damaged(f"more than {_MOST_FIELDS} fields")
+            raise too_many(self.path, "fields", _MOST_FIELDS)
         start = self.position
         key = self.varint()
         if key < 8:
@@ -346,16 +353,22 @@ class _Walk:
         start = self.position
         length = self.enter(end) - self.position
         self._name_bytes += length
-        if length > _LONGEST_NAME or self._name_bytes > _MOST_NAME_BYTES:
-            raise self.damaged("names are too long", start)
+        if length > _LONGEST_NAME:
+            raise self.damaged("a name is too long", start)
+        if self._name_bytes > _MOST_NAME_BYTES:
+            raise too_many(self.path, "bytes of names", _MOST_NAME_BYTES)
         try:
-            return self.take(length).decode()
+            # Strategies and other files have the same names.
+            return sys.intern(self.take(length).decode())
         except UnicodeDecodeError as error:
             raise self.damaged("a name is not UTF-8", start) from error
 
     def skip(self, key: int, end: int) -> None:
         """Step over the value of a field that means nothing to us."""
         start = self.position
+        self._unknown += 1
+        if self._unknown > _MOST_UNKNOWN:
+            raise self.damaged(f"more than {_MOST_UNKNOWN} fields of no meaning")
         wire_type = key & 7
         if wire_type == _VARINT:
             self.varint()

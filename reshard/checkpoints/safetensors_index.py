@@ -10,23 +10,27 @@ The library itself is not used here because it gives no offsets in the file.
 
 from __future__ import annotations
 
-import json
-from typing import Any, NoReturn, Optional
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Any, Optional
 
 from reshard.checkpoints.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
+from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import read_range
+from reshard.storage.json_text import JsonError, JsonStream
 from reshard.wording import quoted
 
 METADATA = "__metadata__"
 LENGTH_SIZE = 8
-LONGEST_HEADER = 1 << 25
-"""Most bytes of a header. The library allows three times as much, but Python's objects take ten
-times the bytes, and a quarter of a million tensors fit in this."""
+LONGEST_HEADER = 100_000_000
+"""Most bytes of a header, as the library has it."""
 
-# A tensor has about eight; each may take a hundred bytes when parsed.
-_MOST_VALUES = 1 << 21
+_WINDOW = 1 << 18
+# Characters that what is said of a tensor may have, its name included.
+_LONGEST_ENTRY = 1 << 17
 _LONGEST_NAME = 1 << 14
 _MOST_DIMS = 64
 _SHOWN = 100
@@ -51,95 +55,136 @@ def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
         CheckpointError: a tensor has a type that cannot be cut at bytes.
         OSError: reading failed.
     """
-    header, data_start = _read_header(fd, path, size)
-    metadata = _metadata(header.pop(METADATA, None), path)
-    entries = [_entry(name, info, path) for name, info in header.items()]
-    # Tensors of size zero share their offset with the next one: the sort has to put them first.
-    entries.sort(key=lambda entry: (entry[3], entry[4]))
-    tensors: dict[str, Tensor] = {}
-    position = 0
-    for name, dtype, shape, start, stop in entries:
-        if start != position:
-            fault = "overlaps the tensor before it" if start < position else "leaves a hole before it"
-            raise _damaged(path, f"{quoted(name)} begins at byte {start} of the data and {fault}", name)
-        position = stop
-        if metadata.get(name) == INT4:
-            if dtype != "Int8":
-                raise _damaged(
-                    path, f"{quoted(name)} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name
-                )
-            dtype = INT4
-        extents = ((data_start + start, stop - start),) if stop > start else ()
-        tensors[name] = Tensor(name, dtype, shape, shape, extents, stop - start)
-    if data_start + position != size:
-        raise _damaged(path, f"its tensors end at byte {data_start + position}, but the file has {size} bytes")
-    return CheckpointIndex(path, "safetensors", size, tensors, _crc(metadata, path), metadata)
+    header = _Header(fd, path, size)
+    return CheckpointIndex(path, "safetensors", size, header.table(), _crc(header.metadata, path), header.metadata)
 
 
-def _read_header(fd: int, path: str, size: int) -> tuple[dict[str, Any], int]:
-    if size < LENGTH_SIZE:
-        raise _damaged(path, f"it has {size} bytes, less than the length of a header")
-    length = int.from_bytes(read_range(fd, path, 0, LENGTH_SIZE), "little")
-    if length > LONGEST_HEADER:
-        raise _damaged(path, f"its header claims {length} bytes, more than the {LONGEST_HEADER} allowed")
-    if LENGTH_SIZE + length > size:
-        raise _damaged(path, f"its header claims {length} bytes, but the file has {size}: it is truncated")
-    text = read_range(fd, path, LENGTH_SIZE, length)
-    if text[:1] != b"{":
-        raise _damaged(path, "its header does not begin with '{'")
-    if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:
-        raise _damaged(path, f"its header holds more than {_MOST_VALUES} values")
+class _Header:
+    """A header while it is walked: of one tensor at a time there is more than some numbers in memory.
 
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON")
+    Attributes:
+        metadata: what it says besides.
+    """
 
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is not valid JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is no JSON object")
-    return header, LENGTH_SIZE + length
+    def __init__(self, fd: int, path: str, size: int) -> None:
+        self._path = path
+        self._size = size
+        self.metadata: dict[str, str] = {}
+        # By the order in the header.
+        self._places: dict[str, int] = {}
+        self._kinds: list[tuple[str, tuple[int, ...]]] = []
+        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._kind_of = array("I")
+        self._starts = array("Q")
+        self._stops = array("Q")
+        length = self._length(fd)
+        self._data_start = LENGTH_SIZE + length
+        position = LENGTH_SIZE
+
+        def read() -> bytes:
+            nonlocal position
+            count = min(_WINDOW, self._data_start - position)
+            data = read_range(fd, path, position, count) if count else b""
+            position += len(data)
+            return data
+
+        stream = JsonStream(read, _LONGEST_ENTRY)
+        try:
+            if stream.peek() != "{":
+                raise self._damaged("its header does not begin with '{'")
+            self._walk(stream)
+        except JsonError as error:
+            raise self._damaged(f"its header: {error}") from error
+
+    def _length(self, fd: int) -> int:
+        if self._size < LENGTH_SIZE:
+            raise self._damaged(f"it has {self._size} bytes, less than the length of a header")
+        length = int.from_bytes(read_range(fd, self._path, 0, LENGTH_SIZE), "little")
+        if length > LONGEST_HEADER:
+            raise self._damaged(f"its header claims {length} bytes, more than the {LONGEST_HEADER} allowed")
+        if LENGTH_SIZE + length > self._size:
+            raise self._damaged(f"its header claims {length} bytes, but the file has {self._size}: it is truncated")
+        return length
+
+    def _walk(self, stream: JsonStream) -> None:
+        described = False
+        for key in stream.members(self._places):
+            if key == METADATA:
+                if described:
+                    raise self._damaged(f"its header lists {METADATA} twice")
+                described = True
+                self._read_metadata(stream)
+                continue
+            # Strategies and other files have the same names.
+            self._add(sys.intern(key), stream.value())
+        stream.end()
+
+    def _read_metadata(self, stream: JsonStream) -> None:
+        if stream.peek() != "{":
+            if stream.value() is not None:
+                raise self._damaged(f"{METADATA} is not a map of texts")
+            return
+        for key in stream.members(self.metadata):
+            value = stream.value(LONGEST_HEADER)
+            if not isinstance(value, str):
+                raise self._damaged(f"{METADATA} is not a map of texts")
+            if len(self.metadata) >= MOST_TENSORS:
+                raise too_many(self._path, "entries of metadata", MOST_TENSORS)
+            self.metadata[key] = value
+
+    def _add(self, name: str, info: Any) -> None:
+        """Take what the header says of a tensor, checked by itself."""
+        stored, shape, start, stop = _entry(name, info, self._path)
+        place = len(self._places)
+        if place >= MOST_TENSORS:
+            raise too_many(self._path, "tensors", MOST_TENSORS)
+        self._places[name] = place
+        kind = (stored, shape)
+        number = self._numbers.setdefault(kind, len(self._kinds))
+        if number == len(self._kinds):
+            self._kinds.append(kind)
+        self._kind_of.append(number)
+        self._starts.append(start)
+        self._stops.append(stop)
+
+    def table(self) -> TensorTable:
+        """The tensors in the order of their bytes, which they must cover without holes."""
+        made = TensorTable()
+        position = 0
+        for name, place in self._in_order():
+            start, stop = self._starts[place], self._stops[place]
+            if start != position:
+                fault = "overlaps the tensor before it" if start < position else "leaves a hole before it"
+                raise self._damaged(f"{quoted(name)} begins at byte {start} of the data and {fault}", name)
+            position = stop
+            dtype, shape = self._kinds[self._kind_of[place]]
+            if self.metadata.get(name) == INT4:
+                if dtype != "Int8":
+                    raise self._damaged(
+                        f"{quoted(name)} is marked as Int4 but not stored as {SAFETENSORS_NAMES[INT4]}", name
+                    )
+                dtype = INT4
+            extents = ((self._data_start + start, stop - start),) if stop > start else ()
+            made.add(name, dtype, shape, shape, extents)
+        if self._data_start + position != self._size:
+            end = self._data_start + position
+            raise self._damaged(f"its tensors end at byte {end}, but the file has {self._size} bytes")
+        return made
+
+    def _in_order(self) -> Iterable[tuple[str, int]]:
+        starts, stops = self._starts, self._stops
+        ends = zip(starts[1:], starts, stops[1:], stops)
+        if all((start, stop) >= (before, end) for start, before, stop, end in ends):
+            return self._places.items()
+        # Tensors of size zero share their offset with the next one: they have to come first.
+        return sorted(self._places.items(), key=lambda entry: (starts[entry[1]], stops[entry[1]]))
+
+    def _damaged(self, what: str, name: Optional[str] = None) -> DamagedCheckpointError:
+        return _damaged(self._path, what, name)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name[:_SHOWN]!r} occurs twice")
-        found[name] = value
-    return found
-
-
-def _integer(digits: str) -> int:
-    # Without a bound, a number of millions of digits takes minutes to convert.
-    if len(digits) > 20:
-        raise ValueError("a number is too large")
-    return int(digits)
-
-
-def _metadata(found: Any, path: str) -> dict[str, str]:
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise _damaged(path, f"{METADATA} is not a map of texts")
-    for key, value in found.items():
-        _check_text(key, path)
-        _check_text(value, path)
-    return found
-
-
-def _check_text(text: str, path: str) -> None:
-    """Refuse half of a surrogate pair, which JSON can name and no output can show."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _damaged(path, f"{text[:_SHOWN]!r} is no text") from error
-
-
-def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], int, int]:
-    """Name, dtype, shape and range in the data of one tensor, each checked by itself."""
-    _check_text(name, path)
+def _entry(name: str, info: Any, path: str) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and range in the data of one tensor, each checked by itself."""
     if len(name) > _LONGEST_NAME:
         raise _damaged(path, f"the name {name[:_SHOWN]!r}... is too long")
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
@@ -168,7 +213,7 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, str, tuple[int, ...], 
         raise _damaged(
             path, f"{quoted(name)} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name
         )
-    return name, dtype, tuple(shape), start, stop
+    return dtype, tuple(shape), start, stop
 
 
 def _are_numbers(found: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -56,7 +56,7 @@ class CheckpointIndex:
         path: the file.
         format: ``"ckpt"`` or ``"safetensors"``.
         size: bytes of the file when it was read.
-        tensors: every entry by name, in file order. May be empty: a de-duplicated save writes a file
+        tensors: every entry by name, in the order of their contents. May be empty: a de-duplicated save writes a file
             without entries for a rank that has nothing to save.
         crc: the CRC that the file records, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
@@ -65,9 +65,13 @@ class CheckpointIndex:
     path: str
     format: str
     size: int
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     crc: Optional[int] = None
     metadata: dict[str, str] = field(default_factory=dict)
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """The (offset, size) pairs of all contents, ascending."""
+        return (extent for tensor in self.tensors.values() for extent in tensor.extents if extent[1])
 
 
 def logical_shape(dtype: str, dims: Sequence[int], nbytes: int) -> tuple[int, ...]:

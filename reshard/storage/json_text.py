@@ -22,6 +22,14 @@ _MOST_VALUES = 1 << 22
 # As many as a 64-bit number can have, and a sign.
 _MOST_DIGITS = 20
 _MOST_ITEM = 1 << 20
+# A value that is no text and has no parts is shorter.
+_LONGEST_TOKEN = 32
+# So many characters behind a number tell that it has ended: ``1`` may become ``1e-5``.
+_NUMBER_GOES_ON = 3
+_SHOWN = 40
+_MOST_DEPTH = 100
+_NOTHING: frozenset[str] = frozenset()
+_WINDOW = 1 << 18
 
 
 class JsonError(ValueError):
@@ -107,22 +115,49 @@ class JsonStream:
             if self._ends("]"):
                 return
 
-    def value(self) -> Any:
-        """The value that comes next, whatever it is."""
+    def peek(self) -> str:
+        """The first character of what comes next; empty at the end."""
+        return self._next()
+
+    def value(self, most: Optional[int] = None) -> Any:
+        """The value that comes next, whatever it is.
+
+        Args:
+            most: characters that it may have, if more than others.
+        """
         self._next()
+        most = self._most_item if most is None else most
         while True:
             try:
                 value, end = _decoded(self._text, self._position)
-                # A number may go on in what was not read yet.
-                if end < len(self._text) or self._ended:
+                if self._ended or len(self._text) - end >= _NUMBER_GOES_ON:
                     self._position = end
                     return value
             except _UnendedError as error:
                 if self._ended:
                     raise JsonError(str(error)) from None
-                if len(self._text) - self._position > self._most_item:
-                    raise JsonError(f"it is not valid JSON, or holds a value of over {self._most_item} bytes") from None
+            if len(self._text) - self._position > most:
+                begins = quoted(self._text[self._position : self._position + _SHOWN])
+                raise JsonError(f"a value is longer than {most} characters, or has no end: {begins}")
+            # Twice as much each time, so that a long value is not looked through too often.
+            wanted = 2 * (len(self._text) - self._position)
             self._more()
+            while len(self._text) < wanted and not self._ended:
+                self._more()
+
+    def skip(self, depth: int = 0) -> None:
+        """Step over the value that comes next; it is not kept, whatever its size."""
+        if depth > _MOST_DEPTH:
+            raise JsonError("its JSON is nested too deeply")
+        begins = self._next()
+        if begins == "{":
+            for _ in self.members(_NOTHING):
+                self.skip(depth + 1)
+        elif begins == "[":
+            for _ in self.elements():
+                self.skip(depth + 1)
+        else:
+            self.value()
 
     def end(self) -> None:
         """Check that nothing follows."""
@@ -163,6 +198,18 @@ class JsonStream:
         self._position = 0
 
 
+def windows_of(data: bytes) -> Callable[[], bytes]:
+    """What reads bytes that are in memory for a `JsonStream`; a mark of UTF-8 at their begin is left out."""
+    position = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+
+    def read() -> bytes:
+        nonlocal position
+        start, position = position, position + _WINDOW
+        return data[start:position]
+
+    return read
+
+
 class _UnendedError(ValueError):
     """Text that is no JSON, and might become it with what follows."""
 
@@ -180,8 +227,11 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
         raise JsonError("its JSON is nested too deeply") from None
     except JsonError:
         raise
-    except ValueError as error:
-        raise _UnendedError(f"it is not valid JSON ({error})") from None
+    except json.JSONDecodeError as error:
+        # What is wrong in the middle stays wrong; a text that has no end may get one.
+        unended = error.msg.startswith("Unterminated") or error.pos > len(text) - _LONGEST_TOKEN
+        kind = _UnendedError if unended else JsonError
+        raise kind(f"it is not valid JSON ({error})") from None
 
 
 def _after_space(text: str, position: int) -> int:

@@ -7,16 +7,18 @@ than strategy items and parameter layouts are of no concern here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable
 from typing import Any, Optional
 
 from reshard.errors import StrategyError
-from reshard.storage.json_text import Fields, JsonError, integers, parse_json
+from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, windows_of
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.wording import quoted
 
 _AGAIN = "copy it again from where it was written, or have MindSpore write it again"
-_SECTIONS = ("parallel_layout_item", "parallel_strategy_item")
+# A table that is split by hand has a number for each of its slices, of which there may be a hundred thousand.
+_LONGEST_ITEM = 1 << 22
 _INT32 = 2**31
 _UINT32 = 2**32
 _INT64 = 2**63
@@ -29,32 +31,63 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
         StrategyError: the file is no valid JSON, or what it says is damaged.
     """
     try:
-        content = parse_json(data)
-        if not isinstance(content, dict) or not any(section in content for section in _SECTIONS):
-            return None
-        return _file(Fields(content, "the file"), path)
+        return _Reading(data).file(path)
     except JsonError as error:
         raise StrategyError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-def _file(content: Fields, path: str) -> StrategyFile:
-    items = []
-    for node, item in _section(content, "parallel_strategy_item"):
+class _Reading:
+    """A file while it is walked: of one item at a time there is more than its layout in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._stream = JsonStream(windows_of(data), _LONGEST_ITEM)
+        self._items: list[StrategyItem] = []
+        self._layouts: dict[str, RecordedLayout] = {}
+        self._known: dict[RecordedLayout, RecordedLayout] = {}
+
+    def file(self, path: str) -> Optional[StrategyFile]:
+        """The strategy; None where the file is of another kind."""
+        stream = self._stream
+        if stream.peek() != "{":
+            stream.skip()
+            stream.end()
+            return None
+        sections = {"parallel_strategy_item": self._item, "parallel_layout_item": self._layout}
+        found = False
+        current = 1
+        for key in stream.members():
+            if key in sections:
+                found = True
+                self._section(key, sections[key])
+            elif key == "current_stage":
+                current = Fields({key: stream.value()}, "the file").integer(key, 0, _UINT32)
+            else:
+                stream.skip()
+        stream.end()
+        return StrategyFile(path, "json", tuple(self._items), self._layouts, current) if found else None
+
+    def _section(self, key: str, take: Callable[[str, Fields], None]) -> None:
+        if self._stream.peek() != "{":
+            raise JsonError(f"{key} is not an object")
+        for name in self._stream.members():
+            if not name:
+                raise JsonError(f"{key} holds an empty name")
+            take(name, Fields(self._stream.value(), f"{key}, {quoted(name)}"))
+
+    def _item(self, node: str, item: Fields) -> None:
         strategies = item.entries("parallel_strategy")
-        items.append(
+        self._items.append(
             StrategyItem(
                 node,
                 item.integer("stage", 0, _UINT32),
                 tuple(integers(entry, f"{quoted(node)}: parallel_strategy", 0, _UINT32) for entry in strategies),
             )
         )
-    layouts = {name: _recorded(name, item) for name, item in _section(content, "parallel_layout_item")}
-    current = content.integer("current_stage", 0, _UINT32) if "current_stage" in content else 1
-    return StrategyFile(path, "json", tuple(items), layouts, current)
 
-
-def _section(content: Fields, key: str) -> Iterable[tuple[str, Fields]]:
-    return content.members(key) if key in content else ()
+    def _layout(self, name: str, item: Fields) -> None:
+        recorded = _recorded(name, item)
+        # Thousands of parameters share tens of layouts, and checkpoints have the same names.
+        self._layouts[sys.intern(name)] = self._known.setdefault(recorded, recorded)
 
 
 def serialize_strategy(file: StrategyFile) -> bytes:

@@ -7,6 +7,8 @@ are declared as bytes, which look the same on the wire, so that invalid UTF-8 is
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Optional, Union
 
@@ -45,7 +47,7 @@ _PACKAGE = "reshard.strategies"
 # Beyond any real file, and still a bound: some seconds, some hundred MB. An item has some hundred
 # bytes, a list of ranks some hundred KB.
 _LARGEST_FIELD = 1 << 22
-_MOST_FIELDS = 1 << 19
+_MOST_FIELDS = 1 << 20
 _MOST_NUMBERS = 1 << 22
 Ranks = tuple[int, ...]
 
@@ -56,34 +58,61 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
     Raises:
         StrategyError: the message is one, but what it says is damaged.
     """
-    outer = _outer_fields(data)
-    stages = [value for number, value in outer or () if number == 1 and isinstance(value, int)]
-    if outer is None or not stages:
+    if not _is_message(data):
+        return None
+    stages = [value for number, value in _fields(data) if number == 1 and isinstance(value, int)]
+    if not stages:
         return None
     items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
+    known: dict[bytes, RecordedLayout] = {}
     numbers = 0
-    for number, value in outer:
-        if number not in (2, 3) or isinstance(value, int):
-            continue
-        item = _parsed("ParallelStrategyItem" if number == 2 else "ParallelLayoutItem", value)
-        if item is None:
-            return None
-        if number == 2:
+    for number, value in _fields(data):
+        if number == 2 and not isinstance(value, int):
+            item = _parsed("ParallelStrategyItem", value)
+            if item is None:
+                return None
             strategys = item.parallel_strategys
             strategies = tuple(tuple(strategy.dim) for strategy in strategys.parallel_strategy)
             items.append(StrategyItem(_text(item.node_name, path), strategys.stage, strategies))
             numbers += sum(len(entry) + 1 for entry in strategies)
-        else:
-            name = _text(item.param_name, path)
+        elif number == 3 and not isinstance(value, int):
+            parts = _layout_item(value)
+            if parts is None:
+                return None
+            # Checkpoints and other strategies have the same names.
+            name = sys.intern(_text(parts[0], path))
             if name in layouts:
                 raise StrategyError(f"{path} lists parameter {quoted(name)} twice", file=path, parameter=name)
-            recorded = layouts[name] = _recorded(item.parallel_layouts, path, name)
-            numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
-            numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
+            recorded = known.get(parts[1])
+            if recorded is None:
+                # Thousands of parameters share tens of layouts.
+                message = _parsed("ParallelLayouts", parts[1])
+                if message is None:
+                    return None
+                recorded = known[parts[1]] = _recorded(message, path, name)
+                numbers += sum(len(entry) + 1 for entry in recorded.tensor_maps)
+                numbers += len(recorded.device_matrix) + len(recorded.split_sizes) + len(recorded.split_offsets)
+            layouts[name] = recorded
         if numbers > _MOST_NUMBERS:
             raise StrategyError(f"{path} holds more numbers than any strategy file ({_MOST_NUMBERS})", file=path)
     return StrategyFile(path, "protobuf", tuple(items), layouts, stages[-1] & 0xFFFFFFFF)
+
+
+def _layout_item(data: bytes) -> Optional[tuple[bytes, bytes]]:
+    """A ParallelLayoutItem's name, and the message of its layouts; None where the bytes are damaged or lack one."""
+    name: Optional[bytes] = None
+    layouts: Optional[bytes] = None
+    try:
+        for number, value in _fields(data):
+            if number == 1 and not isinstance(value, int):
+                name = value
+            elif number == 2 and not isinstance(value, int):
+                # Parts of one message, as the wire format has it.
+                layouts = value if layouts is None else layouts + value
+    except _NotAMessage:
+        return None
+    return None if name is None or layouts is None else (name, layouts)
 
 
 def serialize_strategy(file: StrategyFile) -> bytes:
@@ -125,9 +154,11 @@ def parse_group_map(data: bytes, path: str) -> Optional[tuple[Ranks, tuple[tuple
     Raises:
         StrategyError: a group's name is damaged.
     """
-    outer = _outer_fields(data)
-    lists = [value for number, value in outer or () if number == 2 and isinstance(value, bytes)]
-    if outer is None or not lists:
+    if not _is_message(data):
+        return None
+    outer = list(_fields(data))
+    lists = [value for number, value in outer if number == 2 and isinstance(value, bytes)]
+    if not lists:
         return None
     # Parts of one message, as the wire format has it.
     restore = _parsed("ParallelGroupRanks", b"".join(lists))
@@ -157,47 +188,71 @@ def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
     )
 
 
-def _outer_fields(data: bytes) -> Optional[list[tuple[int, Union[int, bytes]]]]:
-    """Number and value of every field of the outermost message; None where the bytes are damaged.
+class _NotAMessage(Exception):
+    """The bytes are no message."""
+
+
+def _is_message(data: bytes) -> bool:
+    """Whether the bytes are a message, of no more fields than any real one has."""
+    count = 0
+    try:
+        for _ in _fields(data):
+            count += 1
+            if count > _MOST_FIELDS:
+                return False
+    except _NotAMessage:
+        return False
+    return True
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Union[int, bytes]]]:
+    """Number and value of every field of the outermost message.
 
     The library may take fifty times the bytes of a message that holds millions of empty messages,
     so it gets them one by one.
+
+    Raises:
+        _NotAMessage: the bytes are damaged.
     """
-    fields: list[tuple[int, Union[int, bytes]]] = []
     position, end = 0, len(data)
 
     def varint() -> int:
         nonlocal position
-        value = 0
-        for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        if byte < 0x80:
+            return byte
+        value = byte & 0x7F
+        for shift in range(7, 70, 7):
             byte = data[position]
             position += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value
-        raise ValueError
+        raise _NotAMessage
 
     try:
         while position < end:
             key = varint()
-            wire_type = key & 7
+            number, wire_type = key >> 3, key & 7
+            if not 0 < number < 1 << 29:
+                raise _NotAMessage
             if wire_type == 0:
-                fields.append((key >> 3, varint()))
+                yield number, varint()
             elif wire_type == 2:
                 length = varint()
-                if length > _LARGEST_FIELD:
-                    return None
-                fields.append((key >> 3, data[position : position + length]))
-                position += length
+                start, position = position, position + length
+                if length > _LARGEST_FIELD or position > end:
+                    raise _NotAMessage
+                yield number, data[start:position]
             elif wire_type in (1, 5):
                 position += 8 if wire_type == 1 else 4
+                if position > end:
+                    raise _NotAMessage
             else:
-                return None
-            if position > end or len(fields) > _MOST_FIELDS or not 0 < key >> 3 < 1 << 29:
-                return None
-    except (IndexError, ValueError):
-        return None
-    return fields
+                raise _NotAMessage
+    except IndexError:
+        raise _NotAMessage from None
 
 
 def _text(name: bytes, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -86,12 +87,11 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
 
 def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     """A digest of all bytes that are not tensor contents, in file order; see `records.header_digest`."""
-    extents = sorted(extent for tensor in index.tensors.values() for extent in tensor.extents if extent[1])
     hashed = hashlib.sha256()
     position = 0
     try:
         with handles.borrow(index.path) as fd:
-            for offset, size in [*extents, (index.size, 0)]:
+            for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
                 hashed.update(read_range(fd, index.path, position, offset - position))
                 position = offset + size
     except OSError as error:
