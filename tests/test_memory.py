@@ -12,7 +12,15 @@ import pytest
 
 from benchmarks.measure import Run, reshard, run
 from benchmarks.synthetic import Model, Scheme, strategy_bytes, write_checkpoint, write_strategy, wrong_slices
-from reshard.checkpoints import Data, FileHandles, OutputTensor, lay_out_ckpt, read_index
+from reshard.checkpoints import (
+    Data,
+    FileHandles,
+    OutputLayout,
+    OutputTensor,
+    lay_out_ckpt,
+    lay_out_safetensors,
+    read_index,
+)
 from reshard.execute.reading import ExplicitReader, MappedReader
 from reshard.plan.pieces import StoredSlice
 
@@ -91,6 +99,38 @@ def convert(place: Path, model: Model, kind: str, io: str, limit: str, most: int
     assert found.anonymous < most
     assert wrong_slices(place / "dst", model, new) == 0
     return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+def test_memory_of_a_hundred_thousand_tensors_stays_under_the_limit(ending: str, place: Path) -> None:
+    names = [f"model.layers.{number // 20}.block.{number % 20}.dense.weight_{number}" for number in range(100_000)]
+    outputs = [OutputTensor(name, "Float32", (1, 4), 16) for name in names]
+    layout = lay_out_ckpt(outputs) if ending == "ckpt" else lay_out_safetensors(outputs)
+    values = np.arange(2 * 4 * len(names), dtype=np.float32).reshape(2, -1, 4)
+    for rank, content in enumerate(values):
+        write_file(place / "src" / f"rank_{rank}" / f"net-1_10.{ending}", layout, content)
+    (place / "old.ckpt").write_bytes(strategy_bytes(names, Scheme(model=2), 0))
+    (place / "new.ckpt").write_bytes(strategy_bytes(names, Scheme(), 0))
+    options = ["--src-strategy", place / "old.ckpt", "--dst-strategy", place / "new.ckpt"]
+    found = peaks(["transform-dir", place / "src", place / "dst", *options])
+    path = str(place / "dst" / "rank_0" / f"checkpoint_0.{ending}")
+    with FileHandles() as handles:
+        stored = read_index(handles, path).tensors
+    assert sorted(stored) == sorted(names)
+    data = np.fromfile(path, dtype=np.uint8)
+    for name, halves in zip(names, values.swapaxes(0, 1)):
+        ((offset, size),) = stored[name].extents
+        assert data[offset : offset + size].tobytes() == halves.tobytes()
+    assert found.anonymous < 64 * MIB + 100 * MIB
+
+
+def write_file(path: Path, layout: OutputLayout, content: np.ndarray) -> None:
+    """Write a file of tensors of equal size, a row of ``content`` each."""
+    path.parent.mkdir(parents=True)
+    with open(path, "wb") as file:
+        for segment in layout.segments():
+            file.write(content[segment.tensor].tobytes() if isinstance(segment, Data) else segment.data)
 
 
 @pytest.mark.long

@@ -435,7 +435,7 @@ def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_la
 def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(tmp_path: Path) -> None:
     """A file that is given up by one thread while another one is writing to it."""
     layout = lay_out_copy(4)
-    writer = TargetWriter(TargetFile(0, str(tmp_path / "rank_0" / "a"), layout, ()), lambda *_: None)
+    writer = TargetWriter(TargetFile(0, str(tmp_path / "rank_0" / "a"), layout, (), frozenset()), lambda *_: None)
     fd = writer._enter()
     writer.fail(RetryableError("given up"))
     other = os.open(tmp_path, os.O_RDONLY)

@@ -22,6 +22,7 @@ from reshard.checkpoints.output import (
     lay_out_safetensors,
 )
 from reshard.checkpoints.steps import Step
+from reshard.checkpoints.table import tensors_named
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.storage import cut_short
@@ -52,4 +53,5 @@ __all__ = [
     "lay_out_safetensors",
     "read_index",
     "reading_error",
+    "tensors_named",
 ]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES, TEXT, can_hold
@@ -47,7 +47,7 @@ class Literal(NamedTuple):
     """Bytes of the file that are known already: ``data`` at ``offset``."""
 
     offset: int
-    data: bytes
+    data: memoryview
 
 
 class Data(NamedTuple):
@@ -62,32 +62,51 @@ class Data(NamedTuple):
     stop: int
 
 
-class _Run(NamedTuple):
-    """``repeats`` times: ``literal``, then the next ``piece`` bytes of ``tensor`` from ``start`` on."""
-
-    literal: bytes
-    tensor: int = 0
-    start: int = 0
-    piece: int = 0
-    repeats: int = 1
-
-
-@dataclass(frozen=True)
 class OutputLayout:
-    """A file to be written.
+    """A file to be written, in columns: files may hold hundreds of thousands of tensors.
+
+    It is a sequence of *runs*: some literal bytes and then a piece of a tensor, perhaps several times, each
+    time with the next piece.
+
+    Args:
+        begin: the first bytes of the file, which are taken over: there may be many MB of them.
 
     Attributes:
         size: bytes of the file.
-        runs: the file in short form; use `segments`.
     """
 
-    size: int
-    runs: tuple[_Run, ...]
+    def __init__(self, begin: Optional[bytearray] = None) -> None:
+        self.size = 0
+        self._literals = bytearray() if begin is None else begin
+        # Per run: where its literal ends, the tensor, its first byte and the bytes of a piece, and how often.
+        self._ends = array("Q")
+        self._tensors = array("I")
+        self._starts = array("Q")
+        self._pieces = array("Q")
+        self._repeats = array("I")
+        if begin is not None:
+            self.add(b"")
+
+    def add(self, literal: bytes, tensor: int = 0, start: int = 0, piece: int = 0, repeats: int = 1) -> None:
+        """Add a run: ``repeats`` times ``literal``, then the next ``piece`` bytes of ``tensor`` from ``start`` on."""
+        begun = self._ends[-1] if self._ends else 0
+        self._literals += literal
+        self._ends.append(len(self._literals))
+        self._tensors.append(tensor)
+        self._starts.append(start)
+        self._pieces.append(piece)
+        self._repeats.append(repeats)
+        self.size += repeats * (len(self._literals) - begun + piece)
 
     def segments(self) -> Iterator[Union[Literal, Data]]:
         """The file from its first byte to its last, without gaps; empty segments are left out."""
-        offset = 0
-        for literal, tensor, start, piece, repeats in self.runs:
+        # Looked at in place: a header may have many MB, and many files of a group the same.
+        literals = memoryview(self._literals).toreadonly()
+        offset = begin = 0
+        for end, tensor, start, piece, repeats in zip(
+            self._ends, self._tensors, self._starts, self._pieces, self._repeats
+        ):
+            literal, begin = literals[begin:end], end
             for _ in range(repeats):
                 if literal:
                     yield Literal(offset, literal)
@@ -97,8 +116,21 @@ class OutputLayout:
                     offset += piece
                     start += piece
 
+    @property
+    def ends_in_literal(self) -> bool:
+        """Whether the last bytes of the file are no tensor's."""
+        return bool(self._pieces) and not self._pieces[-1]
 
-def lay_out_ckpt(tensors: Sequence[OutputTensor], record_limit: int = RECORD_LIMIT) -> OutputLayout:
+    def order(self) -> Iterator[int]:
+        """The tensors that have data, in the order of the file, each once."""
+        last = -1
+        for tensor, piece in zip(self._tensors, self._pieces):
+            if piece and tensor != last:
+                yield tensor
+                last = tensor
+
+
+def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIMIT) -> OutputLayout:
     """Lay out a `.ckpt` file, byte for byte as MindSpore writes one, without a CRC.
 
     Args:
@@ -109,17 +141,16 @@ def lay_out_ckpt(tensors: Sequence[OutputTensor], record_limit: int = RECORD_LIM
     Raises:
         CheckpointError: a tensor's type does not exist in `.ckpt` files.
     """
-    _check(tensors, "ckpt")
-    runs = []
-    for index, tensor in enumerate(tensors):
+    layout = OutputLayout()
+    for index, tensor in enumerate(_checked(tensors, "ckpt")):
         limit = tensor.nbytes if tensor.dtype == TEXT else _whole_elements(tensor, record_limit)
         full = tensor.nbytes // limit if limit else 0
         rest = tensor.nbytes - full * limit
         if full:
-            runs.append(_Run(_record_header(tensor, limit), index, 0, limit, full))
+            layout.add(_record_header(tensor, limit), index, 0, limit, full)
         if rest or not full:
-            runs.append(_Run(_record_header(tensor, rest), index, full * limit, rest))
-    return _output(runs)
+            layout.add(_record_header(tensor, rest), index, full * limit, rest)
+    return layout
 
 
 def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None) -> OutputLayout:
@@ -136,9 +167,8 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
     Raises:
         CheckpointError: safetensors has no such type, or a name that collides with the metadata.
     """
-    _check(tensors, "safetensors")
     known = {"format": "ms", "remove_redundancy": "False", **(metadata or {})}
-    for tensor in tensors:
+    for tensor in _checked(tensors, "safetensors"):
         if tensor.name in known or tensor.name == METADATA:
             raise CheckpointError(
                 f"{quoted(tensor.name)}: in safetensors a parameter of this name collides with the metadata",
@@ -147,31 +177,45 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
             )
     marks = {tensor.name: INT4 for tensor in tensors if tensor.dtype == INT4}
     order = _aligned_order(tensors)
-    header: dict[str, object] = {METADATA: {**known, **marks}}
+    # Piece by piece: as objects the header takes ten times its bytes.
+    header = bytearray(bytes(LENGTH_SIZE) + b"{" + _json(METADATA) + b":" + _json({**known, **marks}))
     offset = 0
     for index in order:
         tensor = tensors[index]
-        header[tensor.name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(logical_shape(tensor.dtype, tensor.dims, tensor.nbytes)),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
+        shape = logical_shape(tensor.dtype, tensor.dims, tensor.nbytes)
+        header += b',%s:{"dtype":"%s","shape":[%s],"data_offsets":[%d,%d]}' % (
+            _json(tensor.name),
+            SAFETENSORS_NAMES[tensor.dtype].encode(),
+            b",".join(b"%d" % size for size in shape),
+            offset,
+            offset + tensor.nbytes,
+        )
         offset += tensor.nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_SIZE + len(text)) % _ALIGNMENT)
-    if len(text) > LONGEST_HEADER:
+    header += b"}"
+    header += b" " * (-len(header) % _ALIGNMENT)
+    length = len(header) - LENGTH_SIZE
+    if length > LONGEST_HEADER:
         raise CheckpointError(
-            f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {LONGEST_HEADER}",
+            f"{len(tensors)} tensors need a header of {length} bytes; safetensors allows {LONGEST_HEADER}",
             hint="write --format ckpt",
         )
-    runs = [_Run(len(text).to_bytes(LENGTH_SIZE, "little") + text)]
-    runs += [_Run(b"", index, 0, tensors[index].nbytes) for index in order if tensors[index].nbytes]
-    return _output(runs)
+    header[:LENGTH_SIZE] = length.to_bytes(LENGTH_SIZE, "little")
+    layout = OutputLayout(header)
+    for index in order:
+        if tensors[index].nbytes:
+            layout.add(b"", index, 0, tensors[index].nbytes)
+    return layout
+
+
+def _json(content: object) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def lay_out_copy(size: int) -> OutputLayout:
     """Lay out a file of ``size`` bytes that are taken over as they are, as one tensor of bytes."""
-    return _output([_Run(b"", 0, 0, size)])
+    layout = OutputLayout()
+    layout.add(b"", 0, 0, size)
+    return layout
 
 
 def _whole_elements(tensor: OutputTensor, limit: int) -> int:
@@ -180,7 +224,8 @@ def _whole_elements(tensor: OutputTensor, limit: int) -> int:
     return max(item_size, limit - limit % item_size) if item_size else limit
 
 
-def _check(tensors: Sequence[OutputTensor], format: str) -> None:
+def _checked(tensors: Iterable[OutputTensor], format: str) -> Iterator[OutputTensor]:
+    """The tensors, each after it was found to be one that the format can hold."""
     names = set()
     for tensor in tensors:
         if not can_hold(format, tensor.dtype):
@@ -194,6 +239,7 @@ def _check(tensors: Sequence[OutputTensor], format: str) -> None:
         if tensor.name in names or expected not in (None, tensor.nbytes):
             raise ValueError(f"{tensor} is not what a file can hold, or comes twice")
         names.add(tensor.name)
+        yield tensor
 
 
 def _aligned_order(tensors: Sequence[OutputTensor]) -> Sequence[int]:
@@ -203,10 +249,6 @@ def _aligned_order(tensors: Sequence[OutputTensor]) -> Sequence[int]:
             return sorted(range(len(tensors)), key=lambda index: -ITEM_SIZES[tensors[index].dtype])
         offset += tensor.nbytes
     return range(len(tensors))
-
-
-def _output(runs: Sequence[_Run]) -> OutputLayout:
-    return OutputLayout(sum(run.repeats * (len(run.literal) + run.piece) for run in runs), tuple(runs))
 
 
 def _record_header(tensor: OutputTensor, content: int) -> bytes:

@@ -7,6 +7,7 @@ the tensor is marked as shared, so that its rows are read once for all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional, Union
@@ -21,6 +22,8 @@ Segment = Union[Literal, Data]
 MOST_PART_BYTES = 64 << 20
 LEAST_PART_BYTES = 4 << 20
 _PARTS_PER_THREAD = 4
+# Tensors of all files of a part together, which are objects until it is written.
+MOST_STRETCHES = 4096
 # Rows are read whole for all members, so they must need most of them between them.
 _LEAST_SHARE = 0.5
 
@@ -88,7 +91,7 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
             count = sum(len(s.data) if isinstance(s, Literal) else s.stop - s.start for s in segments)
             offsets[member] += count
             size += count
-        if size >= part_bytes:
+        if size >= part_bytes or len(stretches) * len(group) >= MOST_STRETCHES:
             yield Part(start, stretches)
             start, stretches, size = tuple(offsets), [], 0
     if stretches or not any(offsets):
@@ -101,14 +104,13 @@ def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch
             for piece in _split(segments, group[0], part_bytes):
                 yield Stretch((piece,))
         return
-    files = [list(_by_tensor(target)) for target in group]
-    if len({tuple(tensor for tensor, _ in file) for file in files}) > 1:
+    if not _alike(group):
         # Members that order their tensors differently cannot go side by side.
-        for number, file in enumerate(files):
-            for _, segments in file:
-                yield Stretch(tuple(segments if member == number else [] for member in range(len(files))))
+        for number, target in enumerate(group):
+            for _, segments in _by_tensor(target):
+                yield Stretch(tuple(segments if member == number else [] for member in range(len(group))))
         return
-    for entries in zip(*files):
+    for entries in zip(*map(_by_tensor, group)):
         side_by_side = tuple(segments for _, segments in entries)
         tensors = tuple(target.tensors[tensor] for target, (tensor, _) in zip(group, entries) if tensor >= 0)
         shared = _shared_rows(tensors, side_by_side) if len(tensors) == len(group) else None
@@ -116,6 +118,15 @@ def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch
             yield Stretch(side_by_side)
         else:
             yield from _split_shared(shared, side_by_side, part_bytes)
+
+
+def _alike(group: Sequence[TargetFile]) -> bool:
+    """Whether all files have the same tensors one after the other, and something behind the last, or not."""
+    layouts = {id(target.layout): target.layout for target in group}.values()
+    if len(layouts) == 1:
+        return True
+    orders = itertools.zip_longest(*(layout.order() for layout in layouts))
+    return len({layout.ends_in_literal for layout in layouts}) == 1 and all(len(set(order)) == 1 for order in orders)
 
 
 def _by_tensor(target: TargetFile) -> Iterator[tuple[int, list[Segment]]]:

@@ -270,7 +270,7 @@ class PartBuffer:
         if self.position != offset:
             raise RuntimeError(f"bytes for offset {offset} came at {self.position}")
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: memoryview) -> None:
         """Append bytes."""
         for start in range(0, len(data), self.size):
             part = data[start : start + self.size]

@@ -15,14 +15,15 @@ import functools
 import itertools
 import math
 import os
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Optional, TypeVar, Union
+from weakref import WeakValueDictionary
 
 from reshard.checkpoints import (
     FileHandles,
     FileNames,
-    OutputLayout,
     OutputTensor,
     Step,
     StepFiles,
@@ -45,6 +46,7 @@ from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.selection import Selection, StepSelector
 from reshard.plan.source import SourceStep
+from reshard.plan.target_tensors import Alike, FileOrder, Take, TargetTensors
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import exists
@@ -107,14 +109,6 @@ class Kind(NamedTuple):
     def box_of(self, local_rank: int) -> Box:
         """The slice of such a parameter that a local rank of the target stage gets."""
         return self.cut.target.slice_box(self.parameters[0].shape, self.cut.slice_of(local_rank))
-
-
-class _Take(NamedTuple):
-    """A cell of one kind of parameter, and the source rank and slice it is taken from."""
-
-    box: Box
-    rank: int
-    source_box: Box
 
 
 @dataclass
@@ -222,7 +216,8 @@ class Conversion:
         self._report = report
         self._cuts = Cuts(request.target)
         self._kinds: dict[int, Sequence[Kind]] = {}
-        self._last_layout: Optional[tuple[tuple[OutputTensor, ...], OutputLayout]] = None
+        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._last_order: Optional[FileOrder] = None
         self.most_together = MOST_MEMBERS
         self.format = self._format()
         self.names = self._names()
@@ -343,47 +338,84 @@ class Conversion:
         stage = self.request.target.stage_of(rank)
         leader = self._leaders[rank]
         base = [self._base(leader)] + ([self._base(rank)] if rank != leader else [])
-        made: list[tuple[OutputTensor, TargetTensor]] = []
-        for kind in self.kinds_of(stage):
-            parameters = kind.parameters
-            if names is not None:
-                parameters = [parameter for parameter in parameters if parameter.name in names]
-            if not parameters:
-                continue
-            box, parts = self._take(rank, leader, kind, base)
-            for parameter in parameters:
-                name = parameter.name
-                pieces = tuple(Piece(self._stored(name, part.rank, part.source_box), part.box) for part in parts)
-                tensor = TargetTensor(name, parameter.item_size, box, pieces)
-                made.append((OutputTensor(name, parameter.dtype, tensor.shape, tensor.nbytes), tensor))
+        kinds = [kind for kind in self.kinds_of(stage) if names is None or _has_any(kind, names)]
+        alike = [Alike(kind.item_size, *self._take(rank, leader, kind, base)) for kind in kinds]
         unholdable = set(self.sorted.unholdable)
-        for name, source, stored in self.copied_values(rank) if names is None else ():
-            if name in unholdable:
-                continue
+        copied = self.copied_values(rank) if names is None else ()
+        single = [value for value in copied if value.name not in unholdable]
+        tensors = []
+        for _, source, stored in single:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.step.files[source], source, stored.extents, box), box)
-            tensor = TargetTensor(name, 1, box, (piece,) if stored.nbytes else ())
-            dims = stored.dims if self.format == "ckpt" else stored.shape
-            made.append((OutputTensor(name, stored.dtype, dims, stored.nbytes), tensor))
-        # Names decide the order, so that it does not depend on which source files are read; within
-        # .safetensors wider elements come first, which keeps every tensor aligned.
-        if self.format == "safetensors":
-            made.sort(key=lambda pair: (-_alignment(pair[0]), pair[0].name))
-        else:
-            made.sort(key=lambda pair: pair[0].name)
-        outputs = tuple(output for output, _ in made)
-        return TargetFile(rank, self.path(rank), self._lay_out(outputs), tuple(tensor for _, tensor in made))
+            tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
+        order = self._order(stage, kinds, [shape_of(one.box) for one in alike], single, names)
+        ranks = {take.rank for one in alike for take in one.takes} | {value.rank for value in single}
+        return TargetFile(
+            rank,
+            self.path(rank),
+            order.layout,
+            TargetTensors(order, alike, tensors, self._stored),
+            frozenset(self.step.files[source] for source in ranks),
+        )
 
     def copied_values(self, rank: int) -> list[CopiedValue]:
         """What a target rank gets as it is."""
         return self.copies.of(rank).values
 
-    def _lay_out(self, outputs: tuple[OutputTensor, ...]) -> OutputLayout:
-        """The file's layout; ranks of one stage mostly have the same, so the last one is kept."""
-        if self._last_layout is None or self._last_layout[0] != outputs:
-            lay_out = lay_out_safetensors if self.format == "safetensors" else lay_out_ckpt
-            self._last_layout = (outputs, lay_out(outputs))
-        return self._last_layout[1]
+    def _order(
+        self,
+        stage: Stage,
+        kinds: Sequence[Kind],
+        shapes: Sequence[tuple[int, ...]],
+        single: Sequence[CopiedValue],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        """How a file of these tensors is laid out; ranks of one stage mostly have the same, which they share."""
+        copied = tuple((value.name, value.tensor.dtype, value.tensor.dims, value.tensor.nbytes) for value in single)
+        key = (stage.number, tuple(shapes), copied, None if names is None else frozenset(names))
+        found = self._orders.get(key)
+        if found is None:
+            found = self._orders[key] = self._make_order(kinds, shapes, single, names)
+        # Others stay as long as a file that is being written has them.
+        self._last_order = found
+        return found
+
+    def _make_order(
+        self,
+        kinds: Sequence[Kind],
+        shapes: Sequence[tuple[int, ...]],
+        single: Sequence[CopiedValue],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        values = [stored for _, _, stored in single]
+        entries = [
+            (parameter.name, number)
+            for number, kind in enumerate(kinds)
+            for parameter in kind.parameters
+            if names is None or parameter.name in names
+        ]
+        entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
+        # Names decide the order, so that it does not depend on which source files are read; within
+        # .safetensors wider elements come first, which keeps every tensor aligned.
+        if self.format == "safetensors":
+            widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]
+            widths += (stored.item_size if stored.nbytes and math.prod(stored.shape) else 0 for stored in values)
+            entries.sort(key=lambda entry: (-widths[entry[1]], entry[0]))
+        else:
+            entries.sort(key=lambda entry: entry[0])
+        sizes = [math.prod(shape) * kind.item_size for kind, shape in zip(kinds, shapes)]
+        outputs = []
+        for name, number in entries:
+            if number < len(kinds):
+                # Parameters of one kind are of one type.
+                dtype = kinds[number].parameters[0].dtype
+                outputs.append(OutputTensor(name, dtype, shapes[number], sizes[number]))
+            else:
+                stored = values[number - len(kinds)]
+                dims = stored.dims if self.format == "ckpt" else stored.shape
+                outputs.append(OutputTensor(name, stored.dtype, dims, stored.nbytes))
+        layout = lay_out_safetensors(outputs) if self.format == "safetensors" else lay_out_ckpt(outputs)
+        return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)
 
     def files_read(self) -> dict[str, bool]:
         """Source files with a checksum that are read, and whether all of their contents are.
@@ -481,7 +513,7 @@ class Conversion:
             # Something that the strategies list is not there; what the files hold was found complete.
             return ()
 
-    def _take(self, rank: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> tuple[Box, list[_Take]]:
+    def _take(self, rank: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> tuple[Box, tuple[Take, ...]]:
         """The target slice of a kind of parameter, and where each of its cells is taken from."""
         cut, shape = kind.cut, kind.parameters[0].shape
         number = cut.slice_of(rank - self.request.target.stage_of(rank).first_rank)
@@ -505,8 +537,8 @@ class Conversion:
                     break
             else:
                 source, index = holders[turn % len(holders)]
-            takes.append(_Take(box, source, cut.holdings[index].layout.slice_box(shape, slices[index])))
-        return kind.box_of(rank - self.request.target.stage_of(rank).first_rank), takes
+            takes.append(Take(box, source, cut.holdings[index].layout.slice_box(shape, slices[index])))
+        return kind.box_of(rank - self.request.target.stage_of(rank).first_rank), tuple(takes)
 
     def _stored(self, name: str, rank: int, box: Box) -> StoredSlice:
         return StoredSlice(self.step.files[rank], rank, self.step.indexes[rank].tensors[name].extents, box)
@@ -516,10 +548,9 @@ def _ranks_of(stage: Stage, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if rank in stage.ranks]
 
 
+def _has_any(kind: Kind, names: Collection[str]) -> bool:
+    return any(parameter.name in names for parameter in kind.parameters)
+
+
 def _bytes_used(item_size: int, boxes: set[Box]) -> int:
     return item_size * sum(volume_of(box) for box in boxes)
-
-
-def _alignment(output: OutputTensor) -> int:
-    elements = math.prod(output.dims)
-    return output.nbytes // elements if elements else 0

@@ -7,6 +7,7 @@ target layout. Everything that depends on the kind alone is worked out once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 from reshard.errors import CheckpointError, LayoutError
 from reshard.layout import Layout, Overlap
@@ -43,7 +44,9 @@ class Cuts:
     def __init__(self, target: Strategy) -> None:
         self._target = target
         self._cuts: dict[object, Cut] = {}
-        self._by_name: dict[tuple[int, str], Cut] = {}
+        # By what decides it. Parameters that are read alike share layout and holdings, so these are told apart by
+        # identity, and kept, so that nothing else gets theirs.
+        self._by_reading: dict[tuple[object, ...], tuple[Cut, Optional[Layout], tuple[Holding, ...]]] = {}
 
     def of(self, parameter: Parameter, stage: Stage) -> Cut:
         """The cut of a parameter that this target stage gets.
@@ -51,10 +54,13 @@ class Cuts:
         Raises:
             CheckpointError: the target layout does not fit the parameter; names it.
         """
-        found = self._by_name.get((stage.number, parameter.name))
+        recorded = None if self._target.is_none else stage.layouts[parameter.name]
+        reading = (parameter.shape, parameter.plain, parameter.unsharded, parameter.undecided)
+        key = (stage.number, id(recorded), id(parameter.holdings), *reading)
+        found = self._by_reading.get(key)
         if found is None:
-            found = self._by_name[stage.number, parameter.name] = self._make(parameter, stage)
-        return found
+            found = self._by_reading[key] = (self._make(parameter, stage), recorded, parameter.holdings)
+        return found[0]
 
     def _make(self, parameter: Parameter, stage: Stage) -> Cut:
         try:

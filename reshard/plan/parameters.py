@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import Tensor
+from reshard.checkpoints import Tensor, tensors_named
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, LayoutError, one_error
 from reshard.layout import Layout
 from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
@@ -23,8 +23,7 @@ from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, quoted, rank_ranges
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A parameter of the source, as the files hold it.
 
     Attributes:
@@ -114,11 +113,12 @@ def read_parameters(source: Strategy, step: SourceStep, listed: set[str], writte
         InputError: files and strategy contradict each other; all such parameters are named.
     """
     found: dict[str, Parameter] = {}
+    shared = _Shared({}, {})
     problems: list[InputError] = []
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
     for name in sorted(listed, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
         try:
-            parameter = _read_parameter(name, source, step, found)
+            parameter = _read_parameter(name, source, step, found, shared)
         except InputError as error:
             if name in written:
                 problems.append(error)
@@ -141,7 +141,32 @@ class _Stored:
     layout: Layout
 
 
-def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter]) -> Optional[Parameter]:
+class _Shared(NamedTuple):
+    """What thousands of parameters have in common, kept once.
+
+    Attributes:
+        shapes: full shapes.
+        holdings: stages and layouts.
+    """
+
+    shapes: dict[tuple[int, ...], tuple[int, ...]]
+    holdings: dict[tuple[tuple[int, Layout], ...], tuple[Holding, ...]]
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.shapes.setdefault(shape, shape)
+
+    def held(self, stored: Sequence[_Stored], layouts: Sequence[Layout]) -> tuple[Holding, ...]:
+        key = tuple((held.stage.number, layout) for held, layout in zip(stored, layouts))
+        found = self.holdings.get(key)
+        if found is None:
+            found = tuple(Holding(held.stage, layout) for held, layout in zip(stored, layouts))
+            self.holdings[key] = found
+        return found
+
+
+def _read_parameter(
+    name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter], shared: _Shared
+) -> Optional[Parameter]:
     stored = []
     for stage in source.stages:
         if not source.is_none and name not in stage.layouts:
@@ -149,7 +174,7 @@ def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[s
         ranks = sorted(step.ranks_with(name, stage))
         if not ranks:
             continue
-        tensors = tuple(step.indexes[rank].tensors[name] for rank in ranks)
+        tensors = tuple(tensors_named(name, (step.indexes[rank] for rank in ranks)))
         layout = whole(len(tensors[0].shape)) if source.is_none else stage.layouts[name]
         stored.append(_Stored(stage, tuple(ranks), tensors, layout))
     if not stored:
@@ -171,9 +196,10 @@ def _read_parameter(name: str, source: Strategy, step: SourceStep, known: dict[s
     if accumulated and sharded and not deciding:
         undecided = tuple(rank for stage in sharded for rank in stage.ranks)
     reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
-    holdings = tuple(Holding(held.stage, layout) for held, layout in zip(stored, reading.layouts))
+    holdings = shared.held(stored, reading.layouts)
+    shape = shared.shape(reading.shape)
     unsharded = accumulated and not sharded
-    return Parameter(name, first.dtype, first.item_size, reading.shape, holdings, reading.plain, unsharded, undecided)
+    return Parameter(name, first.dtype, first.item_size, shape, holdings, reading.plain, unsharded, undecided)
 
 
 class _Reading(NamedTuple):

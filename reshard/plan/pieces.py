@@ -6,6 +6,7 @@ origin. The executor knows these words and nothing of layouts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,14 +65,11 @@ class TargetFile:
         path: final name.
         layout: literal bytes and tensor data in file order.
         tensors: what the data is made of, numbered as in ``layout``.
+        source_paths: the source files that its bytes come from.
     """
 
     rank: int
     path: str
     layout: OutputLayout
-    tensors: tuple[TargetTensor, ...]
-
-    @property
-    def source_paths(self) -> set[str]:
-        """The source files that its bytes come from."""
-        return {piece.source.path for tensor in self.tensors for piece in tensor.pieces}
+    tensors: Sequence[TargetTensor]
+    source_paths: frozenset[str]

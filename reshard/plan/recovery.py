@@ -156,7 +156,7 @@ class Recovery(Conversion):
         source = StoredSlice(index.path, rank, ((0, index.size),), box)
         pieces = (Piece(source, box),) if index.size else ()
         whole = TargetTensor(index.path, 1, box, pieces)
-        return TargetFile(rank, self.path(rank), lay_out_copy(index.size), (whole,))
+        return TargetFile(rank, self.path(rank), lay_out_copy(index.size), (whole,), frozenset([index.path]))
 
     def data_bytes_by_rank(self) -> dict[int, int]:
         """Bytes of every rank's file, of tensor contents where it is made anew."""

@@ -208,16 +208,12 @@ class ReplicaChoice:
         kinds: dict[tuple[object, ...], _Kind] = {}
         if self.source.is_none:
             return kinds
-        holders: dict[str, list[Holding]] = {}
-        for held in self.source.stages:
-            for name, layout in held.layouts.items():
-                holders.setdefault(name, []).append(Holding(held, layout))
-        names = holders if self.target.is_none else stage.layouts
+        names = self.source.parameters if self.target.is_none else stage.layouts
         deciding = self._deciding.setdefault(stage.number, {})
         for name in names:
-            if name not in holders:
+            holdings = [Holding(held, held.layouts[name]) for held in self.source.stages if name in held.layouts]
+            if not holdings:
                 continue
-            holdings = holders[name]
             target = None if self.target.is_none else stage.layouts[name]
             ranks = _told_by(name, holdings, target)
             if ranks:

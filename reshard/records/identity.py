@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import FileNames, Literal, OutputLayout
 from reshard.checkpoints.open import FORMATS
@@ -118,12 +120,18 @@ def strategy_digest(strategy: Strategy) -> str:
 
 def header_digest(layout: OutputLayout) -> Optional[str]:
     """A digest of all bytes of a file that are not tensor contents, in file order; None without any."""
-    literals = [segment.data for segment in layout.segments() if isinstance(segment, Literal)]
-    return short_digest(*literals) if literals else None
+    literals = (segment.data for segment in layout.segments() if isinstance(segment, Literal))
+    first = next(literals, None)
+    return None if first is None else digest_of(itertools.chain([first], literals))
 
 
 def short_digest(*parts: bytes) -> str:
     """A digest in a few characters, of bytes in parts; how they are divided does not matter."""
+    return digest_of(parts)
+
+
+def digest_of(parts: Iterable[Union[bytes, memoryview]]) -> str:
+    """Likewise, of parts that are made one by one."""
     hashed = hashlib.sha256()
     for part in parts:
         hashed.update(part)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.storage import storage_of
 from reshard.names import OTHER, belongs_to_rank, kind_of
-from reshard.records.identity import short_digest
+from reshard.records.identity import digest_of, short_digest
 from reshard.storage import read_range
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
@@ -95,26 +95,33 @@ class _Structure:
         digest: of their tensors' names, types, shapes and places.
         common: small values that all ranks should have alike, looked at whole.
         own: likewise those of the rank itself.
-        tensors: all others that have contents, by name.
+        names: all others that have contents, sorted.
+        tensors: all tensors by name.
     """
 
     digest: str
     common: tuple[Tensor, ...]
     own: tuple[Tensor, ...]
-    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Structure:
-        filled = sorted((tensor for tensor in tensors.values() if tensor.nbytes), key=lambda tensor: tensor.name)
-        values = [tensor for tensor in filled if tensor.nbytes <= _VALUE_BYTES and _is_value(tensor)]
-        common = [tensor for tensor in values if not belongs_to_rank(tensor.name)][:_VALUES]
-        own = [tensor for tensor in values if belongs_to_rank(tensor.name)][:_VALUES]
+        names = sorted(name for name, tensor in tensors.items() if tensor.nbytes)
+        small = (tensors[name] for name in names if tensors[name].nbytes <= _VALUE_BYTES)
+        common: list[Tensor] = []
+        own: list[Tensor] = []
+        for tensor in filter(_is_value, small):
+            values = own if belongs_to_rank(tensor.name) else common
+            if len(values) < _VALUES:
+                values.append(tensor)
         chosen = {tensor.name for tensor in (*common, *own)}
         return cls(
-            short_digest(*(repr(tuple(tensor)).encode() for tensor in tensors.values())),
+            digest_of(repr(tuple(tensor)).encode() for tensor in tensors.values()),
             tuple(common),
             tuple(own),
-            tuple(tensor for tensor in filled if tensor.name not in chosen),
+            tuple(name for name in names if name not in chosen),
+            tensors,
         )
 
     @property
@@ -129,9 +136,9 @@ class _Structure:
     def samples(self, rank: int) -> list[tuple[int, int]]:
         """The (offset, bytes) runs that are looked at in a rank's file beside these values."""
         found = [extent for tensor in self.own for extent in tensor.extents]
-        for number in range(min(_TENSORS, len(self.tensors))):
+        for number in range(min(_TENSORS, len(self.names))):
             place = (rank * _TENSORS + number + 1) * _GOLDEN % 1
-            tensor = self.tensors[int(place * len(self.tensors))]
+            tensor = self.tensors[self.names[int(place * len(self.names))]]
             offset, size = tensor.extents[len(tensor.extents) // 2]
             count = min(_BYTES, size)
             found.append((offset + (size - count) // 2, count))

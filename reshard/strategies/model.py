@@ -251,19 +251,11 @@ class Strategy:
             )
         return self.stages[bisect_right(self._first_ranks, rank) - 1]
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """All parameters, each once, in the order of stages and files."""
-        return tuple(self._holders)
+        return tuple(dict.fromkeys(name for stage in self.stages for name in stage.layouts))
 
     @cached_property
     def _first_ranks(self) -> list[int]:
         return [stage.first_rank for stage in self.stages]
-
-    @cached_property
-    def _holders(self) -> dict[str, tuple[Stage, ...]]:
-        holders: dict[str, list[Stage]] = {}
-        for stage in self.stages:
-            for name in stage.layouts:
-                holders.setdefault(name, []).append(stage)
-        return {name: tuple(stages) for name, stages in holders.items()}

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, Tensor
+from reshard.checkpoints import CheckpointIndex, Tensor, tensors_named
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
 from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
@@ -101,7 +101,7 @@ def true_parameter(
         ranks = ranks_with(name, stage.first_rank, stage.device_count)
         if not ranks or not (strategy.is_none or name in stage.layouts):
             continue
-        held = {rank: indexes[rank].tensors[name] for rank in ranks}
+        held = dict(zip(ranks, tensors_named(name, (indexes[rank] for rank in ranks))))
         tensors.update(held)
         recorded = Layout((), ((),) * len(held[ranks[0]].shape)) if strategy.is_none else stage.layouts[name]
         stored.append(_Stored(stage, recorded, ranks, {rank: tensor.shape for rank, tensor in held.items()}))

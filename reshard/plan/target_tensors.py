@@ -1,0 +1,107 @@
+"""The tensors of a target file, in columns: one is made as an object when it is asked for.
+
+A file may have hundreds of thousands, and a group of files is written at a time. What differs between
+tensors of one kind is the name and where their slices lie in the source files; all else is kept once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Optional, Union, overload
+
+from reshard.checkpoints import OutputLayout
+from reshard.layout import Box
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+
+StoredAt = Callable[[str, int, Box], StoredSlice]
+"""The stored slice of a parameter, by its name, source rank and box."""
+
+
+class Take(NamedTuple):
+    """A cell of one kind of parameter, and the source rank and slice it is taken from."""
+
+    box: Box
+    rank: int
+    source_box: Box
+
+
+class Alike(NamedTuple):
+    """Tensors of one target file that are taken alike.
+
+    Attributes:
+        item_size: bytes of an element.
+        box: the slice of each of them.
+        takes: what it is made of.
+    """
+
+    item_size: int
+    box: Box
+    takes: tuple[Take, ...]
+
+
+class FileOrder:
+    """Which tensor stands where in files of the same tensors, and how such a file is laid out.
+
+    Args:
+        names: the names, in the order of the file.
+        numbers: what each of them is, by numbers that the user of the order knows.
+        layout: the layout.
+    """
+
+    def __init__(self, names: list[str], numbers: array[int], layout: OutputLayout) -> None:
+        self.names = names
+        self.numbers = numbers
+        self.layout = layout
+
+
+class TargetTensors(Sequence[TargetTensor]):
+    """The tensors of one file.
+
+    Args:
+        order: which stands where. Its numbers count ``alike``, then ``single``.
+        alike: the kinds of parameters.
+        single: tensors that are of no kind.
+        stored_at: where slices lie.
+    """
+
+    def __init__(
+        self, order: FileOrder, alike: Sequence[Alike], single: Sequence[TargetTensor], stored_at: StoredAt
+    ) -> None:
+        self._order = order
+        self._alike = alike
+        self._single = single
+        self._stored_at = stored_at
+        # Whoever writes a tensor asks for it a few times.
+        self._last: Optional[tuple[int, TargetTensor]] = None
+
+    def __len__(self) -> int:
+        return len(self._order.names)
+
+    @overload
+    def __getitem__(self, place: int) -> TargetTensor: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[TargetTensor]: ...
+
+    def __getitem__(self, place: Union[int, slice]) -> Union[TargetTensor, list[TargetTensor]]:
+        if isinstance(place, slice):
+            return [self._made(at) for at in range(*place.indices(len(self)))]
+        last = self._last
+        if last is not None and last[0] == place:
+            return last[1]
+        made = self._made(place)
+        self._last = place, made
+        return made
+
+    def __iter__(self) -> Iterator[TargetTensor]:
+        return map(self._made, range(len(self)))
+
+    def _made(self, place: int) -> TargetTensor:
+        number = self._order.numbers[place]
+        if number >= len(self._alike):
+            return self._single[number - len(self._alike)]
+        name = self._order.names[place]
+        item_size, box, takes = self._alike[number]
+        pieces = tuple(Piece(self._stored_at(name, take.rank, take.source_box), take.box) for take in takes)
+        return TargetTensor(name, item_size, box, pieces)
