@@ -120,9 +120,12 @@ def test_one_rank_is_not_written_over_one_of_its_inputs(link: Callable[[Path, Pa
         said = strategy.read_bytes()
         with pytest.raises(UsageError):
             reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old), str(world.new))
-        with pytest.raises(UsageError, match="lies in it"):
-            reshard.transform_checkpoint_by_rank(0, files, str(strategy), str(world.old.parent), str(world.new))
         assert strategy.read_bytes() == said
+    directory = world.root / "stages"
+    directory.mkdir()
+    shutil.copy(world.old, directory / "stage.ckpt")
+    with pytest.raises(UsageError, match="lies in it"):
+        reshard.transform_checkpoint_by_rank(0, files, str(directory / "stage.ckpt"), str(directory), str(world.new))
     beside = world.src / "rank_2" / "made.ckpt"
     reshard.transform_checkpoint_by_rank(0, files, str(beside), str(world.old), str(world.new))
     assert beside.exists()
