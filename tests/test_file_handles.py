@@ -162,3 +162,18 @@ def test_errors_that_last_are_errors_of_the_input(number: int) -> None:
 def test_errors_that_may_pass_are_worth_a_retry(number: int) -> None:
     error = reading_error("x.ckpt", OSError(number, "why"))
     assert isinstance(error, RetryableError) and "why" in str(error)
+
+
+def test_whether_a_file_has_changed_is_asked_by_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network file systems answer `stat` from memory for up to a minute, and ask the server when a file is opened."""
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(b"before")
+    with FileHandles() as handles:
+        with handles.borrow(str(path)):
+            pass
+        handles.close()
+        remembered = os.stat(path)
+        path.write_bytes(b"after!")
+        monkeypatch.setattr(os, "stat", lambda *_, **__: remembered)
+        with pytest.raises(RetryableError, match="replaced or changed"):
+            handles.check_unchanged([str(path)])

@@ -149,17 +149,20 @@ class FileHandles:
     ) -> None:
         self.close()
 
-    def _open(self, path: str) -> int:
+    def _descriptor(self, path: str) -> int:
         # Opening a FIFO would wait for its writer; regular files are read as ever.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            fd = os.open(path, flags)
+            return os.open(path, flags)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             # Somebody else took the descriptors that we counted on: make room and try once more.
             self.close()
-            fd = os.open(path, flags)
+            return os.open(path, flags)
+
+    def _open(self, path: str) -> int:
+        fd = self._descriptor(path)
         try:
             self._check_unchanged(path, os.fstat(fd))
         except OSError:
@@ -194,7 +197,12 @@ class FileHandles:
             if first_seen is None:
                 continue
             try:
-                versions = [FileVersion.of(os.stat(path))]
+                # NFS may tell of a file what it was a minute ago, but asks the server when it is opened.
+                fd = self._descriptor(path)
+                try:
+                    versions = [FileVersion.of(os.fstat(fd))]
+                finally:
+                    os.close(fd)
                 with self._lock:
                     handle = self._handles.get(path)
                     if handle is not None and handle.fd is not None:
