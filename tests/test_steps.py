@@ -17,6 +17,7 @@ from tests.trees import (
     same_ranks,
     scalar,
     single,
+    tree_bytes,
     value,
     write_checkpoint,
     write_strategy,
@@ -394,6 +395,26 @@ def test_how_gradients_are_read_does_not_depend_on_the_files_at_hand(tmp_path: P
         world.src, world.dst = tmp_path / f"fewer{plain}", tmp_path / f"none{plain}"
         write_tree(world.src, {0: held[0]})
         fails(3, *world.words(0, command="by-rank"), says=["accu_grads.emb", "ranks 2-3"])
+
+
+def test_a_torn_step_that_cannot_tell_how_gradients_are_cut_is_passed_over_for_one_rank_too(tmp_path: Path) -> None:
+    whole, shards, cut = layout([2], [-1, -1]), layout([2], [-1, -1], 2, 1), layout([2], [0, -1])
+    tied = ("emb", "accu_grads.emb")
+    source = [
+        {"devices": 2, "layouts": {**dict.fromkeys(tied, whole), "b": cut}},
+        {"devices": 2, "layouts": dict.fromkeys(tied, shards)},
+    ]
+    world = World(tmp_path, source, [{"devices": 2, "layouts": {**dict.fromkeys(tied, shards), "b": whole}}])
+    full = {name: value(name, (4, 2)) for name in (*tied, "b")}
+    write_tree(world.src, cut_ranks(source, full), "rank_{rank}/net-1_1.ckpt")
+    torn = cut_ranks(source, {name: value(f"new {name}", (4, 2)) for name in full})
+    write_tree(world.src, {0: torn[0]}, "rank_{rank}/net-1_2.ckpt")
+    world.convert()
+    whole_tree = tree_bytes(world.dst)
+    world.dst = tmp_path / "one"
+    for rank in range(2):
+        world.by_rank(rank)
+    assert tree_bytes(world.dst) == whole_tree
 
 
 def test_filters_never_choose_the_step(plain: World) -> None:

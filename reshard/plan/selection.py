@@ -279,10 +279,18 @@ class StepSelector:
         step, parameters, _ = selection
         cuts = Cuts(self._target)
         for parameter in parameters.values():
-            if self._in_target(parameter.name):
+            if not self._in_target(parameter.name):
+                continue
+            try:
                 missing = frozenset(self._missing_ranks(parameter, step, cuts))
-                if missing:
-                    yield Lost(parameter.name, missing)
+            except IncompleteSourceError:
+                # How it is to be cut is told by files that are not there.
+                missing = frozenset([frozenset(parameter.undecided)])
+            except InputError:
+                # It does not fit the target, which is told of the step that is taken.
+                continue
+            if missing:
+                yield Lost(parameter.name, missing)
 
     def _missing_ranks(self, parameter: Parameter, step: SourceStep, cuts: Cuts) -> Iterator[frozenset[int]]:
         """The ranks that would have held each slice that the targets asked for need and no file has."""
