@@ -7,7 +7,6 @@ parameter (in C order) is i plus a number of the parameter's own, so every mispl
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from reshard.checkpoints import (
     read_index,
 )
 from reshard.layout import Layout
+from reshard.storage import read_range
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.protobuf_file import serialize_strategy
 
@@ -148,8 +148,8 @@ def wrong_slices(
             index = read_index(handles, path)
             box = layout.slice_box(shape, int(layout.slice_of_rank[local]))
             for name in model.names(scheme, stage):
-                with handles.borrow(path) as fd:
-                    data = b"".join(os.pread(fd, size, offset) for offset, size in index.tensors[name].extents)
+                with handles.borrow(path) as file:
+                    data = b"".join(read_range(file, offset, size) for offset, size in index.tensors[name].extents)
                 part = model.tensor(name)[tuple(slice(*interval) for interval in box)]
                 wrong += np.ascontiguousarray(part).tobytes() != data
     return wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Optional
 
 from reshard.storage import UnfitError, opened_regular
@@ -27,6 +26,6 @@ def kind_by_head(head: bytes) -> Optional[str]:
 
 def kind_of(path: str) -> Optional[str]:
     """What the file of a path is, or None where that is not known or cannot be read."""
-    with contextlib.suppress(OSError, UnfitError), opened_regular(path) as fd:
-        return kind_by_head(os.pread(fd, HEAD, 0))
+    with contextlib.suppress(OSError, UnfitError), opened_regular(path) as file:
+        return kind_by_head(file.read(0, HEAD))
     return None

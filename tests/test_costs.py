@@ -13,6 +13,7 @@ from reshard.checkpoints import FileHandles, alike
 from reshard.checkpoints import open as opening
 from reshard.execute import reading, run
 from reshard.plan.pieces import StoredSlice
+from reshard.storage import ReadableFile
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
@@ -56,9 +57,9 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.opened[path] += 1
         return open_file(self, path)
 
-    def counting_find(self: Any, fd: int, path: str, format: str, size: int) -> Any:
-        counted.compared.append(path)
-        return find(self, fd, path, format, size)
+    def counting_find(self: Any, file: ReadableFile, format: str, size: int) -> Any:
+        counted.compared.append(file.path)
+        return find(self, file, format, size)
 
     def counting_read(self: Any, source: StoredSlice, offset: int, out: memoryview) -> None:
         counted.reads.append((source.path, len(out)))
@@ -70,9 +71,9 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
     for name in ("read_ckpt_index", "read_safetensors_index"):
         parse = getattr(opening, name)
 
-        def counting_parse(fd: int, path: str, size: int, parse: Any = parse) -> Any:
-            counted.parsed.append(path)
-            return parse(fd, path, size)
+        def counting_parse(file: ReadableFile, size: int, parse: Any = parse) -> Any:
+            counted.parsed.append(file.path)
+            return parse(file, size)
 
         monkeypatch.setattr(opening, name, counting_parse)
     return counted

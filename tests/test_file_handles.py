@@ -12,6 +12,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.errors import CheckpointError, RetryableError
+from reshard.storage import ReadableFile
 
 
 @pytest.fixture
@@ -29,12 +30,17 @@ def is_open(fd: int) -> bool:
     return True
 
 
+def descriptor(file: ReadableFile) -> int:
+    assert file.descriptor is not None
+    return file.descriptor
+
+
 def test_a_file_is_opened_once(paths: list[str]) -> None:
     with FileHandles(limit=6) as handles:
         for _ in range(3):
             for path in paths:
-                with handles.borrow(path) as fd:
-                    assert os.pread(fd, 1, 0) == os.path.basename(path).encode()
+                with handles.borrow(path) as file:
+                    assert file.read(0, 1) == os.path.basename(path).encode()
         assert handles.opened == 6
 
 
@@ -69,8 +75,8 @@ def test_no_more_than_the_limit_stay_open(paths: list[str]) -> None:
     handles = FileHandles(limit=2)
     fds = []
     for path in paths:
-        with handles.borrow(path) as fd:
-            fds.append((path, fd))
+        with handles.borrow(path) as file:
+            fds.append((path, descriptor(file)))
     still = [path for path, fd in fds if is_open(fd) and os.readlink(f"/proc/self/fd/{fd}") == path]
     assert still == paths[-2:]
     handles.close()
@@ -80,16 +86,17 @@ def test_no_more_than_the_limit_stay_open(paths: list[str]) -> None:
 def test_a_descriptor_in_use_is_never_closed(paths: list[str]) -> None:
     with FileHandles(limit=1) as handles, handles.borrow(paths[0]) as first:
         for path in paths[1:]:
-            with handles.borrow(path) as fd:
-                assert os.pread(first, 1, 0) == b"0" and fd != first
+            with handles.borrow(path) as file:
+                assert first.read(0, 1) == b"0" and file.descriptor != first.descriptor
         handles.close()
-        assert os.pread(first, 1, 0) == b"0"
+        assert first.read(0, 1) == b"0"
         with handles.borrow(paths[0]) as again:
             assert again == first
 
 
 def test_descriptors_are_read_only_and_not_inherited(paths: list[str]) -> None:
-    with FileHandles() as handles, handles.borrow(paths[0]) as fd:
+    with FileHandles() as handles, handles.borrow(paths[0]) as file:
+        fd = descriptor(file)
         assert not os.get_inheritable(fd)
         with pytest.raises(OSError):
             os.write(fd, b"x")
@@ -100,8 +107,8 @@ def test_a_failed_open_leaves_nothing_behind(paths: list[str], tmp_path: Path) -
         with pytest.raises(FileNotFoundError), handles.borrow(str(tmp_path / "none")):
             pass
         (tmp_path / "none").write_bytes(b"now")
-        with handles.borrow(str(tmp_path / "none")) as fd:
-            assert os.pread(fd, 3, 0) == b"now"
+        with handles.borrow(str(tmp_path / "none")) as file:
+            assert file.read(0, 3) == b"now"
         assert handles.opened == 1
 
 
@@ -111,8 +118,8 @@ def test_room_is_made_when_the_process_has_no_descriptors_left(
     handles = FileHandles(limit=10)
     fds = {}
     for path in paths[:3]:
-        with handles.borrow(path) as fds[path]:
-            pass
+        with handles.borrow(path) as file:
+            fds[path] = descriptor(file)
     real = os.open
 
     def scarce(path: str, flags: int) -> int:
@@ -121,8 +128,8 @@ def test_room_is_made_when_the_process_has_no_descriptors_left(
         return real(path, flags)
 
     monkeypatch.setattr(os, "open", scarce)
-    with handles.borrow(paths[4]) as fd:
-        assert os.pread(fd, 1, 0) == b"4"
+    with handles.borrow(paths[4]) as file:
+        assert file.read(0, 1) == b"4"
     handles.close()
 
 
@@ -133,8 +140,8 @@ def test_threads_share_it(paths: list[str]) -> None:
         def work(seed: int) -> None:
             for turn in range(400):
                 path = paths[(seed * 7 + turn * 5) % len(paths)]
-                with handles.borrow(path) as fd:
-                    data = os.pread(fd, 1, 0)
+                with handles.borrow(path) as file:
+                    data = file.read(0, 1)
                     if data != os.path.basename(path).encode():
                         failures.append((path, data))
 

@@ -21,7 +21,7 @@ from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import RetryableError
-from reshard.storage import read_range
+from reshard.storage import ReadableFile, read_range
 
 # Structures kept; a de-duplicated save gives every file its own.
 _MOST_STRUCTURES = 16
@@ -75,12 +75,12 @@ class _Structure:
         with self._lock:
             if self._reads is None:
                 reads = []
-                with handles.borrow(self.example.path) as fd:
-                    status = os.fstat(fd)
+                with handles.borrow(self.example.path) as file:
+                    status = file.status()
                     if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
                     for offset, length, starts, sizes in _gaps(self.example):
-                        data = read_range(fd, self.example.path, offset, length)
+                        data = read_range(file, offset, length)
                         reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))
                 self._reads = reads
             return self._reads
@@ -98,7 +98,7 @@ class KnownStructures:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, int], list[_Structure]] = OrderedDict()
 
-    def find(self, fd: int, path: str, format: str, size: int) -> Optional[CheckpointIndex]:
+    def find(self, file: ReadableFile, format: str, size: int) -> Optional[CheckpointIndex]:
         """The index of a file that is built like a known one, or None.
 
         Raises:
@@ -112,23 +112,24 @@ class KnownStructures:
             except (OSError, RetryableError):
                 # The example is gone, which whoever needs it will find; this file is parsed instead.
                 continue
-            if all(_matches(fd, path, read) for read in reads):
+            if all(_matches(file, read) for read in reads):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
-                    trailer = read_range(fd, path, size - TRAILER_SIZE, TRAILER_SIZE)
+                    trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
                     if not trailer.startswith(CRC_MARK):
                         continue
                     crc = int.from_bytes(trailer[len(CRC_MARK) :], "big")
-                return CheckpointIndex(path, format, size, structure.example.tensors, crc, structure.example.metadata)
+                example = structure.example
+                return CheckpointIndex(file.path, format, size, example.tensors, crc, example.metadata)
         return None
 
-    def add(self, fd: int, index: CheckpointIndex) -> None:
+    def add(self, file: ReadableFile, index: CheckpointIndex) -> None:
         """Remember how a file is built.
 
         Raises:
             OSError: it cannot be looked at.
         """
-        status = os.fstat(fd)
+        status = file.status()
         with self._lock:
             structures = self._known.setdefault((index.format, index.size), [])
             self._known.move_to_end((index.format, index.size))
@@ -138,8 +139,8 @@ class KnownStructures:
                 self._known.popitem(last=False)
 
 
-def _matches(fd: int, path: str, read: _Read) -> bool:
-    return read.matches(read_range(fd, path, read.offset, read.length))
+def _matches(file: ReadableFile, read: _Read) -> bool:
+    return read.matches(read_range(file, read.offset, read.length))
 
 
 def _gaps(index: CheckpointIndex) -> Iterator[tuple[int, int, array[int], array[int]]]:

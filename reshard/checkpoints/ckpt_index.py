@@ -24,7 +24,7 @@ from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
 from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
 from reshard.checkpoints.tensors import CheckpointIndex, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
-from reshard.storage import read_range
+from reshard.storage import ReadableFile, read_range
 from reshard.wording import quoted
 
 CRC_MARK = b"crc_num"
@@ -58,13 +58,12 @@ _MOST_DIMS = 64
 _LONGEST_VARINT = 10
 
 
-def read_ckpt_index(fd: int, path: str, size: int) -> CheckpointIndex:
+def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
     """Read the structure of a `.ckpt` file.
 
     Args:
-        fd: descriptor of the file, open for reading; its position is not used.
-        path: name of the file, for messages.
-        size: bytes of the file.
+        file: the file.
+        size: bytes that it had when it was looked at.
 
     Returns:
         Every tensor with its extents; no tensors for a file of no bytes, which is what MindSpore
@@ -76,7 +75,8 @@ def read_ckpt_index(fd: int, path: str, size: int) -> CheckpointIndex:
         CheckpointError: the file is a strategy file.
         OSError: reading failed.
     """
-    walk = _Walk(fd, path, size)
+    path = file.path
+    walk = _Walk(file, size)
     _refuse_encrypted(walk)
     parameters = _Parameters(path)
     crc = None
@@ -269,10 +269,10 @@ class _Walk:
         position: offset of the next byte; set it to step over content.
     """
 
-    def __init__(self, fd: int, path: str, size: int) -> None:
-        self.path = path
+    def __init__(self, file: ReadableFile, size: int) -> None:
+        self.path = file.path
         self.position = 0
-        self._fd = fd
+        self._file = file
         self._size = size
         self._window = b""
         self._start = 0
@@ -396,5 +396,5 @@ class _Walk:
         self._length = min(2 * self._length, _MOST_WINDOW) if passed < _NEAR else _LEAST_WINDOW
         if self._size - self.position < count:
             raise self.damaged("the file ends here, inside a record: it is truncated")
-        self._window = read_range(self._fd, self.path, self.position, count, self._length)
+        self._window = read_range(self._file, self.position, count, self._length)
         self._start = self.position

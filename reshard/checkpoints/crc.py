@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.storage import UnfitError, cut_short, opened_regular, read_range
+from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
 from reshard.wording import quoted
 
 # MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
@@ -56,8 +55,8 @@ def check_crc(
     if index.crc is None:
         return CrcCheck(False, "no CRC is recorded")
     try:
-        with handles.borrow(index.path) as fd:
-            stream = _Stream(fd, index.path, block_bytes, on_block)
+        with handles.borrow(index.path) as file:
+            stream = _Stream(file, block_bytes, on_block)
             outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     except OSError as error:
         raise reading_error(index.path, error) from error
@@ -147,9 +146,9 @@ def crc_of_file(path: str, block_bytes: int = 4 << 20, on_block: Callable[[int],
         ReshardError: it cannot be read.
     """
     try:
-        with opened_regular(path) as fd:
-            stream = _Stream(fd, path, block_bytes, on_block)
-            stream.add_range(0, os.fstat(fd).st_size)
+        with opened_regular(path) as file:
+            stream = _Stream(file, block_bytes, on_block)
+            stream.add_range(0, file.size())
     except UnfitError as error:
         raise CheckpointError(f"{path}: {error}", file=path) from error
     except OSError as error:
@@ -190,10 +189,9 @@ class _Stream:
         crc: CRC-32 of all that was added.
     """
 
-    def __init__(self, fd: int, path: str, block_bytes: int, on_block: Callable[[int], None]) -> None:
+    def __init__(self, file: ReadableFile, block_bytes: int, on_block: Callable[[int], None]) -> None:
         self.crc = 0
-        self._fd = fd
-        self._path = path
+        self._file = file
         self._buffer = memoryview(bytearray(block_bytes))
         self._on_block = on_block
 
@@ -202,13 +200,12 @@ class _Stream:
 
     def add_range(self, offset: int, size: int) -> None:
         while size:
-            count = os.preadv(self._fd, [self._buffer[:size]], offset)
-            if not count:
-                raise cut_short(self._path)
-            self.crc = zlib.crc32(self._buffer[:count], self.crc)
-            self._on_block(count)
-            offset += count
-            size -= count
+            block = self._buffer[:size]
+            fill(self._file, offset, block)
+            self.crc = zlib.crc32(block, self.crc)
+            self._on_block(len(block))
+            offset += len(block)
+            size -= len(block)
 
     def add_zeros(self, size: int) -> None:
         zeros = memoryview(bytes(min(size, 1 << 20)))
@@ -220,6 +217,4 @@ class _Stream:
 
     def integer(self, tensor: Tensor) -> int:
         ((offset, size),) = tensor.extents
-        return int.from_bytes(
-            read_range(self._fd, self._path, offset, size), "little", signed=not tensor.dtype.startswith("U")
-        )
+        return int.from_bytes(read_range(self._file, offset, size), "little", signed=not tensor.dtype.startswith("U"))

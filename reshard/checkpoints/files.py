@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError, ReshardError, RetryableError
-from reshard.storage import too_long
+from reshard.storage import LocalFile, ReadableFile, too_long
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
@@ -79,10 +79,11 @@ class FileVersion(NamedTuple):
 
 
 class _Handle:
-    """A descriptor, the threads that use it, and the lock under which it is opened."""
+    """A descriptor, what is read through it, the threads that use it, and the lock under which it is opened."""
 
     def __init__(self) -> None:
         self.fd: Optional[int] = None
+        self.file: Optional[ReadableFile] = None
         self.users = 0
         self.opening = threading.Lock()
 
@@ -108,8 +109,8 @@ class FileHandles:
         self._first_seen: dict[str, FileVersion] = {}
 
     @contextlib.contextmanager
-    def borrow(self, path: str) -> Iterator[int]:
-        """A descriptor of ``path``, open for reading while the block runs.
+    def borrow(self, path: str) -> Iterator[ReadableFile]:
+        """The file ``path``, open for reading while the block runs.
 
         Raises:
             OSError: the file cannot be opened, or is another one than when it was opened before; see
@@ -123,9 +124,10 @@ class FileHandles:
         try:
             # Opening may take long on a network file system, so only this file's users wait for it.
             with handle.opening:
-                if handle.fd is None:
+                if handle.file is None:
                     handle.fd = self._open(path)
-            yield handle.fd
+                    handle.file = LocalFile(handle.fd, path)
+            yield handle.file
         finally:
             with self._lock:
                 handle.users -= 1

@@ -13,6 +13,7 @@ from reshard.checkpoints.safetensors_index import read_safetensors_index
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.other_files import HEAD, kind_by_head, kind_of
+from reshard.storage import ReadableFile
 
 _WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
 
@@ -58,25 +59,26 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
     """
     format = format_of(path)
     try:
-        with handles.borrow(path) as fd:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
+        with handles.borrow(path) as file:
+            if not stat.S_ISREG(file.status().st_mode):
                 raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
-            index = None if known is None else known.find(fd, path, format, status.st_size)
+            size = file.size()
+            index = None if known is None else known.find(file, format, size)
             if index is None:
-                index = _read(fd, path, format, status.st_size)
+                index = _read(file, format, size)
                 if known is not None:
-                    known.add(fd, index)
+                    known.add(file, index)
             return index
     except OSError as error:
         raise reading_error(path, error) from error
 
 
-def _read(fd: int, path: str, format: str, size: int) -> CheckpointIndex:
+def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
     try:
-        return (read_ckpt_index if format == "ckpt" else read_safetensors_index)(fd, path, size)
+        return (read_ckpt_index if format == "ckpt" else read_safetensors_index)(file, size)
     except DamagedCheckpointError as error:
-        kind = kind_by_head(os.pread(fd, HEAD, 0))
+        kind = kind_by_head(file.read(0, HEAD))
         if kind is None:
             raise
+        path = file.path
         raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED) from error

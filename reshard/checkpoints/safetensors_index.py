@@ -19,7 +19,7 @@ from reshard.checkpoints.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFET
 from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.storage import read_range
+from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, JsonStream
 from reshard.wording import quoted
 
@@ -39,13 +39,12 @@ _KNOWN_TYPES = FROM_SAFETENSORS.keys() | SUB_BYTE_TYPES
 _LARGEST_NUMBER = (1 << 64) - 1
 
 
-def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
+def read_safetensors_index(file: ReadableFile, size: int) -> CheckpointIndex:
     """Read the header of a safetensors file.
 
     Args:
-        fd: descriptor of the file, open for reading; its position is not used.
-        path: name of the file, for messages.
-        size: bytes of the file.
+        file: the file.
+        size: bytes that it had when it was looked at.
 
     Returns:
         Every tensor, in the order of their bytes in the file.
@@ -55,7 +54,8 @@ def read_safetensors_index(fd: int, path: str, size: int) -> CheckpointIndex:
         CheckpointError: a tensor has a type that cannot be cut at bytes.
         OSError: reading failed.
     """
-    header = _Header(fd, path, size)
+    path = file.path
+    header = _Header(file, size)
     return CheckpointIndex(path, "safetensors", size, header.table(), _crc(header.metadata, path), header.metadata)
 
 
@@ -66,8 +66,8 @@ class _Header:
         metadata: what it says besides.
     """
 
-    def __init__(self, fd: int, path: str, size: int) -> None:
-        self._path = path
+    def __init__(self, file: ReadableFile, size: int) -> None:
+        self._path = file.path
         self._size = size
         self.metadata: dict[str, str] = {}
         # By the order in the header.
@@ -77,14 +77,14 @@ class _Header:
         self._kind_of = array("I")
         self._starts = array("Q")
         self._stops = array("Q")
-        length = self._length(fd)
+        length = self._length(file)
         self._data_start = LENGTH_SIZE + length
         position = LENGTH_SIZE
 
         def read() -> bytes:
             nonlocal position
             count = min(_WINDOW, self._data_start - position)
-            data = read_range(fd, path, position, count) if count else b""
+            data = read_range(file, position, count) if count else b""
             position += len(data)
             return data
 
@@ -96,10 +96,10 @@ class _Header:
         except JsonError as error:
             raise self._damaged(f"its header: {error}") from error
 
-    def _length(self, fd: int) -> int:
+    def _length(self, file: ReadableFile) -> int:
         if self._size < LENGTH_SIZE:
             raise self._damaged(f"it has {self._size} bytes, less than the length of a header")
-        length = int.from_bytes(read_range(fd, self._path, 0, LENGTH_SIZE), "little")
+        length = int.from_bytes(read_range(file, 0, LENGTH_SIZE), "little")
         if length > LONGEST_HEADER:
             raise self._damaged(f"its header claims {length} bytes, more than the {LONGEST_HEADER} allowed")
         if LENGTH_SIZE + length > self._size:

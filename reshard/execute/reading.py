@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from reshard.checkpoints import FileHandles, cut_short
 from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.errors import RetryableError
 from reshard.plan.pieces import StoredSlice
+from reshard.storage import fill
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -93,8 +93,8 @@ class ExplicitReader:
         window = self._windows.get(key)
         if window is None:
             try:
-                with self._handles.borrow(source.path) as fd:
-                    window = os.pread(fd, self._window_size, number * self._window_size)
+                with self._handles.borrow(source.path) as file:
+                    window = file.read(number * self._window_size, self._window_size)
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
@@ -111,13 +111,8 @@ class ExplicitReader:
 
     def _read(self, source: StoredSlice, offset: int, out: memoryview) -> None:
         try:
-            with self._handles.borrow(source.path) as fd:
-                done = 0
-                while done < len(out):
-                    count = os.preadv(fd, [out[done:]], offset + done)
-                    if count == 0:
-                        raise cut_short(source.path, source.rank)
-                    done += count
+            with self._handles.borrow(source.path) as file:
+                fill(file, offset, out, source.rank)
         except OSError as error:
             raise unreadable(source, error) from error
 
@@ -171,14 +166,16 @@ class _Maps:
         self._looked_at = 0
 
     def of(self, source: StoredSlice, handles: FileHandles) -> Optional[mmap.mmap]:
-        """The map of a file, or None where no more files can be mapped."""
+        """The map of a file, or None where no more files can be mapped, or this one cannot."""
         found = self._maps.get(source.path)
         if found is not None:
             self._maps.move_to_end(source.path)
             return found
         try:
-            with handles.borrow(source.path) as fd:
-                found = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            with handles.borrow(source.path) as file:
+                if file.descriptor is None:
+                    return None
+                found = mmap.mmap(file.descriptor, 0, prot=mmap.PROT_READ)
         except OSError as error:
             # Too many descriptors or maps, or a file system without: it can still be read.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENODEV):

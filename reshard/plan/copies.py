@@ -156,8 +156,8 @@ class CopiedValues:
             done = 0
             while done < length:
                 try:
-                    with self._handles.borrow(path) as fd:
-                        block = read_range(fd, path, offset + done, min(_BLOCK - len(pending), length - done))
+                    with self._handles.borrow(path) as file:
+                        block = read_range(file, offset + done, min(_BLOCK - len(pending), length - done))
                 except OSError as error:
                     raise reading_error(path, error) from error
                 done += len(block)

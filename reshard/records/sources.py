@@ -11,7 +11,6 @@ ranks have alike.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -180,10 +179,10 @@ class SourceSampler:
         structure = self._structures[id(index.tensors)]
         said = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
         try:
-            with self._handles.borrow(index.path) as fd:
-                values = [read_range(fd, index.path, *run) for run in structure.values()]
-                samples = [read_range(fd, index.path, *run) for run in structure.samples(rank)]
-                status = os.fstat(fd)
+            with self._handles.borrow(index.path) as file:
+                values = [read_range(file, *run) for run in structure.values()]
+                samples = [read_range(file, *run) for run in structure.samples(rank)]
+                status = file.status()
         except OSError as error:
             raise reading_error(index.path, error) from error
         return SourceFile(

@@ -13,12 +13,24 @@ from reshard.storage.look import (
     status_at,
     too_long,
 )
-from reshard.storage.read import UnfitError, cut_short, opened_regular, read_range, read_small
+from reshard.storage.read import (
+    LocalFile,
+    ReadableFile,
+    UnfitError,
+    cut_short,
+    fill,
+    opened_regular,
+    read_range,
+    read_small,
+)
 
 __all__ = [
+    "LocalFile",
+    "ReadableFile",
     "UnfitError",
     "cut_short",
     "exists",
+    "fill",
     "is_directory",
     "is_regular_file",
     "link_at",

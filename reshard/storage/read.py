@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import Optional
+from typing import NamedTuple, Optional, Protocol
 
 from reshard.errors import RetryableError
 
@@ -23,9 +23,69 @@ class UnfitError(ValueError):
     """A file is not what it should be; the text goes on after its name, as in ``is larger than ...``."""
 
 
+class ReadableFile(Protocol):
+    """A file that is open for reading, whatever its bytes go through on the way.
+
+    Offsets and sizes count bytes of what it holds. Any number of threads may read at a time.
+    """
+
+    @property
+    def path(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def descriptor(self) -> Optional[int]:
+        """What to map into memory; None where the bytes do not lie in a file as they are read."""
+
+    def size(self) -> int:
+        """Bytes that it has at this moment."""
+
+    def status(self) -> os.stat_result:
+        """What the file system says of it."""
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from an offset on: as many as a read gives, none at the end.
+
+        Raises:
+            ReshardError: what it holds cannot be told from its bytes.
+            OSError: reading failed.
+        """
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+
+
+class LocalFile(NamedTuple):
+    """A file that is read through a descriptor.
+
+    Attributes:
+        descriptor: open for reading; its position is not used.
+        path: its name, for messages.
+    """
+
+    descriptor: int
+    path: str
+
+    def size(self) -> int:
+        """Bytes that it has at this moment."""
+        return os.fstat(self.descriptor).st_size
+
+    def status(self) -> os.stat_result:
+        """What the file system says of it."""
+        return os.fstat(self.descriptor)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from an offset on: as many as a read gives, none at the end."""
+        return os.pread(self.descriptor, count, offset)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+        return os.preadv(self.descriptor, [out], offset)
+
+
 @contextlib.contextmanager
-def opened_regular(path: str, through_links: bool = True) -> Iterator[int]:
-    """A descriptor of a regular file, open for reading while the block runs.
+def opened_regular(path: str, through_links: bool = True) -> Iterator[LocalFile]:
+    """A regular file, open for reading while the block runs.
 
     Args:
         path: the file.
@@ -47,7 +107,7 @@ def opened_regular(path: str, through_links: bool = True) -> Iterator[int]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     try:
         _check_regular(os.fstat(fd))
-        yield fd
+        yield LocalFile(fd, path)
     finally:
         os.close(fd)
 
@@ -70,22 +130,21 @@ def read_small(path: str, most: int, through_links: bool = True) -> bytes:
         RetryableError: it does not give what it has.
         OSError: it is not there, or cannot be read.
     """
-    with opened_regular(path, through_links) as fd:
-        size = os.fstat(fd).st_size
+    with opened_regular(path, through_links) as file:
+        size = file.size()
         if size > most:
             raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {most:,} are allowed")
-        return read_range(fd, path, 0, size)
+        return read_range(file, 0, size)
 
 
-def read_range(fd: int, path: str, offset: int, least: int, most: Optional[int] = None) -> bytes:
+def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
     """Bytes of an open file from an offset on.
 
     A read may give less than was asked for, on network file systems above all, and that says nothing of
     the file: it is read on, and what stays missing is an error that may pass, never damage.
 
     Args:
-        fd: descriptor of the file.
-        path: its name, for messages.
+        file: the file.
         offset: where to begin.
         least: bytes that the file had there when it was opened; all of them are read.
         most: bytes to ask for.
@@ -94,21 +153,43 @@ def read_range(fd: int, path: str, offset: int, least: int, most: Optional[int] 
         RetryableError: the file became shorter, or does not give what it has.
         OSError: reading failed.
     """
-    data = os.pread(fd, max(least, most or 0), offset)
+    data = file.read(offset, max(least, most or 0))
     idle = 0
     while len(data) < least:
-        more = os.pread(fd, least - len(data), offset + len(data))
+        more = file.read(offset + len(data), least - len(data))
         data += more
         if more:
             continue
         idle += 1
-        if os.fstat(fd).st_size < offset + least:
-            raise cut_short(path)
+        if file.size() < offset + least:
+            raise cut_short(file.path)
         if idle == _TIMES:
             raise RetryableError(
-                f"{path}: cannot be read: it gives {len(data)} bytes at byte {offset}, and has {least}", file=path
+                f"{file.path}: cannot be read: it gives {len(data)} bytes at byte {offset}, and has {least}",
+                file=file.path,
             )
     return data
+
+
+def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:
+    """Fill ``out`` with the bytes of an open file from an offset on.
+
+    Args:
+        file: the file, which had these bytes when it was opened.
+        offset: where to begin.
+        out: where they go.
+        rank: whose file it is, for messages.
+
+    Raises:
+        RetryableError: the file became shorter.
+        OSError: reading failed.
+    """
+    done = 0
+    while done < len(out):
+        count = file.read_into(offset + done, out[done:])
+        if count == 0:
+            raise cut_short(file.path, rank)
+        done += count
 
 
 def cut_short(path: str, rank: Optional[int] = None) -> RetryableError:

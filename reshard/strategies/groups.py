@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Optional
 
@@ -36,8 +35,8 @@ def read_group_info(path: str) -> GroupInfo:
         RetryableError: reading failed.
     """
     with opened(path) as file:
-        size = 0 if isinstance(file, OtherFile) else os.fstat(file).st_size
-        data = b"" if isinstance(file, OtherFile) else read_range(file, path, 0, min(size, LARGEST_GROUP_INFO))
+        size = 0 if isinstance(file, OtherFile) else file.size()
+        data = b"" if isinstance(file, OtherFile) else read_range(file, 0, min(size, LARGEST_GROUP_INFO))
     is_strategy = protobuf_file.parse_strategy(data, path) is not None
     # A strategy's items would pass for rank lists.
     if data and size <= LARGEST_GROUP_INFO and not is_strategy:

@@ -18,7 +18,7 @@ from typing import Optional, Union
 from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.near_names import path_meant
 from reshard.other_files import kind_by_head
-from reshard.storage import UnfitError, opened_regular, read_range, too_long
+from reshard.storage import LocalFile, UnfitError, opened_regular, read_range, too_long
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
 
@@ -56,18 +56,18 @@ def read_bytes(path: str) -> Union[bytes, OtherFile]:
     with opened(path) as file:
         if isinstance(file, OtherFile):
             return file
-        size = os.fstat(file).st_size
-        head = read_range(file, path, 0, min(size, _HEAD))
+        size = file.size()
+        head = read_range(file, 0, min(size, _HEAD))
         kind = _kind_by_head(head, size)
         if kind == "a checkpoint" and size <= LARGEST_GROUP_INFO:
             # Its groups look like the values of a checkpoint.
-            content = read_range(file, path, 0, size)
+            content = read_range(file, 0, size)
             kind = kind if protobuf_file.parse_group_map(content, path) is None else "a group_info file"
         if kind is not None:
             return OtherFile(path, kind)
         limit = LARGEST_JSON if _looks_like_json(head) else LARGEST_PROTOBUF
         if size <= limit:
-            return read_range(file, path, 0, size)
+            return read_range(file, 0, size)
         if _must_be_one(path, head):
             raise StrategyError(
                 f"{path} is larger than any strategy file ({limit >> 20} MiB)",
@@ -121,8 +121,8 @@ def read_strategy_file(path: str) -> StrategyFile:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Union[int, OtherFile]]:
-    """The descriptor of a regular file, open for reading; an `OtherFile` where it is none.
+def opened(path: str) -> Iterator[Union[LocalFile, OtherFile]]:
+    """A regular file, open for reading; an `OtherFile` where it is none.
 
     Raises:
         StrategyError: missing or not readable.
@@ -131,7 +131,7 @@ def opened(path: str) -> Iterator[Union[int, OtherFile]]:
     with contextlib.ExitStack() as stack:
         try:
             try:
-                file: Union[int, OtherFile] = stack.enter_context(opened_regular(path))
+                file: Union[LocalFile, OtherFile] = stack.enter_context(opened_regular(path))
             except UnfitError as error:
                 file = OtherFile(path, str(error).replace("is ", "", 1))
             yield file

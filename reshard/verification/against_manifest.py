@@ -90,9 +90,9 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     hashed = hashlib.sha256()
     position = 0
     try:
-        with handles.borrow(index.path) as fd:
+        with handles.borrow(index.path) as file:
             for offset, size in itertools.chain(index.extents(), [(index.size, 0)]):
-                hashed.update(read_range(fd, index.path, position, offset - position))
+                hashed.update(read_range(file, position, offset - position))
                 position = offset + size
     except OSError as error:
         raise reading_error(index.path, error) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import accumulate
 from typing import Callable, NamedTuple, Protocol, TypeVar
 
-from reshard.checkpoints import FileHandles, Tensor, cut_short, reading_error
+from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.storage import storage_of
 from reshard.layout import Box
+from reshard.storage import fill
 from reshard.verification.sums import PRIME, Workspace
 
 # Larger parts are taken by several threads.
@@ -276,13 +276,8 @@ class _BoxReader:
 
     def _read_file(self, offset: int, out: memoryview) -> None:
         path = self._part.path
-        done = 0
         try:
-            with self._handles.borrow(path) as fd:
-                while done < len(out):
-                    count = os.preadv(fd, [out[done:]], offset + done)
-                    if not count:
-                        raise cut_short(path)
-                    done += count
+            with self._handles.borrow(path) as file:
+                fill(file, offset, out)
         except OSError as error:
             raise reading_error(path, error) from error

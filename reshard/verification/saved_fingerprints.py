@@ -6,13 +6,11 @@ tensor by tensor, slice by slice, and what is kept of each is a few bytes.
 
 from __future__ import annotations
 
-import os
-
 from reshard.checkpoints import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import InputError
 from reshard.layout import Box
-from reshard.storage import UnfitError, opened_regular
+from reshard.storage import LocalFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
 from reshard.verification.sums import PRIME, VERSION
@@ -35,11 +33,11 @@ def read_fingerprints(path: str) -> Fingerprints:
         RetryableError: reading failed.
     """
     try:
-        with opened_regular(path) as fd:
-            size = os.fstat(fd).st_size
+        with opened_regular(path) as file:
+            size = file.size()
             if size > _LARGEST:
                 raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {_LARGEST:,} are allowed")
-            return _Reading(fd).result
+            return _Reading(file).result
     except OSError as error:
         raise reading_error(path, error) from error
     except (JsonError, UnfitError) as error:
@@ -57,7 +55,7 @@ class _Reading:
         result: what it holds.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, file: LocalFile) -> None:
         self.result = Fingerprints()
         self._slices = 0
         self._shared = SharedPlaces()
@@ -65,7 +63,7 @@ class _Reading:
 
         def read() -> bytes:
             nonlocal position
-            data = os.pread(fd, _WINDOW, position)
+            data = file.read(position, _WINDOW)
             position += len(data)
             return data
 
