@@ -87,6 +87,9 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "diff", DEMO / "src_strategy.ckpt", PIPELINE)
     add("strategy", "diff", DEMO / "src_strategy.ckpt", "none")
     add("strategy", "check", DEMO / "src_strategy.ckpt", source)
+    rules, shapes = FIXTURES / "rules" / "backbone.toml", FIXTURES / "01_dp2mp4_adam" / "strategy_json"
+    said = ("--shapes", next(shapes.glob("*.json")), "--optimizer-shards", "-1", "--optimizer-threshold", "0")
+    add("strategy", "make", rules, out / "made.ckpt", *said, "--sizes", "dp=2,mp=2,pp=2")
     add("strategy", "check", DEMO / "dst_strategy.ckpt", source, "--all", status=4)
     done(
         "transform-dir",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named
 from tests.reference import Box, boxes
-from tests.running import LAUNCHER, done, fails, say_on_terminal
+from tests.running import LAUNCHER, done, fails, reshard, say_on_terminal
 from tests.small import World
+from tests.strategy_writing import protobuf
 from tests.trees import layout, single, write_strategy
 
 PANGU = CORPUS / "pangu_alpha_2.6B" / "strategy.ckpt"
@@ -340,3 +342,47 @@ def test_rich_and_pictures_are_not_loaded_for_rank_lists() -> None:
         "print([name for name in sys.modules if name.startswith(('rich', 'reshard.pictures', 'reshard.plan.changes'))])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
+
+
+def test_diff_tells_by_its_exit_status_where_that_is_asked_for(tmp_path: Path) -> None:
+    made = layout([2, 2], [0, -1])
+    one, same, other, none = (
+        write_strategy(tmp_path / name, single({"w": of}))
+        for name, of in (
+            ("one", made),
+            ("same", layout([2, 2], [0, -1])),
+            ("other", layout([2, 2], [1, -1])),
+            ("none", layout([1], [-1, -1])),
+        )
+    )
+    more = write_strategy(tmp_path / "more", single({"w": made, "v": made}))
+    assert done("strategy", "diff", one, same, "--exit-code").out == done("strategy", "diff", one, same).out
+    for differing in (other, none, more):
+        result = reshard("strategy", "diff", one, differing, "--exit-code", "--json")
+        assert result.status == 4
+        assert result.json == done("strategy", "diff", one, differing, "--json").json
+
+
+@pytest.mark.parametrize("command", ["show", "rank-list"])
+@pytest.mark.parametrize("content", ["empty", "items", "nothing"])
+def test_a_strategy_that_says_nothing_is_not_taken_for_none(content: str, command: str, tmp_path: Path) -> None:
+    """Neither an empty file, nor one without layouts: taken for one device, whole tensors would be read as slices."""
+    for ending in ("ckpt", "json", "pb"):
+        path = tmp_path / f"strategy.{ending}"
+        if content == "empty":
+            path.write_bytes(b"")
+        elif ending == "json":
+            items = {"MatMul": {"stage": 0, "parallel_strategy": [[2, 1]]}} if content == "items" else {}
+            path.write_text(json.dumps({"parallel_layout_item": {}, "parallel_strategy_item": items}))
+        else:
+            path.write_bytes(protobuf({}, (0,) if content == "items" else ()))
+        words = ("strategy", "show", path)
+        if command == "rank-list":
+            words = ("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none")  # type: ignore[assignment]
+        fails(3, *words, says=["strategy"])
+
+
+def test_layouts_without_items_are_a_strategy_and_not_none(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.ckpt"
+    path.write_bytes(protobuf({"w": {"dev_matrix": [4], "tensor_map": [0, -1]}}, ()))
+    assert done("rank-list", 0, "--src-strategy", path, "--dst-strategy", "none").out == "0 1 2 3\n"

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Sequence
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import command
+from reshard.cli.command import command, option
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
 from reshard.messages import listing
@@ -28,6 +28,9 @@ from reshard.plan.replicas import Holding
 from reshard.strategies import Strategy, read_strategy
 from reshard.wording import plural, rank_ranges, some_numbers, stepped_ranges
 
+DIFFERENT = 4
+"""Exit status of --exit-code where the strategies differ."""
+
 _MOST_PATTERNS = 20
 # In a line of the summary.
 _MOST_SUMMED = 3
@@ -39,20 +42,29 @@ _EFFECTS = {
 }
 
 
-@command("diff", "reshard strategy diff src_strategy.ckpt dst_strategy.ckpt")
+@command(
+    "diff",
+    """
+reshard strategy diff src_strategy.ckpt dst_strategy.ckpt
+
+In a script:
+reshard strategy diff compiled/ made.ckpt --exit-code
+""",
+)
 @click.argument("source", metavar="A", shell_complete=completion.strategies)
 @click.argument("target", metavar="B", shell_complete=completion.strategies)
+@option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.json_output
 @options.verbose("Name every parameter in the summary.")
 @options.debug
-def strategy_diff(source: str, target: str, as_json: bool, verbose: bool) -> None:
+def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
     """Show what changes from strategy A to strategy B.
 
     Either is a file, a directory, or none. First in sum: how many parameters stay as they are, move to
     other ranks, are cut differently, or are in one strategy only. Then those that change alike together:
     how each dimension is cut, optimizer shards, replicas and stages before and after, how the slices of
     B are made of those of A, and how many source ranks a target rank reads for one such parameter. The
-    exit status is 0 whether or not the strategies differ.
+    exit status is 0 whether or not the strategies differ, unless --exit-code is given.
     """
     before, after = read_strategy(source), read_strategy(target)
     show_notes((*before.notes, *after.notes))
@@ -72,8 +84,17 @@ def strategy_diff(source: str, target: str, as_json: bool, verbose: bool) -> Non
                 "missing": found.missing,
             }
         )
-        return
-    say("\n".join(_lines(before, after, found, verbose)))
+    else:
+        say("\n".join(_lines(before, after, found, verbose)))
+    if exit_code and not _same(before, after, found):
+        click.get_current_context().exit(DIFFERENT)
+
+
+def _same(before: Strategy, after: Strategy, found: Changes) -> bool:
+    """Whether every rank holds the same by both."""
+    ranks = [[stage.ranks for stage in strategy.stages] for strategy in (before, after)]
+    changed = found.left_out or found.missing or not all(change.unchanged for change in found.changes)
+    return not changed and ranks[0] == ranks[1]
 
 
 def _lines(before: Strategy, after: Strategy, found: Changes, verbose: bool) -> Iterator[str]:

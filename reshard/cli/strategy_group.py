@@ -7,6 +7,7 @@ import click
 from reshard.cli.command import Group
 from reshard.cli.strategy_check import strategy_check
 from reshard.cli.strategy_diff import strategy_diff
+from reshard.cli.strategy_make import strategy_make
 from reshard.cli.strategy_show import strategy_show
 
 
@@ -18,3 +19,4 @@ def strategy() -> None:
 strategy.add_command(strategy_show)
 strategy.add_command(strategy_diff)
 strategy.add_command(strategy_check)
+strategy.add_command(strategy_make)

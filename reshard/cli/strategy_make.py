@@ -1,0 +1,65 @@
+"""strategy make: the strategy of a run that never was, from rules."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import completion
+from reshard.cli.command import command, option
+from reshard.cli.output import show_notes
+from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
+from reshard.errors import UsageError
+
+
+@command(
+    "make",
+    """
+reshard strategy make model.toml target.ckpt \\
+    --shapes model.safetensors.index.json --sizes dp=1,mp=8 --weights-only
+
+Sizes of another run, with its optimizer; a file per pipeline stage:
+reshard strategy make model.toml target/ --shapes ckpt/ \\
+    --src-strategy src.ckpt --sizes dp=4,mp=4,pp=2 --optimizer-shards -1
+""",
+)
+@click.argument("rules", metavar="RULES", shell_complete=completion.paths)
+@click.argument("out", metavar="OUT", shell_complete=completion.paths)
+@shapes("Full shapes: an unsharded checkpoint, its index, a JSON strategy, or ranks' checkpoints.")
+@option(
+    "Source",
+    "--src-strategy",
+    metavar="FILE|DIR",
+    shell_complete=completion.strategies,
+    help="Strategy of --shapes, where that is ranks' checkpoints.",
+)
+@option("Target", "--sizes", type=SizesType(), metavar=SIZES, help="Devices: dp, mp, pp, cp, ep; 1 where left out.")
+@making
+def strategy_make(
+    rules: str, out: str, shapes: Optional[str], src_strategy: Optional[str], sizes: Any, **typed: Any
+) -> None:
+    """Make the strategy of a cluster that is not there.
+
+    RULES is a TOML file or the name of built-in rules: how parameters are cut, in named axes. OUT is what
+    a compile on such a cluster would write: a file, .ckpt or .json, of all stages, a path with {rank} in
+    it, or a directory for a file per stage. What does not follow from RULES is an error that prints the
+    lines that would settle it. OUT.made.json says how OUT was made.
+    """
+    from reshard.strategies import read_strategy
+    from reshard.strategies.rules import make_strategy
+    from reshard.strategies.rules.builtin_rules import rules_named
+
+    missing = [name for name, value in (("--shapes", shapes), ("--sizes", sizes)) if value is None]
+    if missing or shapes is None:
+        raise UsageError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            hint="--shapes tells the tensors' full shapes, --sizes the devices: --sizes dp=2,mp=4",
+        )
+    found = rules_named(rules)
+    source = None if src_strategy is None else read_strategy(src_strategy)
+    show_notes(source.notes if source is not None else ())
+    tensors = shapes_of(shapes, source)
+    target = target_of(sizes, typed)
+    stages = make_strategy(found, tensors, target, rules if found.path != rules else f"{rules}, before its rules")
+    finish("make", out, stages, found, tensors, target, {"rules_file": rules}, typed)

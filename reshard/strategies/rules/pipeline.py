@@ -1,0 +1,121 @@
+"""Which pipeline stage every parameter is on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Optional
+
+from reshard.errors import StrategyError, UsageError
+from reshard.globs import Glob, Globs
+from reshard.messages import listing
+from reshard.strategies.rules.model import LAYER, Pipeline
+from reshard.strategies.rules.tensors import patterns_for
+from reshard.strategies.rules.toml_text import quoted_list
+from reshard.wording import plural, quoted
+
+_LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")
+
+
+def stages_of(
+    names: Sequence[str], pipeline: Pipeline, stages: int, chunks: Optional[Sequence[int]], path: str
+) -> dict[str, int]:
+    """The stage of every parameter.
+
+    Args:
+        names: the parameters, not what belongs to them.
+        pipeline: what is said of first and last stage, and of layers' names.
+        stages: how many there are.
+        chunks: layers per stage; several rounds of the stages where the pipeline is interleaved.
+        path: the rules, for messages.
+
+    Raises:
+        StrategyError: some parameter's stage does not follow.
+        UsageError: the layers cannot be divided so.
+    """
+    if chunks is not None and (len(chunks) % stages or not chunks):
+        raise UsageError(f"--layers-per-stage has {plural(len(chunks), 'number')}, and there are {stages} stages")
+    if stages == 1:
+        return dict.fromkeys(names, 0)
+    first, last = Globs(pipeline.first), Globs(pipeline.last)
+    of_layers = _layers(names, pipeline, first, last, path)
+    layers = sorted(set(of_layers.values()))
+    stage_of_layer = _stage_of_layer(layers, stages, chunks)
+    found: dict[str, int] = {}
+    unsettled: list[str] = []
+    for name in names:
+        on_first, on_last = first.match(name), last.match(name)
+        if on_first and on_last:
+            raise StrategyError(
+                f"{path}: [pipeline]: {quoted(name)} is on the first stage and on the last", file=path, parameter=name
+            )
+        if on_first or on_last:
+            found[name] = 0 if on_first else stages - 1
+        elif name in of_layers:
+            found[name] = stage_of_layer[of_layers[name]]
+        else:
+            unsettled.append(name)
+    if unsettled:
+        patterns = quoted_list(patterns_for(unsettled, names))
+        raise StrategyError(
+            f"{path}: of {plural(len(unsettled), 'parameter')} outside the layers the stage is not said: "
+            + listing(unsettled),
+            file=path,
+            parameter=unsettled[0],
+            hint=f"say it, each in one of these:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
+        )
+    empty = sorted(set(range(stages)) - set(found.values()))
+    if empty:
+        raise UsageError(f"{plural(len(layers), 'layer')} in {stages} stages: stage {empty[0]} has no parameter")
+    return found
+
+
+def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str) -> dict[str, int]:
+    """The layer of every parameter of a layer."""
+    return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path)
+
+
+def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs, path: str) -> dict[str, int]:
+    inside = [name for name in names if not first.match(name) and not last.match(name)]
+    if pipeline.layers:
+        globs = [Glob(pattern, LAYER) for pattern in pipeline.layers]
+        found = {}
+        for name in inside:
+            spans = next((spans for glob in globs for spans in [glob.numbers(name)] if spans), None)
+            if spans:
+                found[name] = int(name[slice(*spans[0])])
+        return found
+    found = {}
+    before: dict[str, str] = {}
+    for name in inside:
+        number = _LAYER_NUMBER.search(name)
+        if number is not None:
+            found[name] = int(number[1])
+            before.setdefault(name[: number.start()], name)
+    if len(before) > 1:
+        patterns = quoted_list([f"{prefix}{LAYER}.*" for prefix in before])
+        raise StrategyError(
+            f"{path}: numbers stand in several places of names, and which are those of layers is not said: "
+            + listing(list(before.values())),
+            file=path,
+            hint=f"say which:\n[pipeline]\nlayers = {patterns}",
+        )
+    return found
+
+
+def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequence[int]]) -> dict[int, int]:
+    if layers and layers[-1] - layers[0] + 1 != len(layers):
+        missing = sorted(set(range(layers[0], layers[-1])) - set(layers))
+        raise StrategyError(f"layers are numbered {layers[0]} to {layers[-1]}, but there is no layer {missing[0]}")
+    if chunks is None:
+        if len(layers) % stages:
+            raise UsageError(
+                f"{len(layers)} layers do not divide evenly into {stages} stages",
+                hint="say how many each stage has: --layers-per-stage "
+                + ",".join(str(len(layers) // stages + (stage < len(layers) % stages)) for stage in range(stages)),
+            )
+        chunks = [len(layers) // stages] * stages
+    if sum(chunks) != len(layers):
+        raise UsageError(f"--layers-per-stage are {sum(chunks)} layers together, and the model has {len(layers)}")
+    of_chunks = [chunk % stages for chunk, count in enumerate(chunks) for _ in range(count)]
+    return dict(zip(layers, of_chunks))

@@ -1,0 +1,212 @@
+"""How many devices every kind of parallelism has, and what rules compute from it: ``dp*cp/ep``, ``mp<=4``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+from reshard.defaults import MOST_DEVICES, MOST_STAGES
+from reshard.errors import UsageError
+
+STAGES = "pp"
+EXPERTS = "ep"
+NAMES = ("dp", "mp", "pp", "cp", "ep")
+"""Data, model (tensor), pipeline, context and expert parallel: what is 1 unless it is said."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_ELSEWHERE = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "pipeline": "pp", "sp": "cp"}
+_COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
+    "<=": lambda one, other: one <= other,
+    ">=": lambda one, other: one >= other,
+    "==": lambda one, other: one == other,
+    "!=": lambda one, other: one != other,
+    "<": lambda one, other: one < other,
+    ">": lambda one, other: one > other,
+}
+
+
+class ExpressionError(ValueError):
+    """A text that is no product of sizes, or no comparison of them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Devices per kind of parallelism.
+
+    Attributes:
+        given: what was said, by name; axes of a model's own may have any other name.
+    """
+
+    given: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, int]:
+        return {**dict.fromkeys(NAMES, 1), **dict(self.given)}
+
+    def __getitem__(self, name: str) -> int:
+        """The size of an axis.
+
+        Raises:
+            ExpressionError: there is none of this name.
+        """
+        if name not in self._by_name:
+            raise ExpressionError(f"{name} has no size; --sizes {name}=N gives it one")
+        return self._by_name[name]
+
+    @property
+    def named(self) -> Mapping[str, int]:
+        """All sizes."""
+        return self._by_name
+
+    @cached_property
+    def stage_devices(self) -> int:
+        """Devices of one pipeline stage; experts lie on devices that other kinds count."""
+        return math.prod(size for name, size in self._by_name.items() if name not in (STAGES, EXPERTS))
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self[STAGES]
+
+    @property
+    def text(self) -> str:
+        """``dp=2,mp=4``, as it is typed."""
+        return ",".join(f"{name}={size}" for name, size in self.given)
+
+
+def parse_sizes(text: str) -> Sizes:
+    """Sizes as they are typed: ``dp=2,mp=4``.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
+            raise UsageError(f"{text!r} are no sizes such as dp=2,mp=4")
+        if name in _ELSEWHERE:
+            raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
+        if name in given:
+            raise UsageError(f"{text!r}: {name} is given twice")
+        given[name] = int(number)
+        if not 1 <= given[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
+            raise UsageError(f"{text!r}: {name}={number} is no number of devices")
+    sizes = Sizes(tuple(given.items()))
+    if sizes.stage_devices * sizes.stages > MOST_DEVICES:
+        raise UsageError(f"{text!r} are more than {MOST_DEVICES} devices")
+    return sizes
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``.
+
+    Attributes:
+        number: the numbers in it.
+        powers: how often every size is in it, ascending by name; negative where it is divided by.
+    """
+
+    number: Fraction
+    powers: tuple[tuple[str, int], ...]
+
+    def __mul__(self, other: Product) -> Product:
+        powers = dict(self.powers)
+        for name, power in other.powers:
+            powers[name] = powers.get(name, 0) + power
+        return Product(
+            self.number * other.number, tuple(sorted((name, power) for name, power in powers.items() if power))
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The sizes in it."""
+        return frozenset(name for name, _ in self.powers)
+
+    def value(self, sizes: Sizes) -> Fraction:
+        """The number that it is."""
+        value = self.number
+        for name, power in self.powers:
+            value *= Fraction(sizes[name]) ** power
+        return value
+
+    def whole(self, sizes: Sizes) -> int:
+        """The number that it is, as the size of an axis.
+
+        Raises:
+            ExpressionError: it is no whole number.
+        """
+        value = self.value(sizes)
+        if value.denominator != 1:
+            raise ExpressionError(f"{self.text} is {value}, no whole number")
+        return int(value)
+
+    @property
+    def text(self) -> str:
+        """As it is written in rules."""
+        above = [name for name, power in self.powers for _ in range(power)]
+        below = [f"/{name}" for name, power in self.powers for _ in range(-power)]
+        if self.number.numerator != 1 or not above:
+            above.insert(0, str(self.number.numerator))
+        if self.number.denominator != 1:
+            below.insert(0, f"/{self.number.denominator}")
+        return "*".join(above) + "".join(below)
+
+
+@lru_cache(maxsize=1024)
+def product(text: str) -> Product:
+    """Read a product.
+
+    Raises:
+        ExpressionError: the text is none.
+    """
+    found = Product(Fraction(1), ())
+    for index, part in enumerate(re.split(r"([*/])", text.replace(" ", ""))):
+        if index % 2:
+            divided = part == "/"
+            continue
+        power = -1 if index and divided else 1
+        if re.fullmatch(r"[1-9][0-9]{0,8}", part):
+            found *= Product(Fraction(int(part)) ** power, ())
+        elif _NAME.fullmatch(part):
+            found *= Product(Fraction(1), ((part, power),))
+        else:
+            raise ExpressionError(f"{text!r} is no product of sizes such as dp*cp/ep")
+    return found
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of sizes: ``mp<=4``.
+
+    Attributes:
+        text: as it is written.
+        left: what is compared.
+        comparison: how.
+        right: with what.
+    """
+
+    text: str
+    left: Product
+    comparison: str
+    right: Product
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether it is true for these sizes."""
+        return _COMPARISONS[self.comparison](self.left.value(sizes), self.right.value(sizes))
+
+
+def condition(text: str) -> Condition:
+    """Read a comparison.
+
+    Raises:
+        ExpressionError: the text is none.
+    """
+    parts = re.split(r"(<=|>=|==|!=|<|>)", text)
+    if len(parts) != 3:
+        raise ExpressionError(f"{text!r} is no comparison of sizes such as mp<=4")
+    return Condition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))

@@ -1,0 +1,138 @@
+"""Writing a made strategy as a compile would, and beside it how it was made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.storage import exists, is_directory
+from reshard.strategies import json_file, protobuf_file
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.strategies.one_file import OtherFile, parse, read_bytes
+from reshard.strategies.rules.make import MadeStage
+from reshard.temporary import write_whole
+
+RECORD = ".made.json"
+"""Ends the name of the file beside a made strategy that says how it was made."""
+
+_RANK = "{rank}"
+_NAME = f"ckpt_strategy_rank_{_RANK}.ckpt"
+_WRITERS = {".ckpt": protobuf_file.serialize_strategy, ".json": json_file.serialize_strategy}
+
+
+def record_path(out: str) -> str:
+    """Where it is said how a made strategy was made.
+
+    Args:
+        out: the file or directory, as it was typed.
+    """
+    if out.endswith(tuple(_WRITERS)) and _RANK not in out:
+        return out + RECORD
+    return os.path.join(os.path.dirname(out) if _RANK in out else out, "strategy" + RECORD)
+
+
+def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool) -> list[str]:
+    """Write a strategy, and how it was made.
+
+    Args:
+        out: ``.ckpt`` or ``.json``: one file, of all stages; a path with ``{rank}`` in it, or a directory: a file per
+            stage, named after the stage's first rank.
+        stages: the strategy.
+        record: how it was made.
+        overwrite: replace strategies that lie there.
+
+    Returns:
+        The files.
+
+    Raises:
+        UsageError: another ending.
+        TargetError: something lies there.
+        RetryableError: writing failed.
+    """
+    files = _files(out, stages)
+    for path in files:
+        _check_replaceable(os.path.realpath(path), overwrite)
+    written = {path: _serialized(path, of, merged=len(of) > 1) for path, of in files.items()}
+    beside = record_path(out)
+    said = {**record, "axes": _axes(stages)}
+    written[beside] = (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
+    for path, data in written.items():
+        try:
+            os.makedirs(os.path.dirname(os.path.realpath(path)), exist_ok=True)
+            write_whole(os.path.realpath(path), data)
+        except OSError as error:
+            raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
+    return list(files)
+
+
+def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
+    ending = os.path.splitext(out)[1]
+    if _RANK in out:
+        if ending not in _WRITERS:
+            raise UsageError(f"{out}: a strategy file is named .ckpt or .json", file=out)
+        return {out.replace(_RANK, str(stage.first_rank)): [stage] for stage in stages}
+    if ending in _WRITERS and not is_directory(out):
+        return {out: list(stages)}
+    if ending and not exists(out) and not out.endswith(os.sep):
+        raise UsageError(
+            f"{out}: a strategy file is named .ckpt or .json; a directory for a file per stage ends in {os.sep}",
+            file=out,
+        )
+    return {os.path.join(out, _NAME.replace(_RANK, str(stage.first_rank))): [stage] for stage in stages}
+
+
+def _check_replaceable(path: str, overwrite: bool) -> None:
+    if not exists(path):
+        return
+    data = read_bytes(path)
+    found = data if isinstance(data, OtherFile) else parse(path, data) if data else None
+    if isinstance(found, OtherFile):
+        raise TargetError(
+            f"{path} is there already and is {found.kind or 'no strategy file'}; it is not replaced",
+            file=path,
+            hint="give OUT another name",
+        )
+    if not overwrite:
+        raise TargetError(f"{path} is there already", file=path, hint="--overwrite replaces it; or give another name")
+
+
+def _serialized(path: str, stages: Sequence[MadeStage], merged: bool) -> bytes:
+    ending = os.path.splitext(path)[1]
+    items = tuple(StrategyItem(f"made/stage-{stage.number}", stage.number) for stage in stages)
+    layouts = {
+        f"{stage.number}-{name}" if merged else name: _with_shape(layout, stage.shapes[name])
+        if ending == ".json"
+        else layout
+        for stage in stages
+        for name, layout in stage.layouts.items()
+    }
+    form = "json" if ending == ".json" else "protobuf"
+    return _WRITERS[ending](StrategyFile(path, form, items, layouts))
+
+
+def _with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
+    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several."""
+    if not recorded.nested:
+        return replace(recorded, tensor_shape=shape)
+    sizes = recorded.device_matrix[::-1]
+    entries: list[int] = []
+    expanded: list[int] = []
+    for axes, size in zip(recorded.dimensions, shape):
+        entries += axes or (-1,)
+        for axis in axes[:-1]:
+            expanded.append(sizes[axis])
+            size //= sizes[axis]
+        expanded.append(size)
+    return replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
+
+
+def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
+    names: dict[tuple[str, ...], dict[str, None]] = {}
+    for stage in stages:
+        for name, axes in stage.axes.items():
+            names.setdefault(axes, {})[name] = None
+    return [{"names": list(axes), "parameters": list(of)} for axes, of in names.items()]

@@ -1,0 +1,328 @@
+"""strategy make: record for record what MindSpore's compiler writes, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints.dtypes import ITEM_SIZES
+from reshard.strategies import RecordedLayout, read_strategy_file
+from reshard.strategies.rules import (
+    FullTensor,
+    ShardSetting,
+    Target,
+    make_strategy,
+    model_tensors,
+    parse_rules,
+    parse_sizes,
+)
+from tests import made_cases
+from tests.corpus import CORPUS, FIXTURES
+from tests.running import Argument, done, fails
+from tests.strategy_writing import layout, write_strategy
+from tests.trees import Value, write_checkpoint
+
+Said = tuple[Argument, ...]
+CASES = made_cases.case_names()
+PANGU = CORPUS / "pangu_alpha_2.6B" / "strategy.ckpt"
+BACKBONE = FIXTURES / "rules" / "backbone.toml"
+
+
+def write_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """A JSON strategy of one device, which tells nothing but shapes."""
+    return write_strategy(
+        path, 0, {name: layout([1], [-1] * len(shape), shape=list(shape)) for name, shape in shapes.items()}
+    )
+
+
+def as_recorded(path: Path) -> dict[str, RecordedLayout]:
+    return dict(read_strategy_file(str(path)).layouts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_made_is_what_was_compiled(name: str) -> None:
+    case = made_cases.load(name)
+    made = make_strategy(parse_rules(case.rules, "rules"), case.model, case.target, "rules")
+    assert {stage.number: stage.layouts for stage in made} == case.compiled()
+
+
+@pytest.mark.parametrize("name", ["10_dp2mp2pp2", "20_llama_dp1mp4pp2_uneven", "27_mcoremoe_dp2mp4ep8pp1"])
+@pytest.mark.parametrize("ending", ["ckpt", "json"])
+def test_what_is_typed_is_what_was_compiled_in_every_form(name: str, ending: str, tmp_path: Path) -> None:
+    case = made_cases.load(name)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(case.rules)
+    full = {tensor.name: Value(tensor.dtype or "", np.zeros(tensor.shape, "<u4")) for tensor in case.tensors}
+    shapes = write_checkpoint(tmp_path / "full.safetensors", full)
+    said: Said = ("--shapes", shapes, "--sizes", case.sizes_text, *case.options())
+    done("strategy", "make", rules, tmp_path / f"merged.{ending}", *said)
+    done("strategy", "make", rules, tmp_path / "stages" / f"of_{{rank}}.{ending}", *said)
+    for made in (tmp_path / f"merged.{ending}", tmp_path / "stages"):
+        compared = done("strategy", "diff", case.strategy, made, "--json").json["summary"]
+        assert compared.pop("unchanged") == len({name for stage in case.compiled().values() for name in stage})
+        assert not any(compared.values())
+    if ending == "ckpt":
+        of_stages = sorted(path.name for path in (tmp_path / "stages").glob("*.ckpt"))
+        assert of_stages == [path.name.replace("ckpt_strategy_rank", "of") for path in sorted(case.strategy.iterdir())]
+
+
+@pytest.mark.parametrize("name", ["07_layout8_opt", "08_pp2dp2mp2"])
+def test_json_is_as_mindspore_writes_it(name: str, tmp_path: Path) -> None:
+    """Full shapes, and an entry per device axis where a dimension has several."""
+    case = made_cases.load(name)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(case.rules)
+    full = {tensor.name: Value(tensor.dtype or "", np.zeros(tensor.shape, "<u4")) for tensor in case.tensors}
+    shapes = write_checkpoint(tmp_path / "full.ckpt", full)
+    out = tmp_path / "ckpt_strategy_rank_{rank}.json"
+    done("strategy", "make", rules, out, "--shapes", shapes, "--sizes", case.sizes_text, *case.options())
+    theirs = sorted((case.path / "strategy_json").glob("*.json"))
+    assert theirs
+    for path in theirs:
+        made = json.loads((tmp_path / path.name).read_text())["parallel_layout_item"]
+        assert made == json.loads(path.read_text())["parallel_layout_item"]
+
+
+@pytest.mark.skipif(not PANGU.is_file(), reason="the whole corpus is not on this machine")
+def test_eight_rules_make_a_production_strategy_record_for_record() -> None:
+    rules = """
+[[parameter]]
+match = ["*.attention.dense?.weight", "*.attention.projection.weight", "*.output.projection.weight"]
+map = ["mp", "None"]
+[[parameter]]
+match = ["*.attention.dense?.bias", "*.output.mapping.bias"]
+map = ["mp"]
+[[parameter]]
+match = "*.output.mapping.weight"
+map = ["None", "mp"]
+[[parameter]]
+match = "*"
+map = "None"
+optimizer_shard = false
+"""
+    compiled = as_recorded(PANGU)
+    tensors = [FullTensor(name, pangu_shape(name, record), "Float32") for name, record in compiled.items()]
+    model = model_tensors("shapes", tensors, ITEM_SIZES)
+    target = Target(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
+    (made,) = make_strategy(parse_rules(rules, "rules"), model, target, "rules")
+    assert made.layouts == compiled
+    assert len(compiled) == 1551
+
+
+def pangu_shape(name: str, record: RecordedLayout) -> tuple[int, ...]:
+    """Full shapes of the model of 2.6 billion parameters, from its paper: hidden 2560, four times that inside."""
+    if "embedding_table" in name:
+        return (40000 if "word" in name else 1024, 2560)
+    wide = ".output.mapping." in name
+    if name.endswith("weight"):
+        return (2560, 10240) if wide else (10240, 2560) if ".output.projection." in name else (2560, 2560)
+    return (10240,) if wide else (2560,)
+
+
+def test_thousands_of_devices_take_no_time_to_speak_of() -> None:
+    """Records of 10,240 devices cost what 8 do: layouts are worked out once each."""
+    names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
+    model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
+    rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
+    target = Target(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
+    (made,) = make_strategy(rules, model, target, "rules")
+    assert made.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
+
+
+# What does not follow.
+
+
+def making(tmp_path: Path, rules: str, shapes: Mapping[str, tuple[int, ...]], *said: Any) -> tuple[Any, ...]:
+    (tmp_path / "rules.toml").write_text(rules)
+    return (
+        "strategy",
+        "make",
+        tmp_path / "rules.toml",
+        tmp_path / "out.ckpt",
+        "--shapes",
+        write_shapes(tmp_path / "shapes.json", shapes),
+        *said,
+    )
+
+
+ONE_RULE = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
+
+
+def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(tmp_path: Path) -> None:
+    shapes = {f"layers.{layer}.{name}": (8, 8) for layer in range(3) for name in ("wq", "wo", "norm")}
+    said = ("--sizes", "dp=2,mp=4", "--weights-only")
+    rules = '[[parameter]]\nmatch = "*.wq"\nmap = ["mp", "None"]\n'
+    failed = fails(
+        3,
+        *making(tmp_path, rules, shapes, *said),
+        says=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.wo", "layers.*.norm"]'],
+    )
+    lines = [line.strip() for line in failed.err.splitlines()]
+    pasted = "\n".join(lines[lines.index("[[parameter]]") :][:3])
+    done(*making(tmp_path, rules + pasted, shapes, *said))
+
+
+@pytest.mark.parametrize(
+    ("rules", "sizes", "says"),
+    [
+        (ONE_RULE, "dp=3,mp=4", "12 devices; MindSpore's compiler takes 1, 2, 4 or a multiple of 8"),
+        (ONE_RULE, "dp=3,mp=4,pp=2", "ranks 0,4,8 as a group, which MindSpore's compiler refuses"),
+        (ONE_RULE, "dp=1,mp=16", "dimension 0 of size 8 does not divide by mp = 16"),
+        (ONE_RULE, "dp=2,mp=4,cp=2,ep=2", "ep=2 cuts no parameter"),
+        ('[[parameter]]\nmatch = "*"\nmap = "None"\n', "dp=2,mp=4", "mp=4 cuts no parameter"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp"]\n', "mp=4", "map has 1 entries, and the tensor 2 dimensions"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp", "mp"]\n', "mp=4", "mp cuts two dimensions"),
+        ('[[parameter]]\nmatch = "*"\nmatrix = ["dp"]\nmap = ["mp", "None"]\n', "mp=4", "is not the 4 devices"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is no axis of the matrix"),
+        ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "shown to be true for mp<=2 only"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n', "mp=4", "can mean 2 layouts"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["None|mp", "None"]\n', "mp=4", 'map = ["mp", "None"]'),
+        (
+            '[[parameter]]\nmatch = "*"\nmatrix = [["dp", "mp"], ["mp", "dp"]]\nmap = ["mp", "None"]\n',
+            "dp=2,mp=4",
+            'matrix = ["mp", "dp"]',
+        ),
+        ('[[parameter]]\nmatch = "*"\nmpa = ["mp", "None"]\n', "mp=4", "'mpa' is unknown. Did you mean map?"),
+        ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "has no match"),
+        ("[[parameter]\n", "mp=4", "is no TOML"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is no product of sizes"),
+    ],
+)
+def test_what_does_not_follow_or_would_not_compile_is_refused(
+    rules: str, sizes: str, says: str, tmp_path: Path
+) -> None:
+    shapes = {f"layers.{layer}.w": (8, 8) for layer in range(2)}
+    fails(3, *making(tmp_path, rules, shapes, "--sizes", sizes, "--weights-only"), says=[says])
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_rules_that_leave_open_what_does_not_matter_are_enough(tmp_path: Path) -> None:
+    """With data parallelism alone nothing is cut, whatever cuts; on one replica the order of devices is no matter."""
+    open_cut = '[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n'
+    done(*making(tmp_path, open_cut, {"w": (8, 8)}, "--sizes", "dp=8", "--weights-only"))
+    open_order = '[[parameter]]\nmatch = "*"\nmatrix = [["dp", "mp"], ["mp", "dp"]]\nmap = ["mp", "None"]\n'
+    done(*making(tmp_path, open_order, {"w": (8, 8)}, "--sizes", "mp=8", "--weights-only", "--overwrite"))
+    assert as_recorded(tmp_path / "out.ckpt")["w"] == RecordedLayout((8,), ((0, -1),))
+
+
+def test_stages_of_parameters_outside_layers_have_to_be_said(tmp_path: Path) -> None:
+    shapes = {"embed": (8, 8), **{f"layers.{layer}.w": (8, 8) for layer in range(5)}, "head": (8, 8)}
+    said: Said = ("--sizes", "mp=4,pp=2", "--weights-only")
+    fails(2, *making(tmp_path, ONE_RULE, shapes, *said), says=["5 layers do not divide", "--layers-per-stage 3,2"])
+    said = (*said, "--layers-per-stage", "2,3")
+    fails(
+        3, *making(tmp_path, ONE_RULE, shapes, *said), says=["2 parameters outside the layers", 'first = ["embed", "']
+    )
+    stages = '[pipeline]\nfirst = "embed"\nlast = "head"\n'
+    done(*making(tmp_path, stages + ONE_RULE, shapes, *said))
+    shown = done("strategy", "show", tmp_path / "out.ckpt", "--json").json
+    assert {row["parameter"]: row["stage"] for row in shown} == {
+        "embed": 0,
+        "layers.0.w": 0,
+        "layers.1.w": 0,
+        "layers.2.w": 1,
+        "layers.3.w": 1,
+        "layers.4.w": 1,
+        "head": 1,
+    }
+    said = ("--sizes", "mp=4,pp=2", "--weights-only", "--overwrite", "--layers-per-stage", "1,1,2,1")
+    done(*making(tmp_path, stages + ONE_RULE, shapes, *said))
+    shown = done("strategy", "show", tmp_path / "out.ckpt", "layers.*", "--json").json
+    assert sorted((row["parameter"], row["stage"]) for row in shown) == [
+        ("layers.0.w", 0),
+        ("layers.1.w", 1),
+        ("layers.2.w", 0),
+        ("layers.3.w", 0),
+        ("layers.4.w", 1),
+    ]
+
+
+def test_numbers_in_several_places_are_not_taken_for_layers(tmp_path: Path) -> None:
+    shapes = {f"{part}.{number}.w": (8, 8) for part in ("encoder", "decoder") for number in range(2)}
+    said = ("--sizes", "mp=4,pp=2", "--weights-only")
+    fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=['layers = ["encoder.{layer}.*", "decoder.{layer}.*"]'])
+
+
+def test_optimizer_state_has_to_be_known(tmp_path: Path) -> None:
+    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0")
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["no optimizer state", "--weights-only"])
+    done(*making(tmp_path, 'optimizer_states = ["adam_m", "adam_v"]\n' + ONE_RULE, {"w": (8, 8)}, *said))
+    assert list(as_recorded(tmp_path / "out.ckpt")) == ["w", "adam_m.w", "adam_v.w"]
+
+
+def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> None:
+    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
+    shapes = {"small": (8, 4), "middle": (16, 32), "large": (64, 64)}
+    fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
+    for dtype, sharded in (("Float32", True), ("BFloat16", True), ("Int8", False)):
+        done(*making(tmp_path, f'dtype = "{dtype}"\n' + ONE_RULE, shapes, *said, "--overwrite"))
+        found = as_recorded(tmp_path / "out.ckpt")
+        assert {name: layout.shard_size != 0 for name, layout in found.items()} == {
+            "small": False,
+            "middle": sharded,
+            "large": True,
+        }
+
+
+def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
+    said = ("--sizes", "mp=4", "--weights-only")
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["is there already", "--overwrite"])
+    (tmp_path / "out.ckpt").write_text("a letter")
+    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
+
+
+def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) -> None:
+    result = done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only", "--json"))
+    record = json.loads(Path(result.json["record"]).read_text())
+    assert record["rules"] == ONE_RULE
+    assert record["sizes"] == {"dp": 1, "mp": 4, "pp": 1, "cp": 1, "ep": 1}
+    assert record["axes"] == [{"names": ["mp"], "parameters": ["w"]}]
+    # In a directory of strategies it is none.
+    assert done("strategy", "show", tmp_path / "out.ckpt").out
+    assert done("rank-list", "0", "--src-strategy", tmp_path / "out.ckpt", "--dst-strategy", "none").out == "0 1 2 3\n"
+
+
+SIZES = st.sampled_from([1, 2, 4, 8])
+
+
+@settings(deadline=None)
+@given(dp=SIZES, cp=SIZES, mp=SIZES, outer=st.booleans(), shards=st.sampled_from([0, -1, 2, 4]), rows=st.booleans())
+def test_every_rank_holds_what_the_rule_says_it_holds(
+    dp: int, cp: int, mp: int, outer: bool, shards: int, rows: bool
+) -> None:
+    """The record against the meaning of named axes: a rank's coordinates along them say which slice is its."""
+    devices = dp * cp * mp
+    axes = ["mp", "dp", "cp"] if outer else ["dp", "cp", "mp"]
+    sizes = {"dp": dp, "cp": cp, "mp": mp}
+    entries = ["mp", "None"] if rows else ["None", "mp"]
+    text = made_cases.rule("*", axes, entries)
+    shape = (512, 512)
+    model = model_tensors("shapes", [FullTensor("w", shape, "Float32")], ITEM_SIZES)
+    target = Target(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
+    assume(shards <= devices)
+    (made,) = make_strategy(parse_rules(text, "rules"), model, target, "rules")
+    found = made.layouts["w"].layout()
+    size = min(shards, dp * cp) if shards > 1 else dp * cp if shards else 1
+    for rank in range(devices):
+        rest, at = rank, {}
+        for axis in reversed(axes):
+            rest, at[axis] = divmod(rest, sizes[axis])
+        replica = at["dp"] * cp + at["cp"]
+        cut = [512 // mp * at["mp"], 512 // mp * (at["mp"] + 1)] if mp > 1 else [0, 512]
+        expected = [cut, [0, 512]] if rows else [[0, 512], cut]
+        first, last = expected[0]
+        part = (last - first) // size
+        expected[0] = [first + part * (replica % size), first + part * (replica % size + 1)]
+        box = found.slice_box(shape, int(found.slice_of_rank[rank]))
+        assert [list(interval) for interval in box] == expected
+    assert math.prod(found.device_matrix) == devices
