@@ -13,5 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FIXTURES = ROOT / "fixtures"
 CORPUS = ROOT.parent / "shared" / "corpus"
+CORPUS2 = ROOT.parent / "shared" / "corpus2"
+"""The same of other forms; a selection of it is in `FIXTURES` as well."""
 
 needs_corpus = pytest.mark.skipif(not CORPUS.is_dir(), reason="the whole corpus is not on this machine")

@@ -301,6 +301,13 @@ class Fields:
             raise JsonError(f"{self._said(key)} is not a text")
         return found
 
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        found = self._of(key)
+        if not isinstance(found, bool):
+            raise JsonError(f"{self._said(key)} is neither true nor false")
+        return found
+
     def is_null(self, key: str) -> bool:
         """Whether a member is there and null."""
         return self._content.get(key, "") is None
