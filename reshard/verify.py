@@ -13,6 +13,7 @@ from reshard.messages import Message, joined, listing
 from reshard.name_filters import Filters
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
+from reshard.records.status import status_of
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import is_regular_file
@@ -48,6 +49,7 @@ def verify_conversion(
     report: Report,
     crcs: Optional[RecordedCrcs],
     known: Optional[Mapping[str, str]] = None,
+    recovered: bool = False,
 ) -> list[Difference]:
     """What of a converted checkpoint is not what its source makes of it.
 
@@ -65,6 +67,7 @@ def verify_conversion(
         crcs: tells which source files are damaged and count as absent; none is where None.
         known: files that the conversion found damaged, and why, by path. Where that is given, others are looked at
             only if something differs.
+        recovered: the files are what a recovery gave back.
 
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
@@ -77,7 +80,9 @@ def verify_conversion(
 
     def differences(tree: Tree) -> list[Difference]:
         warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
-        return compare_converted(tree, source, files, target, means, ranks=ranks, admit=filters.admit)
+        return compare_converted(
+            tree, source, files, target, means, ranks=ranks, admit=filters.admit, recovered=recovered
+        )
 
     damaged = dict(known or {})
     if known is not None:
@@ -163,6 +168,15 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
         report.warn(f"{error.message}; what is compared is chosen without it")
         return None
     return begun[0].identity if len(begun) == 1 else None
+
+
+def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
+    """The ranks that alone are to be recovered in a directory, by its records; None where all are, or none tells."""
+    try:
+        status = status_of(out)
+    except TargetError:
+        return None
+    return status.wanted if status.lost_only else None
 
 
 def converted_files(

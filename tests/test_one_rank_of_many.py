@@ -259,6 +259,8 @@ def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataO
             # What has no elements need not be there.
             empty = {name for name, tensor in held.items() if not tensor.array.size}
             same_checkpoints(without(found[rank], skipped | empty), without(held, skipped | empty), f"rank {rank}")
+        strategies: list[Argument] = ["--src-strategy", strategy, "--dst-strategy", strategy]
+        done("verify", root / "whole", "--src", root / "src", *strategies)
 
 
 def without(checkpoint: Checkpoint, names: set[str]) -> Checkpoint:

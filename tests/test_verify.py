@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Callable
@@ -18,9 +19,20 @@ from reshard.execute.boxes import boxes_of_range
 from reshard.plan import conversion as conversion_module
 from reshard.plan.cuts import Cut
 from reshard.plan.pieces import TargetTensor
+from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED, SOURCE, World, tensors
-from tests.trees import cut_ranks, write_tree
+from tests.trees import (
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    scalar,
+    single,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
 
 FULL = tensors()
 
@@ -345,3 +357,78 @@ def test_a_mistake_of_our_own_is_found(
     assert result.status == 4, f"not found: {result.err}"
     assert "must not be used" in result.err
     world.convert(*options, "--overwrite", "--verify")
+
+
+def recovery(tmp_path: Path) -> tuple[list[Argument], Path]:
+    """Recovered ranks of two stages, of which the second holds a tied table unlisted; with what to verify them."""
+    cut, table = layout([2], [0, -1]), layout([2], [-1, 0])
+    strategy: Strategy = [
+        {"devices": 2, "layouts": {"emb": cut, "a": cut}},
+        {"devices": 4, "layouts": {"b": layout([4], [-1, -1])}},
+    ]
+    full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
+    saved = cut_ranks(strategy, full, COPIED)
+    for rank, part in cut_ranks(single({"emb": table}), {"emb": full["emb"]}).items():
+        for there in (2 + rank, 4 + rank):
+            saved[there].update(part)
+    for rank in saved:
+        saved[rank]["cur_rank"] = scalar(rank)
+    # A value that only some ranks have, and a rank that nothing is left of.
+    saved[5]["loss_scale"] = scalar(1024, "Float32")
+    write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 4})
+    old = write_strategy(tmp_path / "old", strategy)
+    done("recover", tmp_path / "src", tmp_path / "dst", "--strategy", old)
+    words: list[Argument] = ["--src", tmp_path / "src", "--src-strategy", old, "--dst-strategy", old]
+    return ["verify", tmp_path / "dst", *words], tmp_path / "dst"
+
+
+def test_a_recovery_is_verified_with_what_ranks_held_of_their_own(tmp_path: Path) -> None:
+    words, dst = recovery(tmp_path)
+    done(*words)
+    # The same tree is no conversion: that would copy values from the lowest rank to all.
+    for records in (dst / ".reshard", dst / "reshard-manifest.json"):
+        shutil.rmtree(records) if records.is_dir() else records.unlink()
+    assert {found["parameter"] for found in fails(4, *words, "--json").json["differences"]} == {"emb", "loss_scale"}
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+@pytest.mark.parametrize("name", ["emb", "b", "global_step", "cur_rank"])
+def test_a_wrong_bit_in_a_recovery_is_found(name: str, rank: int, tmp_path: Path) -> None:
+    words, dst = recovery(tmp_path)
+    flip(dst / f"rank_{rank}" / "net-1_10.ckpt", name, 1)
+    result = fails(4, *words, "--json")
+    assert [rank] in [found["ranks"] for found in result.json["differences"] if found["parameter"] == name]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(2, "emb"), (4, "emb"), (4, "loss_scale"), (5, "loss_scale"), (4, "b")])
+def test_what_a_recovery_lacks_is_found(name: str, rank: int, tmp_path: Path) -> None:
+    words, dst = recovery(tmp_path)
+    path = dst / f"rank_{rank}" / "net-1_10.ckpt"
+    path.chmod(0o644)
+    write_checkpoint(path, {n: held for n, held in read_checkpoint(path).items() if n != name})
+    result = fails(4, *words, "--json")
+    assert ("missing", name, [rank]) in [
+        (found["kind"], found["parameter"], found["ranks"]) for found in result.json["differences"]
+    ]
+
+
+def test_lost_ranks_that_alone_were_recovered_are_verified_alone(tmp_path: Path) -> None:
+    words, _ = recovery(tmp_path)
+    lost = tmp_path / "lost"
+    done("recover", tmp_path / "src", lost, "--strategy", tmp_path / "old.ckpt", "--lost-only")
+    done("verify", lost, *words[2:])
+    flip(lost / "rank_4" / "net-1_10.ckpt", "emb", 1)
+    fails(4, "verify", lost, *words[2:])
+
+
+def test_slices_without_rows_may_be_absent_from_ckpt_files(tmp_path: Path) -> None:
+    strategy = single({"table": layout([2], [0, -1], uneven=[0, 8])})
+    saved = cut_ranks(strategy, {"table": value("table", (8, 3))}, COPIED)
+    world = World(tmp_path, strategy, strategy)
+    for ending in ("ckpt", "safetensors"):
+        world.src, world.dst = tmp_path / f"src-{ending}", tmp_path / f"dst-{ending}"
+        write_tree(world.src, saved, f"rank_{{rank}}/net-1_10.{ending}")
+        write_tree(world.dst, {0: COPIED, 1: saved[1]}, f"rank_{{rank}}/net-1_10.{ending}")
+        assert verify(world).status == (0 if ending == "ckpt" else 4)
+        write_tree(world.dst, {1: COPIED}, f"rank_{{rank}}/net-1_10.{ending}")
+        assert verify(world).status == 4

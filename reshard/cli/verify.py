@@ -25,7 +25,7 @@ from reshard.swapped import SwapTest
 from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verify import converted_files, recorded_plan, verify_conversion, verify_replicas
+from reshard.verify import converted_files, recorded_plan, recovered_ranks, verify_conversion, verify_replicas
 from reshard.wording import plural, printable, quoted, rank_ranges
 
 DIFFERENT = 4
@@ -114,6 +114,10 @@ def verify(
                     step = plan.step
                 if not (filters.include or filters.exclude):
                     filters = Filters(plan.include, plan.exclude)
+            if ranks is None and manifest is None:
+                ranks = recovered_ranks(out)
+                if ranks is not None:
+                    report.note(f"{rank_ranges(ranks)} alone were to be recovered, and are looked at")
             files, others = converted_files(out, manifest, ranks)
             found += others
             old, new = strategy_of(source, report), strategy_of(target, report)
@@ -130,6 +134,7 @@ def verify(
                     means=means,
                     report=report,
                     crcs=crcs,
+                    recovered=plan is not None and plan.task == "recover",
                 )
             verdict = f"verified: no differences from {src}"
         elif src_strategy is not None or dst_strategy is not None:

@@ -28,7 +28,6 @@ from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
 from reshard.checkpoints.dtypes import INT4
 from reshard.errors import LayoutError
 from reshard.layout import Layout
-from reshard.names import belongs_to_rank
 from reshard.strategies import Stage, Strategy
 from reshard.verification.completeness import Lost, Needs, check_comparable, lost, refuse
 from reshard.verification.difference import Difference, kind_of_tensor
@@ -36,6 +35,7 @@ from reshard.verification.parameter import Parameter, Slice, is_empty, slice_sha
 from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree, read_tree, read_tree_headers
+from reshard.verification.values import RecoveredValues, Values
 
 
 def compare_trees(
@@ -62,6 +62,7 @@ def compare_converted(
     *,
     ranks: Optional[Iterable[int]] = None,
     admit: Optional[Callable[[str], bool]] = None,
+    recovered: bool = False,
 ) -> list[Difference]:
     """What of a target checkpoint is not what the source makes of it.
 
@@ -73,6 +74,7 @@ def compare_converted(
         means: what may be used for reading.
         ranks: target ranks to look at; where None all of the strategy, and there must be no others.
         admit: which parameters were converted, by name; all where None.
+        recovered: the target is what a recovery gives back (see `values.RecoveredValues`).
 
     Returns:
         Every difference, by parameter; none where the target is right.
@@ -97,7 +99,8 @@ def compare_converted(
     target_tree = read_tree_headers(
         {rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles
     )
-    comparison = _Comparison(tree, target_tree, target, wanted, means)
+    values = RecoveredValues(tree, target) if recovered else Values(tree, target)
+    comparison = _Comparison(tree, target_tree, target, wanted, means, values)
     comparison.miss([item for item in needed if not item.found])
     found = comparison.run(target_files)
     if ranks is None:
@@ -127,8 +130,10 @@ class _Copies(NamedTuple):
 
 
 class _Comparison:
-    def __init__(self, source: Tree, target: Tree, new: Strategy, ranks: list[int], means: Means) -> None:
-        self._source, self._target, self._new = source, target, new
+    def __init__(
+        self, source: Tree, target: Tree, new: Strategy, ranks: list[int], means: Means, values: Values
+    ) -> None:
+        self._source, self._target, self._new, self._values = source, target, new, values
         self._ranks = ranks
         # Per stage the ranks to look at, counted within it.
         self._local = {
@@ -171,7 +176,7 @@ class _Comparison:
                         for copies in self._slices(parameter, stage)
                     ]
                 )
-            for names in batches(self._source.outside, lambda name: 2 * len(self._ranks)):
+            for names in batches(self._values.names, lambda name: 2 * len(self._ranks)):
                 self._compare_values(names)
         finally:
             self._means.progress.end()
@@ -199,12 +204,15 @@ class _Comparison:
                 total += sum(part.nbytes for _, part in self._stored(parameter))
         for stage, tensors, ranks in self._built_alike():
             total += len(ranks) * sum(
-                tensor.nbytes
-                for name, tensor in tensors.items()
-                if self._is_converted(name, stage) or self._is_copied(name, stage)
+                tensor.nbytes for name, tensor in tensors.items() if self._is_converted(name, stage)
             )
-        for name in self._source.outside:
-            origins = {self._origin(name, rank) for rank in self._values_on(name)}
+        for name in self._values.names:
+            origins: set[int] = set()
+            for rank in self._present_anywhere:
+                if name in self._target.indexes[rank].tensors:
+                    mine = self._values.origins(name, rank)
+                    total += self._target.tensor(name, rank).nbytes if mine else 0
+                    origins.update(mine)
             total += sum(self._source.tensor(name, origin).nbytes for origin in origins)
         return total
 
@@ -220,6 +228,11 @@ class _Comparison:
         """Ranks of a stage whose files were read."""
         return [rank for rank in self._ranks if rank in self._target.indexes and rank in stage.ranks]
 
+    @property
+    def _present_anywhere(self) -> list[int]:
+        """Ranks of all stages whose files were read."""
+        return [rank for rank in self._ranks if rank in self._target.indexes]
+
     def _built_alike(self) -> Iterator[tuple[Stage, Mapping[str, Tensor], list[int]]]:
         """What files hold, with the ranks of a stage whose files are built so."""
         for tensors, same in self._target.alike():
@@ -233,17 +246,18 @@ class _Comparison:
         extra: dict[str, list[int]] = defaultdict(list)
         for stage, tensors, ranks in self._built_alike():
             for name in tensors:
-                if not self._is_converted(name, stage) and not self._is_copied(name, stage):
-                    extra[name] += ranks
+                if not self._is_converted(name, stage):
+                    extra[name] += [rank for rank in ranks if not self._values.origins(name, rank)]
         for name, ranks in extra.items():
-            self._add("extra", name, ranks, "is in the file, but the source and the strategies do not put it there")
+            if ranks:
+                self._add("extra", name, ranks, "is in the file, but the source and the strategies do not put it there")
 
     def _check_metadata(self) -> None:
         """Metadata of target files that tell a reader something else than what is in them."""
         known = {item for index in self._source.indexes.values() for item in index.metadata.items()}
         wrong: dict[str, list[int]] = defaultdict(list)
         for rank, index in self._target.indexes.items():
-            for text in _strange_metadata(index, known):
+            for text in _strange_metadata(index, known, self._values.metadata(rank)):
                 wrong[text].append(rank)
         for text, ranks in wrong.items():
             self._add("file", None, ranks, text)
@@ -252,33 +266,17 @@ class _Comparison:
         """Whether a stage's ranks get slices of a parameter that the source strategy lists."""
         return name in self._source.parameters and (self._new.is_none or name in stage.layouts)
 
-    def _is_copied(self, name: str, stage: Stage) -> bool:
-        """Whether a stage's ranks get a value that the source strategy does not list."""
-        if name not in self._source.outside:
-            return False
-        return name in stage.layouts or not any(name in other.layouts for other in self._new.stages)
-
-    def _values_on(self, name: str) -> list[int]:
-        """Ranks that a value outside the source strategy belongs on, and that were read."""
-        stages = [stage for stage in self._new.stages if self._is_copied(name, stage)]
-        ranks = (rank for stage in stages for rank in self._present(stage))
-        return [rank for rank in ranks if name in self._target.indexes[rank].tensors]
-
-    def _origin(self, name: str, rank: int) -> int:
-        """The source rank whose copy of a value a target rank gets."""
-        holders = self._source.outside[name]
-        return rank if belongs_to_rank(name) and rank in holders else holders[0]
-
     def _slices(self, parameter: Parameter, stage: Stage) -> list[_Copies]:
         """The slices of a parameter that a stage's ranks hold rightly cut; all else is told."""
         name = parameter.name
         sample = self._source.sample(parameter)
         wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
+        lacking = []
         shapes = {}
         for rank in self._present(stage):
             tensor = self._target.indexes[rank].tensors.get(name)
             if tensor is None:
-                wrong["missing", "is not in the file"].append(rank)
+                lacking.append(rank)
             elif not tensor.same_type(sample):
                 wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
             else:
@@ -288,8 +286,11 @@ class _Comparison:
         try:
             layout = self._layout(parameter, stage)
         except LayoutError as error:
-            wrong["strategy", error.message] += shapes
+            wrong["strategy", error.message] += [*shapes, *lacking]
         else:
+            missing = self._not_empty(layout, parameter, stage, lacking)
+            if missing:
+                wrong["missing", "is not in the file"] = missing
             expected = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in shapes])
             for (rank, shape), fitting in zip(shapes.items(), expected):
                 if shape == fitting:
@@ -302,6 +303,15 @@ class _Comparison:
             return []
         alone = self._alone(parameter, layout, stage)
         return [_Copies(parameter, held, alone) for held in slices_of(layout, stage, parameter.shape, right)]
+
+    def _not_empty(self, layout: Layout, parameter: Parameter, stage: Stage, lacking: list[int]) -> list[int]:
+        """Of ranks that lack a parameter those that must have it: sources and .ckpt files leave out empty slices."""
+        shapes = slice_shapes(layout, parameter.shape, [rank - stage.first_rank for rank in lacking])
+        return [
+            rank
+            for rank, shape in zip(lacking, shapes)
+            if math.prod(shape) or not (self._values.keeps_files or self._target.indexes[rank].format == "ckpt")
+        ]
 
     def _layout(self, parameter: Parameter, stage: Stage) -> Layout:
         """How a target stage has to cut a parameter.
@@ -382,41 +392,41 @@ class _Comparison:
                 yield numbers[at], part
 
     def _compare_values(self, names: Iterable[str]) -> None:
-        """Values outside the source's strategy: each target rank's copy and the source's."""
+        """Values that are copied: each target rank's copy and the source's."""
         parts: list[Part] = []
-        places: list[tuple[str, Optional[int], int]] = []
+        # Where among the parts a target rank's copy stands, and the source's that it may be.
+        places: list[tuple[str, int, int, list[int]]] = []
+        summed: dict[tuple[str, int], int] = {}
         for name in names:
-            there = set(self._values_on(name))
-            origins = set()
-            for stage in self._new.stages:
-                for rank in self._present(stage) if self._is_copied(name, stage) else ():
-                    origin = self._origin(name, rank)
-                    if rank not in there:
-                        self._check_missing_value(name, rank, origin)
-                        continue
-                    problem = self._value_problem(name, rank, origin)
-                    if problem is not None:
-                        self._add("type", name, [rank], problem)
-                        continue
-                    if origin not in origins:
-                        origins.add(origin)
+            for rank in self._present_anywhere:
+                origins = self._values.origins(name, rank)
+                if not origins:
+                    continue
+                if name not in self._target.indexes[rank].tensors:
+                    self._check_missing_value(name, rank, origins[0])
+                    continue
+                problems = {origin: self._value_problem(name, rank, origin) for origin in origins}
+                fitting = [origin for origin, problem in problems.items() if problem is None]
+                if not fitting:
+                    self._add("type", name, [rank], problems[origins[0]] or "")
+                    continue
+                for origin in fitting:
+                    if (name, origin) not in summed:
+                        summed[name, origin] = len(parts)
                         parts.append(self._source.whole_part(name, origin))
-                        places.append((name, None, origin))
-                    parts.append(self._target.whole_part(name, rank))
-                    places.append((name, rank, origin))
-        expected: dict[tuple[str, int], int] = {}
+                places.append((name, rank, len(parts), [summed[name, origin] for origin in fitting]))
+                parts.append(self._target.whole_part(name, rank))
+        sums = sum_parts(parts, self._means)
         wrong: dict[str, list[int]] = defaultdict(list)
-        # The source's copy comes before the first that is compared with it.
-        for (name, target, origin), total in zip(places, sum_parts(parts, self._means)):
-            if target is None:
-                expected[name, origin] = total
-            elif total != expected[name, origin]:
-                wrong[name].append(target)
+        for name, rank, mine, allowed in places:
+            if sums[mine] not in {sums[at] for at in allowed}:
+                wrong[name].append(rank)
         for name, ranks in wrong.items():
             self._add("content", name, ranks, "differs from the source")
 
     def _check_missing_value(self, name: str, rank: int, origin: int) -> None:
-        if can_hold(format_of(self._target.indexes[rank].path), self._source.tensor(name, origin).dtype):
+        held = can_hold(format_of(self._target.indexes[rank].path), self._source.tensor(name, origin).dtype)
+        if held and self._values.is_needed(name, rank):
             self._add("missing", name, [rank], "is not in the file")
 
     def _value_problem(self, name: str, rank: int, origin: int) -> Optional[str]:
@@ -430,15 +440,15 @@ class _Comparison:
         return None
 
 
-def _strange_metadata(index: CheckpointIndex, known: set[tuple[str, str]]) -> Iterator[str]:
-    """What in the metadata of a safetensors file neither holds for it nor is in the source."""
+def _strange_metadata(index: CheckpointIndex, known: set[tuple[str, str]], allowed: Mapping[str, str]) -> Iterator[str]:
+    """What in the metadata of a safetensors file neither holds for it nor is in the source, nor is allowed anyway."""
     for key, text in index.metadata.items():
         tensor = index.tensors.get(key)
         right = {"format": "ms", "remove_redundancy": "False"}.get(key)
         if right is None and tensor is not None and tensor.dtype == INT4:
             right = INT4
         # Every slice is there, whatever the source says; other entries may be the source's.
-        same_as_source = key != "remove_redundancy" and (key, text) in known
+        same_as_source = allowed.get(key) == text or (key != "remove_redundancy" and (key, text) in known)
         if text != right and key != "crc_num" and not same_as_source:
             told = "nothing" if right is None else repr(right)
             yield f"its metadata say {text!r} for {key!r}, not {told}"
