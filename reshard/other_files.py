@@ -13,6 +13,8 @@ HEAD = 16
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
 # Before 1.6, PyTorch wrote pickles one after the other, a number of its own first.
 _PICKLE_VERSIONS = range(2, 6)
+# What Git puts in the place of a large file that was not fetched.
+_POINTER = b"version https://"
 
 
 def kind_by_head(head: bytes) -> Optional[str]:
@@ -21,6 +23,8 @@ def kind_by_head(head: bytes) -> Optional[str]:
         return "a zip archive, as PyTorch saves"
     if head[:1] == b"\x80" and len(head) > 1 and head[1] in _PICKLE_VERSIONS:
         return "a Python pickle, as old versions of PyTorch save"
+    if head.startswith(_POINTER):
+        return "a Git LFS pointer, for which `git lfs pull` fetches the file itself"
     return None
 
 

@@ -534,15 +534,16 @@ def test_a_rank_directory_without_checkpoints_is_an_error(world: World) -> None:
     fails(3, "inspect", world.src / "rank_0", "--file-suffix", "_x", says=["holds files (net-1_10.ckpt)"])
 
 
-PYTORCH = {
+NOT_OURS = {
     "a zip archive, as PyTorch saves": b"PK\x03\x04" + bytes(range(256)),
     "a Python pickle, as old versions of PyTorch save": b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + bytes(50),
+    "a Git LFS pointer, for which `git lfs pull` fetches the file itself": b"version https://git-lfs.github.com/spec/v1\n",
 }
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "safetensors", "pt", "bin"])
-@pytest.mark.parametrize(("kind", "content"), PYTORCH.items())
-def test_files_of_pytorch_are_called_so(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "content"), NOT_OURS.items())
+def test_files_of_other_programs_are_called_so(kind: str, content: bytes, ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"model.{ending}"
     path.write_bytes(content)
     fails(3, "inspect", path, says=[f"{path}: is {kind}; not a MindSpore checkpoint"])
@@ -552,5 +553,5 @@ def test_files_of_pytorch_are_called_so(kind: str, content: bytes, ending: str, 
 
 def test_a_file_of_pytorch_counts_as_absent_where_replicas_are_left(plain: World) -> None:
     plain.save(FULL)
-    (plain.src / "rank_2" / "net-1_10.ckpt").write_bytes(PYTORCH["a zip archive, as PyTorch saves"])
+    (plain.src / "rank_2" / "net-1_10.ckpt").write_bytes(NOT_OURS["a zip archive, as PyTorch saves"])
     warns(plain.convert(), "is a zip archive, as PyTorch saves; not a MindSpore checkpoint; rank 2 counts as absent")

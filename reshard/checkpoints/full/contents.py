@@ -1,0 +1,163 @@
+"""What is in the files of a directory of full weights, and whether its map says the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from reshard.checkpoints.alike import KnownStructures
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.full.directory import ONE_COPY, file_names
+from reshard.checkpoints.headers import read_headers
+from reshard.checkpoints.name_order import layers_in_order, natural_order
+from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.layout import Grid
+from reshard.messages import listing
+from reshard.report import Report
+from reshard.storage import is_regular_file
+from reshard.wording import one_line, plural, quoted, some_names
+
+
+class Contents:
+    """Files of a directory, and what is in them.
+
+    Attributes:
+        paths: every file, by number.
+        indexes: what is in each.
+    """
+
+    def __init__(self, directory: str, files: Sequence[str], indexes: Mapping[int, CheckpointIndex]) -> None:
+        self.paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
+        self.indexes = indexes
+        self._files = files
+
+    @classmethod
+    def read(cls, directory: str, files: Sequence[str], handles: FileHandles, damaged: Mapping[str, str]) -> Contents:
+        """Read the headers of all files.
+
+        Raises:
+            CheckpointError: some are missing or damaged; all of them are named.
+        """
+        paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
+        there = {number: path for number, path in paths.items() if is_regular_file(path)}
+        problems: list[InputError] = []
+        missing = [name for number, name in enumerate(files) if number not in there]
+        if missing:
+            problems.append(
+                CheckpointError(
+                    f"{directory}: {plural(len(missing), 'file')} of {len(files)} missing: {file_names(missing)}",
+                    file=paths[files.index(missing[0])],
+                    hint=ONE_COPY,
+                )
+            )
+        sound = {number: path for number, path in there.items() if path not in damaged}
+        problems += [
+            DamagedCheckpointError(damaged[path], file=path, hint=ONE_COPY)
+            for number, path in there.items()
+            if number not in sound
+        ]
+        indexes: dict[int, CheckpointIndex] = {}
+        for number, header in read_headers(handles, sound, KnownStructures(handles), "file"):
+            if isinstance(header, DamagedCheckpointError):
+                problems.append(DamagedCheckpointError(header.message, file=header.file, hint=ONE_COPY))
+            else:
+                indexes[number] = header
+        if problems:
+            raise one_error(problems, f"{directory} is not complete")
+        return cls(directory, files, indexes)
+
+    def check(
+        self,
+        place: str,
+        weight_map: Optional[Mapping[str, str]],
+        count: int,
+        scalars: Mapping[str, int],
+        report: Report,
+    ) -> None:
+        """Compare the map with the files.
+
+        Args:
+            place: the map, or the directory, for messages.
+            weight_map: what the map says; None where there is none.
+            count: the first so many files are those that it speaks of.
+            scalars: what is taken of the others, and the file that holds each.
+            report: told of tensors that the map does not list.
+
+        Raises:
+            CheckpointError: a tensor is in several files, or in none, or not in the one that the map says.
+        """
+        found: dict[str, list[int]] = {}
+        for number in range(count):
+            for name in self.indexes[number].tensors:
+                found.setdefault(name, []).append(number)
+        unlisted = [name for name in found if weight_map is not None and name not in weight_map]
+        for name, number in scalars.items():
+            found.setdefault(name, []).append(number)
+        numbers = {name: number for number, name in enumerate(self._files)}
+        expected = weight_map or {}
+        twice = [name for name, holders in found.items() if len(holders) > 1]
+        nowhere = [name for name in expected if name not in found]
+        elsewhere = [name for name, file in expected.items() if name in found and numbers[file] not in found[name]]
+        problems: list[InputError] = []
+        if twice:
+            problems.append(
+                CheckpointError(
+                    f"{place}: in several files, which need not agree: {self._places(twice, found)}",
+                    file=place,
+                    parameter=twice[0],
+                    hint="take the files of one save only",
+                )
+            )
+        if nowhere:
+            files = natural_order({expected[name] for name in nowhere})
+            problems.append(
+                CheckpointError(
+                    f"{place}: lists {plural(len(nowhere), 'tensor')} that its files do not hold: "
+                    + listing(nowhere)
+                    + f" (in {file_names(files)}, it says)",
+                    file=place,
+                    parameter=nowhere[0],
+                    hint="the files and this list are not of one save: copy or download the directory again",
+                )
+            )
+        if elsewhere:
+            problems.append(
+                CheckpointError(
+                    f"{place}: names another file than the one that holds them: {self._places(elsewhere, found)}",
+                    file=place,
+                    parameter=elsewhere[0],
+                    hint="the files and this list are not of one save: copy or download the directory again",
+                )
+            )
+        if problems:
+            raise one_error(problems, f"{place} does not fit its files")
+        if unlisted:
+            report.warn(
+                f"{place}: does not list {plural(len(unlisted), 'tensor')} of its files: "
+                + listing(unlisted)
+                + "; they are taken all the same"
+            )
+
+    def _places(self, names: Sequence[str], found: Mapping[str, Sequence[int]]) -> str:
+        shown = [
+            f"{quoted(name)} in {' and '.join(one_line(self._files[number]) for number in found[name])}"
+            for name in names
+        ]
+        return some_names(shown)
+
+    def tensors(self, count: int) -> dict[str, GlobalTensor]:
+        """All tensors of the first so many files, in the order in which to write them."""
+        held = {name: number for number in range(count) for name in self.indexes[number].tensors}
+        shardings: dict[tuple[tuple[int, ...], int], FileSharding] = {}
+        made: dict[str, GlobalTensor] = {}
+        for name in layers_in_order(held):
+            number = held[name]
+            tensor = self.indexes[number].tensors[name]
+            sharding = shardings.get((tensor.shape, number))
+            if sharding is None:
+                sharding = shardings[tensor.shape, number] = FileSharding(Grid.whole(tensor.shape), ((number,),))
+            made[name] = GlobalTensor(name, tensor.dtype, tensor.item_size, tensor.shape, (sharding,))
+        return made

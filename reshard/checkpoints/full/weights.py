@@ -1,0 +1,65 @@
+"""A directory of full weights as the plan sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.wording import step_words
+
+UNIFIED, HUGGINGFACE = "unified", "huggingface"
+"""The forms."""
+
+
+@dataclass
+class FullWeights:
+    """A directory of full weights; see `reshard.checkpoints.checkpoint.Checkpoint`.
+
+    Attributes:
+        form: ``unified`` or ``huggingface``.
+        place: the directory.
+        files: path of every file, by its number in natural order, from 0 on.
+        indexes: what is in each of them.
+        tensors: all tensors, in the order of the files, layers in natural order.
+        scalars: values that are no part of the model, and the file that holds each.
+        others: files beside the weights that belong to the model, such as its configuration and tokenizer,
+            relative to the directory; none for unified weights.
+        step: None; nothing tells it.
+        label: how the checkpoint is called in messages.
+    """
+
+    form: str
+    place: str
+    files: Mapping[int, str]
+    indexes: Mapping[int, CheckpointIndex]
+    tensors: Mapping[str, GlobalTensor]
+    scalars: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    step: Optional[str] = None
+    label: str = step_words(None)
+
+    @property
+    def order(self) -> list[str]:
+        """The names of all tensors in the order in which to write them."""
+        return list(self.tensors)
+
+    def names(self) -> set[str]:
+        """Names of all that is read."""
+        return {*self.tensors, *self.scalars}
+
+    def values(self) -> Sequence[str]:
+        """Names of scalars that are no part of the model, sorted."""
+        return sorted(self.scalars)
+
+    def holders(self, name: str) -> list[int]:
+        """The files that hold an entry of this name, ascending: one or none."""
+        if name in self.tensors:
+            return [number for held in self.present(self.tensors[name]) for number in held]
+        return [self.scalars[name]] if name in self.scalars else []
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, per way of holding it: the one that is said to."""
+        return tuple(frozenset(sharding.holders(0)) for sharding in tensor.shardings)

@@ -1,0 +1,146 @@
+"""Full weights as Hugging Face and MindSpore lay them out in files, and the maps that finish their directories.
+
+Hugging Face fills one file after the other, in the order of the names, up to a size. MindSpore's
+``unified_safetensors`` gives every tensor, the largest first, to the file that has fewest bytes so far. The
+same names and sizes give the same files as theirs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from typing import NamedTuple, Optional
+
+from reshard.errors import UsageError
+
+HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"
+"""What the files' metadata says as ``format``; loaders of Hugging Face's files refuse others than theirs."""
+
+MAX_SHARD_SIZE = 5 * 10**9
+"""Bytes of tensors in one of Hugging Face's files, unless it holds one tensor only."""
+
+_UNIFIED_SIZE = 3 << 30
+_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(I?)B)?\s*", re.IGNORECASE)
+
+Sizes = Sequence[tuple[str, int]]
+"""Names of tensors and their bytes, in the order in which to write them."""
+
+
+class FullFile(NamedTuple):
+    """A file of full weights.
+
+    Attributes:
+        name: relative to the directory.
+        tensors: the names of what is in it, in the order in which they were given to it.
+    """
+
+    name: str
+    tensors: list[str]
+
+
+def parse_size(text: str) -> int:
+    """Bytes that a text such as ``5GB`` (decimal), ``5GiB`` (binary) or ``1000`` stands for, as at Hugging Face.
+
+    Raises:
+        UsageError: it is none, or less than a byte.
+    """
+    match = _SIZE.fullmatch(text)
+    size = 0
+    if match is not None:
+        unit = 1 if match[2] is None else (1024 if match[3] else 1000) ** _UNITS[match[2].upper()]
+        size = int(Decimal(match[1]) * unit)
+    if not size:
+        raise UsageError(f"{text!r} is not a size such as 5GB or 5GiB")
+    return size
+
+
+def split_for_huggingface(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) -> list[list[str]]:
+    """Which tensors go into which file, as ``save_pretrained`` decides it.
+
+    In the order given; a new file is begun where the next tensor would pass the limit. A tensor that is larger
+    gets a file of its own, which stands before the one that is being filled.
+
+    Args:
+        sizes: the tensors.
+        max_shard_size: bytes of tensors per file.
+    """
+    files: list[list[str]] = []
+    filling: list[str] = []
+    filled = 0
+    for name, nbytes in sizes:
+        if nbytes > max_shard_size:
+            files.append([name])
+            continue
+        if filled + nbytes > max_shard_size:
+            files.append(filling)
+            filling, filled = [], 0
+        filling.append(name)
+        filled += nbytes
+    return [*files, filling] if filling else files
+
+
+def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[list[str]]:
+    """Which tensors go into which file, as ``unified_safetensors`` decides it.
+
+    The largest first, each into the file with the fewest bytes so far. The number of files is the total by
+    3 GiB, so that one may be a little larger; no file passes a limit that is given, unless it holds one tensor.
+
+    Args:
+        sizes: the tensors.
+        max_shard_size: bytes of tensors per file; by default as many as MindSpore takes.
+    """
+    total = sum(nbytes for _, nbytes in sizes)
+    count = min(-(-total // (max_shard_size or _UNIFIED_SIZE)), len(sizes))
+    files: list[list[str]] = [[] for _ in range(max(count, 1))]
+    # Bytes so far and number of every file; of equals, the first file comes first.
+    heap = [(0, number) for number in range(len(files))]
+    for name, nbytes in sorted(sizes, key=lambda entry: -entry[1]):
+        filled, number = heap[0]
+        if max_shard_size is not None and filled and filled + nbytes > max_shard_size:
+            # What does not fit where most room is fits nowhere.
+            heapq.heappush(heap, (nbytes, len(files)))
+            files.append([name])
+            continue
+        files[number].append(name)
+        heapq.heapreplace(heap, (filled + nbytes, number))
+    return [names for names in files if names]
+
+
+def huggingface_files(sizes: Sizes, max_shard_size: int = MAX_SHARD_SIZE) -> list[FullFile]:
+    """The files of a Hugging Face directory: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` ..."""
+    split = split_for_huggingface(sizes, max_shard_size)
+    if len(split) == 1:
+        return [FullFile("model.safetensors", split[0])]
+    return [
+        FullFile(f"model-{number:05d}-of-{len(split):05d}.safetensors", names)
+        for number, names in enumerate(split, start=1)
+    ]
+
+
+def unified_files(sizes: Sizes, max_shard_size: Optional[int] = None) -> list[FullFile]:
+    """The files of a directory of unified weights: ``part0.safetensors`` ..."""
+    split = split_for_unified(sizes, max_shard_size)
+    return [FullFile(f"part{number}.safetensors", names) for number, names in enumerate(split)]
+
+
+def huggingface_index(files: Sequence[FullFile], sizes: Sizes) -> Optional[bytes]:
+    """The content of ``model.safetensors.index.json``; None where there is one file, which has no index."""
+    if len(files) == 1:
+        return None
+    return (json.dumps(_map(files, sizes), indent=2, sort_keys=True) + "\n").encode()
+
+
+def unified_map(files: Sequence[FullFile], sizes: Sizes) -> bytes:
+    """The content of ``param_name_map.json``."""
+    return json.dumps(_map(files, sizes), indent=4).encode()
+
+
+def _map(files: Iterable[FullFile], sizes: Sizes) -> Mapping[str, Mapping[str, object]]:
+    return {
+        "metadata": {"total_size": sum(nbytes for _, nbytes in sizes)},
+        "weight_map": {name: file.name for file in files for name in file.tensors},
+    }
