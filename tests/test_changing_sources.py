@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -95,6 +96,37 @@ def test_a_source_that_is_cut_short_while_it_is_read_is_an_error(
         at_first_write.append(functools.partial(os.truncate, path, 1))
     fails(1, *world.words("--jobs", "1"), says=["net-1_10.ckpt"])
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
+
+
+SHORTENED_WHILE_MAPPED = """
+import os, sys
+from pathlib import Path
+from reshard.execute import reading
+from reshard.entry import main
+plain = reading.MappedReader.view
+def view(self, source, start, length):
+    found = plain(self, source, start, length)
+    os.truncate(source.path, 0)
+    return found
+reading.MappedReader.view = view
+main()
+"""
+
+
+def test_a_process_that_is_killed_by_a_source_that_was_cut_short_leaves_nothing_but_a_temporary_file(
+    world: World,
+) -> None:
+    world.save(NEW)
+    kept = {path: path.read_bytes() for path in world.src.rglob("*.ckpt")}
+    words = [str(word) for word in world.words("--jobs", "1", "--io", "mmap")]
+    killed = subprocess.run([sys.executable, "-c", SHORTENED_WHILE_MAPPED, *words], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGBUS
+    assert not list(world.dst.glob("rank_*/checkpoint_*"))
+    for path, content in kept.items():
+        path.write_bytes(content)
+    world.convert()
+    assert sorted(world.found()) == [0, 1]
+    assert not list(world.dst.rglob(".reshard-tmp-*"))
 
 
 def test_targets_that_need_no_changed_source_are_finished(
