@@ -4,17 +4,25 @@
 PYTHON ?= python3
 VENV = .venv
 CONFORMANCE = .venv-conformance
+WITH_MINDFORMERS = .venv-conformance-mindformers
+WITH_TRANSFORMERS = .venv-conformance-transformers
 PACKAGE = .venv-package
 MINDSPORE = 2.7.0
+MINDFORMERS = 1.8.0 1.9.0 2.0.0 2.1.0
+MINDFORMERS_MINDSPORE = 2.10.0
+TORCH = torch==2.13.0
+TRANSFORMERS = transformers==5.23.0
 
-.PHONY: help demo test test-all check conformance package matrix bench docs clean
+.PHONY: help demo test test-all check conformance conformance-transformers package matrix bench docs clean
 
 help:
 	@echo 'make demo          convert a bundled checkpoint and show what happened (takes a minute the first time)'
 	@echo 'make test          the tests, without the long suites'
 	@echo 'make test-all      all tests'
 	@echo 'make check         ruff and mypy'
-	@echo 'make conformance   the tests against a real MindSpore $(MINDSPORE), in an environment of its own'
+	@echo 'make conformance   the tests against real MindSpores $(MINDSPORE) and $(MINDFORMERS_MINDSPORE) and MindFormers $(MINDFORMERS),'
+	@echo '                   in environments of their own (8 minutes and 6 GB of disk the first time)'
+	@echo 'make conformance-transformers   those against Hugging Face transformers (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
 	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (20 minutes, 16 GB of memory)'
@@ -42,8 +50,18 @@ check:
 	$(VENV)/bin/mypy
 
 conformance:
-	@python=$$(.ci/conformance-python $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
-	@$(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
+	@python=$$(.ci/conformance-python $(MINDSPORE) $(PYTHON)) && .ci/venv $(CONFORMANCE) "$$python" test mindspore==$(MINDSPORE)
+	@python=$$(.ci/conformance-python $(MINDFORMERS_MINDSPORE) $(PYTHON)) && \
+		.ci/mindformers $(WITH_MINDFORMERS) "$$python" $(MINDFORMERS_MINDSPORE) $(MINDFORMERS) || \
+		echo 'MindFormers is left out, see above: the tests that ask it skip.' >&2
+	@RESHARD_CONFORMANCE=1 $(CONFORMANCE)/bin/python -m pytest -W default tests/conformance
+
+# A torch without CUDA is a tenth of the size: TORCH=torch==2.13.0+cpu, with PIP_EXTRA_INDEX_URL naming PyTorch's index of them.
+conformance-transformers:
+	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.13 3.10) && .ci/venv $(WITH_TRANSFORMERS) "$$python" - $(TORCH) $(TRANSFORMERS) || \
+		echo 'transformers is left out, see above: the tests that ask it skip.' >&2
+	@.ci/venv $(VENV) $(PYTHON) test
+	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py
 
 package:
 	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine
@@ -62,5 +80,5 @@ docs:
 
 clean:
 	rm -rf out out-* mine pp2 dp2 merged survivors local_*
-	rm -rf $(VENV) $(CONFORMANCE) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(CONFORMANCE) $(WITH_MINDFORMERS) $(WITH_TRANSFORMERS) $(PACKAGE) .venv-matrix build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find reshard tests fixtures docs -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+"""Other libraries as oracles: each works in a process and an environment of its own.
+
+An *environment* is a virtual environment that `make conformance` makes. Where one is not there, the tests that ask it
+skip and say so. What the programs in `workers` take and answer stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from tests.corpus import ROOT
+
+Job = Mapping[str, Any]
+
+#: Of `mindformers`, each in a directory of its own in one environment.
+MINDFORMERS = ("1.8.0", "1.9.0", "2.0.0", "2.1.0")
+#: Of MindSpore: that of the first environment, and the one that has `mindformers` beside it.
+MINDSPORE = ("2.7.0", "2.10.0")
+
+_MINDFORMERS_HOME = ROOT / ".venv-conformance-mindformers"
+_TRANSFORMERS_HOME = ROOT / ".venv-conformance-transformers"
+
+
+def mindformers(version: str, jobs: Sequence[Job]) -> list[Any]:
+    """What one version of MindFormers made of these jobs."""
+    directory = _MINDFORMERS_HOME / "mindformers" / version
+    if not directory.is_dir():
+        pytest.skip(f"needs MindFormers {version}: run `make conformance`")
+    return _ask(_python_of(_MINDFORMERS_HOME), "mindformers", jobs, directory)
+
+
+def mindspore(version: str, jobs: Sequence[Job]) -> list[Any]:
+    """What one version of MindSpore made of these jobs."""
+    if version == MINDSPORE[0]:
+        if find_spec("mindspore") is None:
+            pytest.skip("needs MindSpore: run `make conformance`")
+        return _ask(Path(sys.executable), "mindspore", jobs)
+    return _ask(_python_of(_MINDFORMERS_HOME), "mindspore", jobs)
+
+
+def transformers(jobs: Sequence[Job]) -> list[Any]:
+    """What Hugging Face's library made of these jobs."""
+    return _ask(_python_of(_TRANSFORMERS_HOME), "transformers", jobs)
+
+
+def done(answers: Sequence[Any]) -> list[Any]:
+    """The answers to jobs that all have to succeed."""
+    for answer in answers:
+        assert "error" not in answer, answer["error"]
+    return [answer["done"] for answer in answers]
+
+
+def _python_of(environment: Path) -> Path:
+    if "RESHARD_CONFORMANCE" not in os.environ:
+        pytest.skip("asks another library: run `make conformance`")
+    # .ci/venv writes it when everything is installed.
+    if not (environment / ".reshard--").exists():
+        pytest.skip(f"{environment.name} could not be made, or was not: see what `make` said")
+    return environment / "bin" / "python"
+
+
+def _ask(python: Path, worker: str, jobs: Sequence[Job], *arguments: Path) -> list[Any]:
+    words = [str(python), "-m", f"tests.conformance.workers.{worker}", *map(str, arguments)]
+    with TemporaryDirectory() as logs:
+        surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "LOG_MF_PATH": logs, "LOCAL_DEFAULT_PATH": logs}
+        process = subprocess.run(
+            words, input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=600, env=surroundings
+        )
+    assert process.returncode == 0, f"{words} gave {process.returncode}:\n{process.stderr[-4000:]}"
+    answers: list[Any] = json.loads(process.stdout)
+    assert len(answers) == len(jobs)
+    return answers
