@@ -19,7 +19,8 @@ from reshard.target.full_files import (
     unified_files,
     unified_map,
 )
-from tests.test_full_weights import CASES, CORPUS2, read
+from tests.corpus import CORPUS2
+from tests.test_full_weights import CASES, read
 
 GB, GIB = 10**9, 1 << 30
 
@@ -113,7 +114,7 @@ def test_mindspore_made_these_files_of_these_tensors(case: str) -> None:
     assert unified_map(files, sizes).decode() == json.dumps(expected, indent=4)
 
 
-@pytest.mark.skipif(not CORPUS2.is_dir(), reason="the corpus of newer forms is not on this machine")
+@pytest.mark.skipif(not CORPUS2.is_dir(), reason="the corpus of other forms is not on this machine")
 def test_hugging_face_made_these_files_of_these_tensors() -> None:
     directory = CORPUS2 / "h01_bf16_sharded"
     expected = json.loads((directory / "expected.json").read_text())["tensors"]

@@ -19,9 +19,8 @@ from reshard.checkpoints.full import FullWeights, full_weights_form, read_huggin
 from reshard.errors import CheckpointError, ReshardError
 from reshard.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
-from tests.corpus import FIXTURES, ROOT
+from tests.corpus import CORPUS2, FIXTURES
 
-CORPUS2 = ROOT.parent / "shared" / "corpus2"
 CASES = {path.name: path for path in (*CORPUS2.glob("[uh]*"), *(FIXTURES / "full_weights").iterdir())}
 
 W, V = np.arange(12, dtype="f4").reshape(3, 4), np.arange(3, dtype="f2")

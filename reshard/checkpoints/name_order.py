@@ -8,8 +8,8 @@ from collections.abc import Iterable
 _PIECES = re.compile(r"[0-9]+|[^0-9]+")
 # A longer one is no number of a layer, and would take long to convert.
 _MOST_DIGITS = 18
-
-Key = tuple[tuple[int, int, str], ...]
+# Stands for a number; no piece of a name that is none holds a digit.
+_NUMBER = "0"
 
 
 def natural_order(names: Iterable[str]) -> list[str]:
@@ -17,7 +17,7 @@ def natural_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (_natural_key(name), name))
 
 
-def _natural_key(text: str) -> Key:
+def _natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(piece), "") if _is_number(piece) else (1, 0, piece) for piece in _PIECES.findall(text))
 
 
@@ -30,20 +30,24 @@ def layers_in_order(names: Iterable[str]) -> list[str]:
     Args:
         names: each once.
     """
-    # Per beginning of names: where its continuations first came. Numbers count as one continuation.
-    places: dict[tuple[int, str], int] = {}
+    # Per beginning of names that goes on in several ways: the number of the name that it first came in.
+    first: dict[str, int] = {}
 
-    def key(name: str) -> Key:
-        found = []
-        place = 0
-        for piece in _PIECES.findall(name):
-            number = _is_number(piece)
-            first = places.setdefault((place, "" if number else piece), len(places) + 1)
-            found.append((first, int(piece) if number else 0, piece if number else ""))
-            place = places.setdefault((first, piece), len(places) + 1) if number else first
+    def key(name: str, number: int) -> tuple[int, ...]:
+        found: list[int] = []
+        for match in _PIECES.finditer(name):
+            piece, end = match[0], match.end()
+            if _is_number(piece):
+                # All numbers at a place count as one continuation; 01 comes after 1.
+                found += first.setdefault(name[: match.start()] + _NUMBER, number), int(piece), len(piece)
+            elif end < len(name):
+                found.append(first.setdefault(name[:end], number))
+            else:
+                found.append(number)
         return tuple(found)
 
-    return sorted(names, key=key)
+    keys = {name: key(name, number) for number, name in enumerate(names)}
+    return sorted(keys, key=keys.__getitem__)
 
 
 def _is_number(piece: str) -> bool:

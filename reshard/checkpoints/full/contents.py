@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from reshard.checkpoints.alike import KnownStructures
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full.directory import ONE_COPY, file_names
+from reshard.checkpoints.full.weights import WholeTensors
 from reshard.checkpoints.headers import read_headers
 from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
-from reshard.layout import Grid
 from reshard.messages import listing
 from reshard.report import Report
 from reshard.storage import is_regular_file
@@ -89,25 +89,31 @@ class Contents:
         Raises:
             CheckpointError: a tensor is in several files, or in none, or not in the one that the map says.
         """
-        found: dict[str, list[int]] = {}
+        found: dict[str, int] = {}
+        twice: dict[str, list[int]] = {}
         for number in range(count):
             for name in self.indexes[number].tensors:
-                found.setdefault(name, []).append(number)
+                if found.setdefault(name, number) != number:
+                    twice.setdefault(name, [found[name]]).append(number)
         unlisted = [name for name in found if weight_map is not None and name not in weight_map]
         for name, number in scalars.items():
-            found.setdefault(name, []).append(number)
+            if name in found:
+                twice.setdefault(name, [found[name]]).append(number)
         numbers = {name: number for number, name in enumerate(self._files)}
         expected = weight_map or {}
-        twice = [name for name, holders in found.items() if len(holders) > 1]
         nowhere = [name for name in expected if name not in found]
-        elsewhere = [name for name, file in expected.items() if name in found and numbers[file] not in found[name]]
+        elsewhere = {
+            name: [found[name]]
+            for name, file in expected.items()
+            if name in found and numbers[file] not in twice.get(name, [found[name]])
+        }
         problems: list[InputError] = []
         if twice:
             problems.append(
                 CheckpointError(
-                    f"{place}: in several files, which need not agree: {self._places(twice, found)}",
+                    f"{place}: in several files, which need not agree: {self._places(twice)}",
                     file=place,
-                    parameter=twice[0],
+                    parameter=next(iter(twice)),
                     hint="take the files of one save only",
                 )
             )
@@ -126,9 +132,9 @@ class Contents:
         if elsewhere:
             problems.append(
                 CheckpointError(
-                    f"{place}: names another file than the one that holds them: {self._places(elsewhere, found)}",
+                    f"{place}: names another file than the one that holds them: {self._places(elsewhere)}",
                     file=place,
-                    parameter=elsewhere[0],
+                    parameter=next(iter(elsewhere)),
                     hint="the files and this list are not of one save: copy or download the directory again",
                 )
             )
@@ -141,23 +147,14 @@ class Contents:
                 + "; they are taken all the same"
             )
 
-    def _places(self, names: Sequence[str], found: Mapping[str, Sequence[int]]) -> str:
-        shown = [
-            f"{quoted(name)} in {' and '.join(one_line(self._files[number]) for number in found[name])}"
-            for name in names
-        ]
+    def _places(self, found: Mapping[str, Sequence[int]]) -> str:
+        shown = []
+        for name, numbers in found.items():
+            files = " and ".join(one_line(self._files[number]) for number in numbers)
+            shown.append(f"{quoted(name)} in {files}")
         return some_names(shown)
 
-    def tensors(self, count: int) -> dict[str, GlobalTensor]:
+    def tensors(self, count: int) -> Mapping[str, GlobalTensor]:
         """All tensors of the first so many files, in the order in which to write them."""
         held = {name: number for number in range(count) for name in self.indexes[number].tensors}
-        shardings: dict[tuple[tuple[int, ...], int], FileSharding] = {}
-        made: dict[str, GlobalTensor] = {}
-        for name in layers_in_order(held):
-            number = held[name]
-            tensor = self.indexes[number].tensors[name]
-            sharding = shardings.get((tensor.shape, number))
-            if sharding is None:
-                sharding = shardings[tensor.shape, number] = FileSharding(Grid.whole(tensor.shape), ((number,),))
-            made[name] = GlobalTensor(name, tensor.dtype, tensor.item_size, tensor.shape, (sharding,))
-        return made
+        return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)})

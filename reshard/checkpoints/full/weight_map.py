@@ -10,6 +10,7 @@ and MindSpore also takes the inner object alone. The sizes are not used: MindSpo
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from reshard.checkpoints.naming import check_inside
@@ -65,7 +66,8 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
         weights = content
     if not weights:
         raise JsonError("it lists no tensors")
-    # One text per file, not one per tensor.
+    # One text per file, not one per tensor; the files have the same names of tensors.
+    found: dict[str, str] = {}
     sound: dict[str, str] = {}
     for name, file in weights.items():
         if not name:
@@ -76,5 +78,5 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
             check_inside(file)
             if not file.endswith(WEIGHTS_ENDING):
                 raise JsonError(f"the file of {quoted(name)}, {quoted(file)}, is no {WEIGHTS_ENDING} file")
-        weights[name] = sound.setdefault(file, file)
-    return weights
+        found[sys.intern(name)] = sound.setdefault(file, file)
+    return found

@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.layout import Grid
 from reshard.wording import step_words
 
 UNIFIED, HUGGINGFACE = "unified", "huggingface"
 """The forms."""
+
+
+class WholeTensors(Mapping[str, GlobalTensor]):
+    """Tensors by name, each whole in one file; a `GlobalTensor` is made when one is asked for.
+
+    Args:
+        indexes: what is in the files, by number.
+        holders: the file of every tensor.
+    """
+
+    def __init__(self, indexes: Mapping[int, CheckpointIndex], holders: Mapping[str, int]) -> None:
+        self._indexes = indexes
+        self._holders = holders
+        # There are few shapes and files, and many tensors.
+        self._shardings: dict[tuple[int, tuple[int, ...]], tuple[FileSharding]] = {}
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        number = self._holders[name]
+        tensor = self._indexes[number].tensors[name]
+        shardings = self._shardings.get((number, tensor.shape))
+        if shardings is None:
+            shardings = (FileSharding(Grid.whole(tensor.shape), ((number,),)),)
+            self._shardings[number, tensor.shape] = shardings
+        return GlobalTensor(name, tensor.dtype, tensor.item_size, tensor.shape, shardings)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._holders
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._holders)
+
+    def __len__(self) -> int:
+        return len(self._holders)
 
 
 @dataclass
