@@ -146,6 +146,19 @@ def test_a_source_cut_finer_than_the_files_is_no_success_whatever_the_target(tmp
     world.convert("--check-replicas", "never")
 
 
+def test_slices_of_few_different_elements_may_agree_by_chance(tmp_path: Path) -> None:
+    strategy = single({"mask": layout([4], [0]), "table": layout([4], [0, -1])})
+    world = World(tmp_path, strategy, single({"mask": layout([1], [-1]), "table": layout([1], [-1, -1])}))
+    mask = Value("Bool", np.array([0, 1, 1, 1] * 8, "u1"))
+    write_tree(
+        world.src,
+        cut_ranks(
+            strategy, {"mask": mask, "table": Value("Float32", np.tile(np.arange(6, dtype="<u4"), (8, 1)))}, COPIED
+        ),
+    )
+    world.convert()
+
+
 def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
     names = ["a", "b"]
     fine = single({name: layout([4], [0, -1]) for name in names})

@@ -347,6 +347,16 @@ def test_what_was_not_saved_is_not_missed(tmp_path: Path, left: Sequence[int]) -
     assert differences(world) == []
 
 
+def test_what_another_stage_tells_was_not_saved_is_not_missed(tmp_path: Path) -> None:
+    """A stage of nothing but a tied parameter, of whose ranks one is absent."""
+    tied, own = {"tied": WHOLE}, {"w": layout([2], [0, -1])}
+    world = World(tmp_path, stages({**tied, **own}, tied), stages({**tied, **own}))
+    saved = {"w": value("w", (4, 2))}
+    world.save(saved, ranks=[0, 1, 2])
+    world.convert()
+    assert differences(world) == []
+
+
 # Which step.
 
 SAVED = {"w": value("w", (4, 2)), "adam_m.w": value("m", (4, 2)), "b": value("b", (4, 2))}

@@ -1,9 +1,10 @@
 """Whether ranks that should hold different slices of a parameter do.
 
 A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer of them or none.
-But what it takes for different slices are replicas then. Slices of a trained weight are never equal, unless all of
-their elements are, which says nothing; so of every kind of parameter some are compared at the same place, as many
-places apart as divide the number of slices: a true device matrix that is coarser repeats them so.
+But what it takes for different slices are replicas then. Slices of a trained weight are never equal, unless they have
+few different elements, which says nothing: all may be zero, and a few bits agree by chance. So of every kind of
+parameter some are compared at the same place, as many places apart as divide the number of slices: a true device
+matrix that is coarser repeats them so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from reshard.source_replicas.samples import MOST_PLACES, sample_box
 
 _MOST_OF_A_KIND = 2
 _FEW_SLICES = 16
+# Different elements of a slice that no other one has by chance.
+_FEWEST_ELEMENTS = 8
 _SECONDS = 2.0
 
 
@@ -43,7 +46,7 @@ class Distinctness(NamedTuple):
     """What came of comparing slices that should differ.
 
     Attributes:
-        compared: parameters of which slices were compared that are not all of one value.
+        compared: parameters of which slices were compared that tell something.
         same: those of them of which some are equal.
     """
 
@@ -99,7 +102,7 @@ def _holders(parameter: Parameter, step: SourceStep) -> list[Holder]:
 
 
 def _equal(parameter: Parameter, holders: list[Holder], files: ReplicaFiles) -> Optional[tuple[int, ...]]:
-    """Two ranks whose slices are equal, or none; None where all elements are, which says nothing."""
+    """Two ranks whose slices are equal, or none; None where they have too few different elements to say anything."""
     for place in range(MOST_PLACES):
         found: dict[bytes, int] = {}
         told = False
@@ -108,7 +111,8 @@ def _equal(parameter: Parameter, holders: list[Holder], files: ReplicaFiles) -> 
             box = sample_box(own, parameter, number_of(parameter.name, place))
             data = bytearray(volume_of(box) * parameter.item_size)
             files.read(parameter, holder, box, memoryview(data))
-            if data == data[: parameter.item_size] * (len(data) // parameter.item_size):
+            elements = {bytes(data[at : at + parameter.item_size]) for at in range(0, len(data), parameter.item_size)}
+            if len(elements) < _FEWEST_ELEMENTS:
                 continue
             told = True
             other = found.setdefault(bytes(data), holder.rank)

@@ -160,16 +160,21 @@ def _lost_parts(parameter: Parameter, needs: Needs) -> Iterator[Lost]:
 def _never_found(tree: Tree, strategy: Strategy) -> dict[str, set[int]]:
     """Parameters that no file holds but absent ranks may have held, with these ranks."""
     deduplicated = is_deduplicated(tree)
-    found: dict[str, set[int]] = defaultdict(set)
+    silent = []
+    told: set[str] = set()
     for stage in strategy.stages:
         files = [tree.indexes[rank].tensors for rank in stage.ranks if rank in tree.indexes]
-        if len(files) == stage.device_count:
-            continue
-        if not deduplicated and any(not stage.layouts.keys().isdisjoint(tensors) for tensors in files):
-            # What one rank of the stage saved, and what not, all of them did.
-            continue
+        saved = any(not stage.layouts.keys().isdisjoint(tensors) for tensors in files)
+        if len(files) == stage.device_count or (saved and not deduplicated):
+            # What one rank of the stage saved, and what not, all of them did; so did other stages' ranks.
+            told.update(stage.layouts)
+        else:
+            silent.append(stage)
+    found: dict[str, set[int]] = defaultdict(set)
+    for stage in silent:
         for name, layout in stage.layouts.items():
-            if name not in tree.parameters and name not in tree.problems and not _is_of_nothing(layout):
+            known = name in told or name in tree.parameters or name in tree.problems
+            if not known and not _is_of_nothing(layout):
                 found[name].update(rank for rank in stage.ranks if rank not in tree.indexes)
     return found
 
