@@ -1,7 +1,7 @@
 """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
 The functions here have MindSpore's own names and signatures, so that a script changes one import;
-`reshard.transform` is the typed interface beneath them. Nothing is imported before it is used.
+`reshard.convert` is the typed interface beneath them. Nothing is imported before it is used.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
-from reshard.plan.conversion import Conversion
+from reshard.convert.options import Options
+from reshard.plan.plan import Plan
 from reshard.records.given import Given
 from reshard.strategies import NONE, Strategy
 from reshard.wording import number_ranges
-
-if TYPE_CHECKING:
-    from reshard.transform import Options
 
 # What is recorded of a request and of options, and what is not: the rest is how much of the machine is used, what
 # follows from the step that was chosen, or concerns one run alone. A test sees that nothing is forgotten.
@@ -26,20 +24,21 @@ RECORDED_OF_REQUEST = (
     "file_suffix",
     "filters",
     "strict",
+    "recover",
 )
 NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged")
-RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "recover", "lost_only", "share", "adding")
+RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "lost_only", "share", "adding")
 NOT_RECORDED_OF_OPTIONS = ("jobs", "max_memory", "io", "overwrite", "accept_changed_source", "dry_run", "part")
 
 
-def given_command(conversion: Conversion, options: Options) -> Optional[Given]:
+def given_command(plan: Plan, options: Options) -> Optional[Given]:
     """What a run was given, paths made absolute; None where that cannot be typed again.
 
     Args:
-        conversion: as planned, with the step and format that were chosen.
+        plan: with the step and format that were chosen.
         options: how it is carried out.
     """
-    request = conversion.request
+    request = plan.request
     if not isinstance(request.src, str) or options.part is not None:
         return None
     # One of several runs is gone on with by going on with all of them.
@@ -50,16 +49,16 @@ def given_command(conversion: Conversion, options: Options) -> Optional[Given]:
         # The working directory is gone.
         return None
     return Given(
-        task="recover" if options.recover else "convert",
+        task="recover" if request.recover else "convert",
         src=src,
         source_strategy=source,
         target_strategy=target,
-        step=None if conversion.step.step is None else str(conversion.step.step),
+        step=plan.checkpoint.step,
         file_suffix=request.file_suffix,
         include=tuple(request.filters.include),
         exclude=tuple(request.filters.exclude),
         prefix=request.prefix,
-        format=conversion.format,
+        format=plan.form.format,
         strict=request.strict,
         crc=options.crc,
         check_replicas=options.check_replicas,

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
+from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
-from reshard.plan.conversion import Request
 from reshard.plan.replicas import ReplicaChoice
+from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
-from reshard.transform import Options, transform, usable_cpus
 
 _LOG = logging.getLogger("reshard")
 
@@ -39,7 +39,7 @@ def transform_checkpoints(
         output_format: ``ckpt`` or ``safetensors``.
 
     Raises:
-        ReshardError: see `reshard.transform.transform`.
+        ReshardError: see `reshard.convert.transform`.
     """
     request = Request(
         src=str(src_checkpoints_dir),
@@ -70,7 +70,7 @@ def transform_checkpoint_by_rank(
         dst_strategy_file: likewise for the target.
 
     Raises:
-        ReshardError: see `reshard.transform.transform`.
+        ReshardError: see `reshard.convert.transform`.
     """
     name = str(save_checkpoint_file_name)
     request = Request(

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.plan.source import SourceStep
 from reshard.records import SourceFile, SourceSampler
 from reshard.report import Report
 from reshard.wording import plural, some_names
@@ -37,7 +37,7 @@ class SourceCrcs:
         self._sampler = sampler
         self._checked: set[str] = set()
 
-    def find(self, step: SourceStep, indexes: Iterable[CheckpointIndex], check: Check) -> bool:
+    def find(self, source: Checkpoint, indexes: Iterable[CheckpointIndex], check: Check) -> bool:
         """Check files of a step that were not checked before; whether any is damaged.
 
         Raises:
@@ -46,9 +46,9 @@ class SourceCrcs:
         new = [index for index in indexes if index.crc is not None and index.path not in self._checked]
         found = check(new) if new else {}
         self._checked.update(index.path for index in new)
-        for rank, index in sorted(step.indexes.items()):
+        for rank, index in sorted(source.indexes.items()):
             if index.path in found:
-                self._report.warn(f"{found[index.path].message}; rank {rank} counts as absent at {step.label}")
+                self._report.warn(f"{found[index.path].message}; rank {rank} counts as absent at {source.label}")
                 self.files += self._sampler.look_at({rank: index})
         self.damaged.update((path, error.message) for path, error in found.items())
         return bool(found)

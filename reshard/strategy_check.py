@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles, Tensor, find_checkpoints
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError
 from reshard.execute import ExecutionOptions, Progress
@@ -20,8 +21,8 @@ from reshard.filter_advice import warn_of_unmatched
 from reshard.layout import Layout
 from reshard.name_filters import Filters
 from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank
-from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
-from reshard.plan.replicas import Holding
+from reshard.plan.holding import StageSharding
+from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.source_replicas import Comparison, compare_replicas, holders_alike
@@ -187,8 +188,9 @@ def _not_described(
             different.append(name)
             continue
         layout = Layout((everywhere.device_count,), ((),) * len(tensors[0].shape))
-        holdings = (Holding(everywhere, layout),)
-        same.append(Parameter(name, tensors[0].dtype, tensors[0].item_size, tensors[0].shape, holdings))
+        shape = tensors[0].shape
+        shardings = (StageSharding(everywhere, layout, layout.grid(shape)),)
+        same.append(GlobalTensor(name, tensors[0].dtype, tensors[0].item_size, shape, shardings))
     comparison = compare_replicas(same, step, handles, execution, Progress(), "more")
     return sorted([*different, *(differing.parameter for differing in comparison.differing)])
 
@@ -199,7 +201,7 @@ def _is_value(tensor: Tensor) -> bool:
 
 def _alike(
     comparison: Comparison,
-    parameters: dict[str, Parameter],
+    parameters: dict[str, GlobalTensor],
     step: SourceStep,
     handles: FileHandles,
     execution: ExecutionOptions,

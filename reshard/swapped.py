@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles, StepFiles, find_checkpoints
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions, Progress
@@ -22,7 +23,7 @@ from reshard.layout import Layout
 from reshard.messages import joined
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.coverage import lost_slices
-from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
+from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.source_replicas import Comparison, Distinctness, compare_replicas, compare_slices
@@ -42,7 +43,7 @@ class _Fit(NamedTuple):
     """
 
     step: SourceStep
-    parameters: dict[str, Parameter]
+    parameters: dict[str, GlobalTensor]
     tested: bool
 
 
@@ -87,7 +88,7 @@ class SwapTest:
                 raise
             raise swapped from error
 
-    def check(self, step: SourceStep, parameters: Collection[Parameter], tested: bool, report: Report) -> None:
+    def check(self, step: SourceStep, parameters: Collection[GlobalTensor], tested: bool, report: Report) -> None:
         """See whether files speak against the source's strategy although replicas do not.
 
         Args:
@@ -148,10 +149,10 @@ class SwapTest:
         comparison = self._compared(parameters.values(), step)
         return None if comparison.differing else _Fit(step, parameters, comparison.check.tested)
 
-    def _compared(self, parameters: Iterable[Parameter], step: SourceStep) -> Comparison:
+    def _compared(self, parameters: Iterable[GlobalTensor], step: SourceStep) -> Comparison:
         return compare_replicas(parameters, step, self._handles, self._execution(step), Progress(), "auto")
 
-    def _slices(self, parameters: Iterable[Parameter], step: SourceStep) -> Distinctness:
+    def _slices(self, parameters: Iterable[GlobalTensor], step: SourceStep) -> Distinctness:
         return compare_slices(parameters, step, self._handles, self._execution(step))
 
     def _execution(self, step: SourceStep) -> ExecutionOptions:

@@ -17,9 +17,8 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import crc_of_file
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
-from reshard.plan.conversion import Conversion
 from reshard.plan.pieces import TargetFile
-from reshard.plan.recovery import Recovery
+from reshard.plan.plan import Plan
 from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
@@ -61,7 +60,8 @@ class TargetDirectory:
     """The target directory of a conversion.
 
     Args:
-        conversion: what is written.
+        plan: what is written.
+        asked: this run's target files, of those that were asked for, ascending.
         sampler: looks at source files.
         report: told what was found.
         overwrite: existing targets may be replaced.
@@ -77,7 +77,8 @@ class TargetDirectory:
 
     def __init__(
         self,
-        conversion: Conversion,
+        plan: Plan,
+        asked: Sequence[int],
         sampler: SourceSampler,
         report: Report,
         *,
@@ -100,24 +101,24 @@ class TargetDirectory:
         self._whole = whole
         self._checksum = checksum
         self._damaged = damaged
-        request = conversion.request
-        self._conversion = conversion
+        request = plan.request
+        self._plan = plan
         self._overwrite = overwrite
         self._report = report
         self._root = request.dst
-        self._everything = range(request.target.device_count)
-        self._asked = conversion.ranks
-        self._sources = sampler.look_at(conversion.step.indexes)
+        self._everything = range(plan.form.count)
+        self._asked = asked
+        self._sources = sampler.look_at(plan.checkpoint.indexes)
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=strategy_digest(request.target),
-            ranks=request.target.device_count,
-            step=str(conversion.step.step) if conversion.step.step is not None else None,
+            ranks=plan.form.count,
+            step=plan.checkpoint.step,
             include=tuple(sorted(request.filters.include)),
             exclude=tuple(sorted(request.filters.exclude)),
-            format=conversion.format,
-            names=conversion.names,
-            task="recover" if isinstance(conversion, Recovery) else "convert",
+            format=plan.form.format,
+            names=plan.form.names,
+            task="recover" if request.recover else "convert",
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
@@ -399,7 +400,7 @@ class TargetDirectory:
         found = self._all_done() or {}
         lacking = self._lacking(found)
         return {
-            record: crc_of_file(self._conversion.path(rank))
+            record: crc_of_file(self._plan.path(rank))
             for rank, record in found.items()
             if record in lacking and record not in computed
         }
@@ -432,7 +433,7 @@ class TargetDirectory:
         return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
 
     def _status(self, rank: int) -> Optional[os.stat_result]:
-        return status_at(self._conversion.path(rank))
+        return status_at(self._plan.path(rank))
 
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""

@@ -15,9 +15,8 @@ from reshard.execute import ExecutionOptions
 from reshard.execute.filling import byte_strides, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.layout import intersection, shape_of, volume_of
-from reshard.plan.conversion import Conversion
 from reshard.plan.pieces import Piece, TargetFile, TargetTensor
-from reshard.plan.recovery import Recovery
+from reshard.plan.plan import Plan, in_section
 
 # Where files are looked at through memory maps, this much is read at a time at least.
 _PAGE = 4096
@@ -45,26 +44,35 @@ class Transfers:
         return sum(self.read.values()) / taken - 1 if taken else 0.0
 
 
-def transfers_of(conversion: Conversion, execution: ExecutionOptions) -> Transfers:
-    """What a conversion moves for the target ranks that it is still to write."""
+def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
+    """What a conversion moves for some target files, ascending."""
     found = Transfers()
-    for stage in conversion.stages.values():
-        ranks = [rank for rank in conversion.ranks if rank in stage.ranks]
-        if isinstance(conversion, Recovery):
-            intact = [rank for rank in ranks if conversion.intact(rank)]
-            for rank in intact:
-                found.taken[rank, rank] += conversion.step.indexes[rank].size
-                found.read[rank] += conversion.step.indexes[rank].size
-            ranks = [rank for rank in ranks if rank not in set(intact)]
-        alike = {kind.parameters[0].name: len(kind.parameters) for kind in conversion.kinds_of(stage)}
-        for group in conversion.groups_of(ranks, alike.keys()):
-            _add_group(found, group, alike, execution)
-        for rank in ranks:
-            for value in conversion.copied_values(rank):
-                if value.name not in conversion.sorted.unholdable:
-                    found.taken[value.rank, rank] += value.tensor.nbytes
-                    found.copied[value.rank, rank] += value.tensor.nbytes
-                    found.read[value.rank] += value.tensor.nbytes
+    holders = {path: holder for holder, path in plan.checkpoint.files.items()}
+    made = []
+    for file in work:
+        taken_over = plan.form.taken_over(file)
+        if taken_over is None:
+            made.append(file)
+            continue
+        holder = holders[taken_over.path]
+        found.taken[holder, file] += taken_over.size
+        found.read[holder] += taken_over.size
+    # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
+    alone = [file for file in made if plan.form.names_in(file) is not None]
+    together = [file for file in made if plan.form.names_in(file) is None]
+    for section in plan.sections:
+        here = in_section(section, together)
+        if here:
+            alike = {kind.tensors[0].name: len(kind.tensors) for kind in plan.kinds_of(section)}
+            for group in plan.groups(here, names=alike.keys()):
+                _add_group(found, group, alike, execution)
+    for group in plan.groups(alone, names=plan.checkpoint.tensors.keys()):
+        _add_group(found, group, dict.fromkeys(plan.checkpoint.tensors, 1), execution)
+    for file in made:
+        for value in plan.values_of(file):
+            found.taken[value.holder, file] += value.tensor.nbytes
+            found.copied[value.holder, file] += value.tensor.nbytes
+            found.read[value.holder] += value.tensor.nbytes
     return found
 
 

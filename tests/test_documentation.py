@@ -15,7 +15,7 @@ import pytest
 
 from docs.tools import commands, pages, recordings
 from reshard.cli.main import cli
-from reshard.transform import usable_cpus
+from reshard.convert import usable_cpus
 from tests.corpus import ROOT
 
 README = ROOT / "README.md"

@@ -15,7 +15,8 @@ from reshard.errors import ReshardError
 from reshard.execute import run as run_module
 from reshard.execute.run import ExecutionOptions, Progress, convert
 from reshard.execute.writing import TargetWriter
-from reshard.plan.conversion import Request, plan
+from reshard.plan.planner import make_plan
+from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from tests.corpus import ROOT
@@ -163,7 +164,8 @@ def test_threads_that_die_are_never_taken_for_success(world: World, jobs: int, m
 
     monkeypatch.setattr(run_module, "PartBuffer", NoMemory)
     with FileHandles() as handles, pytest.raises(MemoryError):
-        targets = plan(requests(world), handles, Report()).target_groups()
+        plan = make_plan(requests(world), handles, Report())
+        targets = plan.groups(plan.asked)
         convert(targets, handles, ExecutionOptions(jobs), Progress())
     assert not list(world.dst.glob("rank_*/*"))
 
@@ -172,7 +174,8 @@ def test_a_part_that_is_skipped_is_never_taken_for_success(world: World, monkeyp
     world.save(FULL)
     monkeypatch.setattr(TargetWriter, "part_done", lambda self: False)
     with FileHandles() as handles, pytest.raises(ReshardError, match="not finished"):
-        targets = plan(requests(world), handles, Report()).target_groups()
+        plan = make_plan(requests(world), handles, Report())
+        targets = plan.groups(plan.asked)
         convert(targets, handles, ExecutionOptions(1), Progress())
     assert not [path for path in world.dst.rglob("*") if path.is_file()]
 

@@ -14,7 +14,7 @@ from reshard.cli.slice_picture import picture_lines
 from reshard.pictures.slices import Arrangement
 from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
-from reshard.plan.replicas import Holding
+from reshard.plan.holding import Holding
 from reshard.strategies import RecordedLayout, Stage
 from reshard.wording import byte_size, stepped_ranges
 from tests.layouts import layouts, shapes

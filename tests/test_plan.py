@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard.convert import Options, prepare
 from reshard.execute.destination import space_for
-from reshard.plan.conversion import Request
+from reshard.plan.request import Request
 from reshard.strategies import read_strategy
 from reshard.transfers import transfers_of
-from reshard.transform import Options, prepare
 from tests.corpus import ROOT
 from tests.layouts import strategies, tensors
 from tests.running import Argument, done, fails, warns
@@ -106,7 +106,8 @@ def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
         with prepare(request, Options(dry_run=True)) as prepared:
             expected: Counter[tuple[int, int]] = Counter()
             sizes = {}
-            for group in prepared.conversion.target_groups():
+            plan, work = prepared.plan, prepared.state.work
+            for group in plan.groups(work):
                 for file in group:
                     sizes[file.rank] = file.layout.size
                     for tensor in file.tensors:
@@ -115,10 +116,10 @@ def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
                             for start, stop in piece.box:
                                 count *= stop - start
                             expected[piece.source.rank, file.rank] += count
-            moved = transfers_of(prepared.conversion, prepared.execution)
+            moved = transfers_of(plan, work, prepared.state.execution)
             assert +moved.taken == +expected
-            assert prepared.conversion.file_bytes(prepared.conversion.ranks) == sizes
-            assert sum(prepared.conversion.data_bytes_by_rank().values()) == sum(expected.values())
+            assert plan.file_bytes(work) == sizes == prepared.state.sizes
+            assert sum(plan.data_bytes(work).values()) == sum(expected.values())
 
 
 def test_what_is_done_already_is_not_planned_again(world: World) -> None:

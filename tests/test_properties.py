@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints import storage as storage_module
 from reshard.execute import run as run_module
-from reshard.plan.conversion import Request, plan
+from reshard.plan.planner import make_plan
+from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from tests.conftest import LONG
@@ -447,8 +448,8 @@ def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st
         write_tree(root / "src", cut_ranks(source, full, COPIED))
         old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
         request = Request(str(root / "src"), "dst", read_strategy(str(old)), read_strategy(str(new)))
-        whole, part = plan(request, handles, Report()), plan(request, handles, Report())
-        part.ranks, part.most_together = tuple(sorted(left)), data.draw(st.integers(1, 4))
-        expected = {made.rank: made.tensors for group in whole.target_groups() for made in group}
-        found = {made.rank: made.tensors for group in part.target_groups() for made in group}
+        whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
+        together = data.draw(st.integers(1, 4))
+        expected = {made.rank: [*made.tensors] for group in whole.groups(whole.asked) for made in group}
+        found = {made.rank: [*made.tensors] for group in part.groups(sorted(left), together) for made in group}
         assert found == {rank: expected[rank] for rank in left}

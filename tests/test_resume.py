@@ -14,15 +14,16 @@ from typing import Optional
 import pytest
 
 from reshard.checkpoints import FileHandles, lay_out_copy
+from reshard.convert import Options, Part, transform
 from reshard.errors import RetryableError
 from reshard.execute.writing import TargetWriter
-from reshard.plan.conversion import Request, plan
 from reshard.plan.pieces import TargetFile
+from reshard.plan.planner import make_plan
+from reshard.plan.request import Request
 from reshard.records import SourceSampler
 from reshard.report import Report
 from reshard.strategies import read_strategy
 from reshard.target_directory import TargetDirectory
-from reshard.transform import Options, Part, transform
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -349,9 +350,10 @@ def part(world: World, ranks: set[int], sources: Optional[str] = None) -> None:
     request = Request(str(world.src), str(world.dst), read_strategy(str(world.old)), read_strategy(str(world.new)))
     if sources is None:
         with FileHandles() as handles:
-            conversion = plan(request, handles, Report())
+            plan = make_plan(request, handles, Report())
             directory = TargetDirectory(
-                conversion, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False, part=True,
+                plan, plan.asked, SourceSampler(handles), Report(), overwrite=True, adding=True, checksum=False,
+                part=True,
                 damaged=(), accept_changed_source=False, lost_only=False, whole=False,
             )  # fmt: skip
             sources = directory.sources

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from reshard import given_command, transform_checkpoints
-from reshard.plan.conversion import Request
-from reshard.transform import Options, _Counted
+from reshard.convert import Counted, Options
+from reshard.plan.request import Request
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import layout, same_ranks, scalar, single, tree_bytes, value
@@ -246,7 +246,7 @@ def test_a_run_that_replaces_targets_is_gone_on_with(world: World, monkeypatch: 
 def test_one_of_several_runs_that_replace_targets_is_not_guessed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.save(FULL)
     world.convert()
-    monkeypatch.setattr("reshard.transform.convert", stopped)
+    monkeypatch.setattr("reshard.convert.writing.convert", stopped)
     assert reshard(*world.words(1, "--overwrite", command="by-rank")).status == 130
     fails(3, "resume", world.dst, says=["by-rank or --shard, with --overwrite", "transform-dir"])
 
@@ -258,13 +258,13 @@ def stopped(*_: Any) -> None:
 def stop_after_one(words: list[Argument], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a command that is interrupted when it has finished one target."""
     with monkeypatch.context() as patch:
-        committed: Callable[..., None] = _Counted.committed
+        committed: Callable[..., None] = Counted.committed
 
         def interrupted(counted: Any, rank: int, size: int) -> None:
             committed(counted, rank, size)
             raise KeyboardInterrupt
 
-        patch.setattr(_Counted, "committed", interrupted)
+        patch.setattr(Counted, "committed", interrupted)
         assert reshard(*words).status == 130
 
 

@@ -13,8 +13,7 @@ from reshard.layout import Layout, Overlap
 from reshard.plan.cuts import Cut
 from reshard.plan.groups import reading_groups
 from reshard.plan.pieces import StoredSlice
-from reshard.plan.replicas import Holding
-from reshard.strategies import Stage
+from reshard.target import Section
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import cut_ranks, layout, read_tree, same_ranks, single, text, value, write_strategy, write_tree
@@ -78,10 +77,9 @@ def test_rows_too_large_for_everyone_at_once_are_written_one_member_after_the_ot
 
 
 def groups(source: Layout, target: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    held = Stage(0, 0, source.device_count, {"w": source}, ("old.ckpt",))
-    stage = Stage(0, 0, target.device_count, {"w": target}, ("new.ckpt",))
-    cut = Cut(0, Overlap([source.grid(shape)], target.grid(shape)), target, (Holding(held, source),))
-    return list(reading_groups(ranks, stage, [cut]))
+    section = Section(0, range(target.device_count), {"w": target})
+    cut = Cut(0, Overlap([source.grid(shape)], target.grid(shape)), target, ())
+    return list(reading_groups(ranks, section, [cut]))
 
 
 def test_only_column_slices_of_the_same_rows_are_grouped() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles, headers, read_index
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.layout import Box, Overlap
-from reshard.plan import conversion
+from reshard.plan import plan as plan_module
 from reshard.plan.pieces import StoredSlice
 from reshard.strategies import read_strategy
 from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
@@ -471,7 +471,7 @@ def swapped_rows(path: str, rank: int, extents: Extents, box: Box) -> StoredSlic
 def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
 ) -> None:
-    monkeypatch.setattr(conversion, "StoredSlice", mistake)
+    monkeypatch.setattr(plan_module, "StoredSlice", mistake)
     pair.write(held(SOURCE), {})
     convert(pair)
     found = pair.compare()

@@ -33,9 +33,9 @@ _VARYING = re.compile(r"[█▏▎▍▌▋▊▉]+ *|\d+(\.\d+)?( [KMGT]?i?B)?"
 _INTERRUPTED = """
 import os, signal, sys, time
 from reshard.entry import main
-from reshard.transform import _Counted
+from reshard.convert import Counted
 
-committed = _Counted.committed
+committed = Counted.committed
 
 def slowly(self, rank, size):
     committed(self, rank, size)
@@ -43,7 +43,7 @@ def slowly(self, rank, size):
     if self.files == 2:
         os.kill(os.getpid(), signal.SIGINT)
 
-_Counted.committed = slowly
+Counted.committed = slowly
 sys.argv = ["reshard", *sys.argv[1:]]
 main()
 """

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.tensors import CheckpointIndex
@@ -42,6 +44,30 @@ class FileSharding:
         """The files that hold a box of the grid, ascending."""
         return self.held_by[slice_number]
 
+    @cached_property
+    def present(self) -> frozenset[int]:
+        """All files that hold some box."""
+        return frozenset(chain.from_iterable(self.held_by))
+
+
+class ShardReading(NamedTuple):
+    """What files tell of the optimizer shards that a strategy records for accumulated gradients.
+
+    Attributes:
+        plain: recorded shards are not made.
+        unsharded: no shard is recorded.
+        undecided: the files that would tell whether the recorded shard is made, where none of those read
+            does; empty where that is known.
+    """
+
+    plain: bool = False
+    unsharded: bool = False
+    undecided: tuple[int, ...] = ()
+
+
+AS_RECORDED = ShardReading()
+"""Of all tensors but accumulated gradients."""
+
 
 class GlobalTensor(NamedTuple):
     """A tensor of a checkpoint, all of its slices together.
@@ -52,6 +78,7 @@ class GlobalTensor(NamedTuple):
         item_size: bytes of one element.
         shape: shape of the full tensor.
         shardings: the ways in which files hold it, at least one; any of them will do.
+        shards: of accumulated gradients, whether recorded optimizer shards are made.
     """
 
     name: str
@@ -59,6 +86,7 @@ class GlobalTensor(NamedTuple):
     item_size: int
     shape: tuple[int, ...]
     shardings: tuple[Sharding, ...]
+    shards: ShardReading = AS_RECORDED
 
 
 class Checkpoint(Protocol):
@@ -74,16 +102,42 @@ class Checkpoint(Protocol):
         tensors: what is laid out, by name.
     """
 
-    form: str
-    step: Optional[str]
-    label: str
-    place: str
-    files: Mapping[int, str]
-    indexes: Mapping[int, CheckpointIndex]
-    tensors: Mapping[str, GlobalTensor]
+    @property
+    def form(self) -> str:
+        """``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``."""
+
+    @property
+    def step(self) -> Optional[str]:
+        """The step in words of its form."""
+
+    @property
+    def label(self) -> str:
+        """How the step is called in messages."""
+
+    @property
+    def place(self) -> str:
+        """The directory that all of its files lie below."""
+
+    @property
+    def files(self) -> Mapping[int, str]:
+        """Path of every file that counts, by holder number."""
+
+    @property
+    def indexes(self) -> Mapping[int, CheckpointIndex]:
+        """What is in each of them."""
+
+    @property
+    def tensors(self) -> Mapping[str, GlobalTensor]:
+        """What is laid out, by name."""
+
+    def names(self) -> set[str]:
+        """Names of all entries of all files."""
 
     def values(self) -> Sequence[str]:
         """Names that files hold and that are not laid out: scalars, text; sorted."""
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending."""
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, per way of holding it."""

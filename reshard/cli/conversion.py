@@ -8,12 +8,12 @@ from typing import Any, Optional
 
 from reshard.cli import options
 from reshard.cli.output import listener, totals_json, totals_words
+from reshard.convert import Options, Summary, usable_cpus
 from reshard.messages import listing
 from reshard.name_filters import Filters
-from reshard.plan.conversion import Request
+from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
-from reshard.transform import Options, Summary, usable_cpus
 from reshard.wording import plural
 
 # Where the time went is told of conversions that took so long, in seconds; and which phases took any.
@@ -46,7 +46,13 @@ def strategy_of(path: str, report: Report) -> Strategy:
 
 
 def request_of(
-    src: str, dst: str, source: Strategy, target: Strategy, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]
+    src: str,
+    dst: str,
+    source: Strategy,
+    target: Strategy,
+    ranks: Optional[tuple[int, ...]],
+    typed: Mapping[str, Any],
+    **others: Any,
 ) -> Request:
     """What the options ask for; `recover` does not have all of them."""
     return Request(
@@ -62,6 +68,7 @@ def request_of(
         file_suffix=typed["file_suffix"],
         filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
         strict=typed.get("strict", False),
+        **others,
     )
 
 

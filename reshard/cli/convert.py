@@ -20,10 +20,10 @@ from reshard.cli.output import echo_json, say
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
+from reshard.convert import Options, Summary, prepare
 from reshard.execute import Progress
-from reshard.plan.conversion import Request
+from reshard.plan.request import Request
 from reshard.report import Report
-from reshard.transform import Options, Summary, prepare
 from reshard.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _convert(
             tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
         # Verification takes files for damaged that the conversion found to be.
-        request = prepared.conversion.request
+        request = prepared.plan.request
     before = time.monotonic()
     found = _verify(request, how, summary, progress) if typed["verify"] else None
     verifying = time.monotonic() - before

@@ -13,6 +13,7 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import strategy_of
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
+from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import listing
@@ -20,7 +21,6 @@ from reshard.name_filters import Filters
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.strategies import Strategy
-from reshard.transform import usable_cpus
 from reshard.verification import (
     Entry,
     Fingerprints,

@@ -12,10 +12,10 @@ from reshard.cli.output import echo_json, say, table, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
+from reshard.convert import Prepared, Summary, prepare
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
 from reshard.transfers import Transfers, transfers_of
-from reshard.transform import Prepared, Summary, prepare
 from reshard.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
@@ -75,7 +75,7 @@ def tell_plan(
     quiet: bool = False,
 ) -> None:
     """Print what is planned, as text or JSON, and draw it to a file if one is named."""
-    moved = transfers_of(prepared.conversion, prepared.execution)
+    moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
     if svg is not None:
         _draw(prepared, moved, svg, quiet)
     if as_json:
@@ -86,54 +86,52 @@ def tell_plan(
 
 
 def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, Any]:
-    conversion = prepared.conversion
-    sizes = conversion.file_bytes(conversion.ranks)
+    plan, state = prepared.plan, prepared.state
     given = _given(moved)
     return {
         **summary_json(summary),
         "targets": [
             {
                 "rank": rank,
-                "file": conversion.path(rank),
-                "bytes": sizes[rank],
+                "file": plan.path(rank),
+                "bytes": state.sizes[rank],
                 "sources": [{"rank": source, "bytes": count} for source, count in sorted(given[rank].items())],
             }
-            for rank in conversion.ranks
+            for rank in state.work
         ],
         "sources": [
-            {"rank": rank, "file": conversion.step.files[rank], "bytes_read": count}
+            {"rank": rank, "file": plan.checkpoint.files[rank], "bytes_read": count}
             for rank, count in sorted(moved.read.items())
         ],
         "absent_ranks": _absent(prepared),
         "bytes_read": sum(moved.read.values()),
         "over_read": round(moved.over_read, 4),
         "memory": {
-            "buffers": prepared.execution.buffer_bytes,
-            "most_buffers": prepared.execution.max_memory,
-            "expected": _expected_memory(prepared.execution),
+            "buffers": state.execution.buffer_bytes,
+            "most_buffers": state.execution.max_memory,
+            "expected": _expected_memory(state.execution),
         },
-        "threads": prepared.execution.threads,
+        "threads": state.execution.threads,
         "space": [
-            {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free}
-            for space in prepared.space
+            {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
         ],
     }
 
 
 def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool) -> list[str]:
-    conversion = prepared.conversion
-    request = conversion.request
+    plan, state = prepared.plan, prepared.state
+    request = plan.request
     counts = f"{plural(request.source.device_count, 'rank')} to {request.target.device_count}"
-    lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({conversion.format})"]
+    lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({plan.form.format})"]
     if summary.ranks:
-        spaces = prepared.space
+        spaces = state.space
         written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
-        memory, buffers = byte_size(_expected_memory(prepared.execution)), byte_size(prepared.execution.buffer_bytes)
+        memory, buffers = byte_size(_expected_memory(state.execution)), byte_size(state.execution.buffer_bytes)
         lines += [
             f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks)}",
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
             f"source {rank_ranges(moved.read)}{_over_read(moved)}",
-            f"  memory   about {memory}, {buffers} of it buffers of {plural(prepared.execution.threads, 'thread')}",
+            f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
@@ -144,7 +142,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     absent = _absent(prepared)
     if absent:
         lines.append(f"  replicas stand in for source {rank_ranges(absent)}, which left no sound file")
-    unread = sorted(conversion.step.readable.difference(moved.read))
+    unread = sorted(plan.checkpoint.indexes.keys() - moved.read)
     if unread and summary.ranks and len(summary.ranks) == request.target.device_count:
         lines.append(f"  unread   source {rank_ranges(unread)}: the others hold all that is written")
     return lines + [f"  {line}" for line in summary_lines(summary, verbose)]
@@ -152,15 +150,16 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
 
 def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
     """A row per target rank, of the first ones where there are many."""
-    conversion = prepared.conversion
-    sizes = conversion.file_bytes(conversion.ranks)
+    state = prepared.state
     given = _given(moved)
-    ranks = conversion.ranks if verbose else conversion.ranks[:_MOST_ROWS]
-    rows = [[str(rank), byte_size(sizes[rank]), str(len(given[rank])), number_ranges(given[rank])] for rank in ranks]
+    ranks = state.work if verbose else state.work[:_MOST_ROWS]
+    rows = [
+        [str(rank), byte_size(state.sizes[rank]), str(len(given[rank])), number_ranges(given[rank])] for rank in ranks
+    ]
     if rows:
         table("", ["target rank", "size", "files read", "of source ranks"], rows)
-    if len(ranks) < len(conversion.ranks):
-        say(f"and {plural(len(conversion.ranks) - len(ranks), 'target rank')} more: --json lists all")
+    if len(ranks) < len(state.work):
+        say(f"and {plural(len(state.work) - len(ranks), 'target rank')} more: --json lists all")
 
 
 def _given(moved: Transfers) -> dict[int, dict[int, int]]:
@@ -173,8 +172,8 @@ def _given(moved: Transfers) -> dict[int, dict[int, int]]:
 
 def _absent(prepared: Prepared) -> list[int]:
     """Source ranks without a file that can be read."""
-    step = prepared.conversion.step
-    return [rank for rank in range(prepared.conversion.request.source.device_count) if rank not in step.readable]
+    ranks = range(prepared.plan.request.source.device_count)
+    return [rank for rank in ranks if rank not in prepared.plan.checkpoint.indexes]
 
 
 def _over_read(moved: Transfers) -> str:
@@ -201,7 +200,7 @@ def _expected_memory(execution: ExecutionOptions) -> int:
 def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
     from reshard.pictures.transfers import transfer_map
 
-    request = prepared.conversion.request
+    request = prepared.plan.request
     title = f"{request.src} to {request.dst}"
     picture = transfer_map(
         moved.taken,

@@ -17,9 +17,9 @@ from reshard.cli.conversion import (
 )
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
+from reshard.convert import prepare
 from reshard.errors import UsageError
 from reshard.report import Report
-from reshard.transform import prepare
 from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
 
 
@@ -59,8 +59,8 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener(typed["quiet"]))
     read = strategy_of(strategy, report)
-    request = request_of(src, dst, read, read, ranks, typed)
-    how = options_of(typed, recover=True, lost_only=typed["lost_only"])
+    request = request_of(src, dst, read, read, ranks, typed, recover=True)
+    how = options_of(typed, lost_only=typed["lost_only"])
     progress = progress_of(typed["quiet"], typed["progress"])
     with prepare(request, how, report, progress) as prepared:
         summary = prepared.carry_out(progress)

@@ -18,6 +18,7 @@ from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.shard import Share
+from reshard.convert import Phases, Summary
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError, TargetError
 from reshard.records import Given, Ledger, strategy_digest
@@ -25,7 +26,6 @@ from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory
 from reshard.strategies import read_strategy
-from reshard.transform import Phases, Summary
 from reshard.wording import counted_ranks, number_ranges, rank_ranges
 
 

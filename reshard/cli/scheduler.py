@@ -6,9 +6,9 @@ import contextlib
 import logging
 from typing import Optional
 
+from reshard.convert import Options, Workers
 from reshard.errors import UsageError
 from reshard.report import Report
-from reshard.transform import Options, Workers
 
 
 def cluster_of(

@@ -15,6 +15,7 @@ from reshard.cli.conversion import strategy_of
 from reshard.cli.layouts import strategy_words
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
+from reshard.convert import usable_cpus
 from reshard.execute import ExecutionOptions
 from reshard.messages import full_text
 from reshard.name_filters import Filters
@@ -24,7 +25,6 @@ from reshard.report import Report
 from reshard.source_replicas import Differing
 from reshard.strategies import Strategy
 from reshard.strategy_check import StrategyCheck, check_strategy
-from reshard.transform import usable_cpus
 from reshard.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
 
 DOES_NOT_FIT = 4

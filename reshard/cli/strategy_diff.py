@@ -24,7 +24,7 @@ from reshard.plan.changes import (
     Span,
     changes_between,
 )
-from reshard.plan.replicas import Holding
+from reshard.plan.holding import Holding
 from reshard.strategies import Strategy, read_strategy
 from reshard.wording import plural, rank_ranges, some_numbers, stepped_ranges
 

@@ -18,7 +18,7 @@ from reshard.name_filters import Filters
 from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.pictures.slices import Arrangement
-from reshard.plan.replicas import Holding
+from reshard.plan.holding import Holding
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.wording import one_line, plural, quoted, some_numbers
 

@@ -15,6 +15,7 @@ from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
+from reshard.convert import usable_cpus
 from reshard.errors import InputError, TargetError, UsageError
 from reshard.messages import MOST_LINES, listing
 from reshard.name_filters import Filters
@@ -22,7 +23,6 @@ from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report
 from reshard.swapped import SwapTest
-from reshard.transform import usable_cpus
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verify import converted_files, recorded_plan, recovered_ranks, verify_conversion, verify_replicas

@@ -18,12 +18,14 @@ from reshard.checkpoints import CheckpointIndex
 from reshard.cluster.address import check_address
 from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
+from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
-from reshard.plan.conversion import Conversion, Request
+from reshard.plan.groups import MOST_MEMBERS
+from reshard.plan.plan import Plan
+from reshard.plan.request import Request
 from reshard.plan.shares import bundles
 from reshard.report import Report
-from reshard.transform import Options
 from reshard.wording import rank_ranges
 
 _ITEMS_PER_THREAD = 4
@@ -61,7 +63,7 @@ class Cluster:
             with contextlib.suppress(*LOST, RuntimeError):
                 self._connected.close(timeout=ENDED_AFTER)
 
-    def check(self, conversion: Conversion) -> None:
+    def check(self, plan: Plan) -> None:
         """Connect, and see that everybody has this version of reshard, and workers the source files.
 
         Raises:
@@ -75,11 +77,11 @@ class Cluster:
             _check_version(self._client.run_on_scheduler(*question), "the Dask scheduler")
         for worker, version in self._ask(*question).items():
             _check_version(version, f"Dask worker {worker}")
-        paths = list(conversion.step.files.values())
+        paths = list(plan.checkpoint.files.values())
         self._check_seen({paths[0], paths[-1]})
 
     def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
-        """Check the CRCs of source files, each in a task of its own; see `transform.Workers`."""
+        """Check the CRCs of source files, each in a task of its own; see `convert.Workers`."""
         paths = [_absolute(index.path) for index in files]
         tasks = [(check_crc, path, self._options.max_memory) for path in paths]
         damaged: dict[str, DamagedCheckpointError] = {}
@@ -96,12 +98,12 @@ class Cluster:
                         self._report.note(note.replace(paths[number], path))
         return damaged
 
-    def write(self, conversion: Conversion, sources: str, sign: str, progress: Progress) -> None:
-        """Write and record every target of a conversion, in tasks; see `transform.Workers`."""
+    def write(self, plan: Plan, work: Sequence[int], sources: str, sign: str, progress: Progress) -> None:
+        """Write and record targets of a conversion, in tasks; see `convert.Workers`."""
         self._check_seen({os.path.dirname(sign), sign})
         with self._lost_if_silent():
             threads = max(1, sum(self._client.nthreads().values()))
-        items = _items(conversion, threads)
+        items = _items(plan, work, threads)
         options = replace(
             self._options,
             jobs=self._jobs or max(1, threads // len(items)),
@@ -110,10 +112,10 @@ class Cluster:
             share=None,
         )
         run = os.urandom(8).hex()
-        work = packed(Work(run, _elsewhere(conversion), options, sources, sign, self._jobs is not None))
+        handed = packed(Work(run, _elsewhere(plan), options, sources, sign, self._jobs is not None))
         told = Told(items, progress)
         failures: dict[int, ReshardError] = {}
-        tasks = [(write_targets, work, number, item.ranks) for number, item in enumerate(items)]
+        tasks = [(write_targets, handed, number, item.ranks) for number, item in enumerate(items)]
         with Running(self._client, self._address, self._report, tasks, run, told.heard, sign) as running:
             for number, outcome in running.outcomes():
                 if not isinstance(outcome, ReshardError):
@@ -171,25 +173,25 @@ class Cluster:
                 raise not_seen(unseen, worker)
 
 
-def _items(conversion: Conversion, threads: int) -> list[Item]:
-    sizes = conversion.data_bytes_by_rank()
+def _items(plan: Plan, work: Sequence[int], threads: int) -> list[Item]:
+    sizes = plan.data_bytes(work)
     # Better several workers read the same rows than that some have nothing to do.
-    together = max(1, min(conversion.most_together, len(conversion.ranks) // threads))
-    groups = conversion.reading_groups(conversion.ranks, together)
+    together = max(1, min(MOST_MEMBERS, len(work) // threads))
+    groups = plan.reading_groups(work, together)
     count = max(_LEAST_ITEMS, _ITEMS_PER_THREAD * threads)
     return [Item(ranks, sum(sizes[rank] for rank in ranks)) for ranks in bundles(groups, sizes, count)]
 
 
-def _elsewhere(conversion: Conversion) -> Request:
+def _elsewhere(plan: Plan) -> Request:
     """The request as another process has to be given it; a step that is saved meanwhile changes nothing."""
-    request = conversion.request
+    request = plan.request
     src = request.src
     return replace(
         request,
         src=_absolute(src) if isinstance(src, str) else {rank: _absolute(path) for rank, path in src.items()},
         dst=_absolute(request.dst),
         damaged={_absolute(path): why for path, why in request.damaged.items()},
-        step=request.step if conversion.step.step is None else str(conversion.step.step),
+        step=plan.checkpoint.step or request.step,
     )
 
 

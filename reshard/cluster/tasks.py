@@ -15,13 +15,13 @@ from distributed import get_worker
 
 from reshard._version import __version__
 from reshard.checkpoints import FileHandles, read_index
+from reshard.convert import Options, Part, prepare
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.plan.conversion import Request
+from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.source_crcs import damaged_files
 from reshard.storage import status_at
-from reshard.transform import Options, Part, prepare
 from reshard.wording import some_names
 
 TOPIC = "reshard"
@@ -43,7 +43,7 @@ class Work:
         run: a name for the run.
         request: what is converted to what.
         options: how; its jobs are the CPUs of one item at the most.
-        sources: see `transform.Part`.
+        sources: see `convert.Part`.
         sign: the file that is there while the client is.
         fixed_jobs: the worker's number of threads does not bound the jobs.
     """

@@ -28,7 +28,8 @@ from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
-from reshard.plan.selection import Incomplete, Selection, StepSelector
+from reshard.plan.rank_checkpoint import RankCheckpoint
+from reshard.plan.selection import Incomplete, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
@@ -296,9 +297,9 @@ class _Inspection:
             check_ranks(self._tree, self._strategy, handles)
             for candidate in self._tree.candidates(_named(named)):
                 source = SourceStep(candidate, handles, Report())
-                selection, missing = selector.judge(source)
+                checkpoint, missing = selector.judge(source)
                 step = self._note_contents(source)
-                _note_verdict(step, selection, missing)
+                _note_verdict(step, checkpoint, missing)
                 if missing is None:
                     return step
                 source = None
@@ -338,12 +339,12 @@ class _Inspection:
                     break
 
 
-def _note_verdict(step: InspectedStep, selection: Selection, missing: Optional[Incomplete]) -> None:
+def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Optional[Incomplete]) -> None:
     step.complete = missing is None
     if missing is not None:
         step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
-    found = selection.parameters
-    step.not_saved = sorted(selection.listed - found.keys())
+    found = checkpoint.tensors
+    step.not_saved = sorted(checkpoint.listed - found.keys())
     step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
 
 

@@ -6,7 +6,7 @@ source slices a target slice is made of.
 """
 
 from reshard.layout.grid import Box, Grid, intersection, shape_of, volume_of, whole_box
-from reshard.layout.layout import Layout
+from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "shape_of",
     "stand_in_shape",
     "volume_of",
+    "whole",
     "whole_box",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Optional
 
 import numpy as np
@@ -345,3 +345,9 @@ class Layout:
         for dimension, size in enumerate(shape):
             regrouped.check_size(dimension, size)
         return regrouped
+
+
+@lru_cache(maxsize=64)
+def whole(dimensions: int) -> Layout:
+    """The layout of a tensor that one device holds whole."""
+    return Layout((), ((),) * dimensions)

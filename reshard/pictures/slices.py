@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple, Optional
 
 from reshard.layout import Box
-from reshard.plan.replicas import Holding
+from reshard.plan.holding import Holding
 from reshard.wording import some_numbers, stepped_rank_ranges
 
 #: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.

@@ -15,7 +15,8 @@ import numpy as np
 
 from reshard.errors import LayoutError
 from reshard.layout import Layout, Overlap, stand_in_shape
-from reshard.plan.replicas import Holding, choose, common_dimensions
+from reshard.plan.holding import Holding
+from reshard.plan.replicas import choose, common_dimensions
 from reshard.strategies import Strategy
 
 # Cells that are looked at one by one, where several stages hold a parameter.

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Grid, Overlap
 from reshard.messages import Message, listing
-from reshard.plan.parameters import Parameter
+from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, rank_ranges
@@ -38,32 +39,33 @@ class Lost(NamedTuple):
         return frozenset(rank for group in self.groups for rank in group)
 
 
-def lost_slices(parameters: Iterable[Parameter], step: SourceStep) -> list[Lost]:
+def lost_slices(tensors: Iterable[GlobalTensor], step: SourceStep) -> list[Lost]:
     """Parameters of which some slice is on no rank whose file was read."""
     result = []
     known: dict[object, frozenset[frozenset[int]]] = {}
-    for parameter in parameters:
-        present = tuple(step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings)
-        key = (parameter.shape, parameter.holdings[0].layout, len(parameter.holdings), present)
-        if len(parameter.holdings) > 1 or key not in known:
-            known[key] = _holders_of_lost(parameter, present)
+    for tensor in tensors:
+        present = step.present(tensor)
+        key = (tensor.shape, stage_shardings(tensor)[0].layout, len(tensor.shardings), present)
+        if len(tensor.shardings) > 1 or key not in known:
+            known[key] = _holders_of_lost(tensor, present)
         if known[key]:
-            result.append(Lost(parameter.name, known[key]))
+            result.append(Lost(tensor.name, known[key]))
     return result
 
 
-def _holders_of_lost(parameter: Parameter, present: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
-    layouts = [holding.layout for holding in parameter.holdings]
+def _holders_of_lost(tensor: GlobalTensor, present: Sequence[frozenset[int]]) -> frozenset[frozenset[int]]:
+    shardings = stage_shardings(tensor)
+    layouts = [sharding.layout for sharding in shardings]
     held = []
-    for holding, ranks in zip(parameter.holdings, present):
-        local = [rank - holding.stage.first_rank for rank in ranks]
-        held.append(set(holding.layout.slice_of_rank[local].tolist()))
+    for sharding, ranks in zip(shardings, present):
+        local = [rank - sharding.stage.first_rank for rank in ranks]
+        held.append(set(sharding.layout.slice_of_rank[local].tolist()))
     if any(len(slices) == layout.slice_count for slices, layout in zip(held, layouts)):
         return frozenset()
     lost: set[frozenset[int]] = set()
-    for cell in Overlap([layout.grid(parameter.shape) for layout in layouts], Grid.whole(parameter.shape)).cells(0):
+    for cell in Overlap([sharding.grid for sharding in shardings], Grid.whole(tensor.shape)).cells(0):
         if not any(number in slices for number, slices in zip(cell.slices, held)):
-            held_by = (holding.ranks(number) for holding, number in zip(parameter.holdings, cell.slices))
+            held_by = (sharding.holders(number) for sharding, number in zip(shardings, cell.slices))
             lost.add(frozenset(rank for ranks in held_by for rank in ranks))
     return frozenset(lost)
 

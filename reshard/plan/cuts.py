@@ -1,83 +1,118 @@
-"""How the parameters of the source are cut for the target; one `Overlap` per kind of parameter.
+"""How the tensors of the source are cut for the target; one `Overlap` per kind of tensor.
 
-A model has thousands of parameters but tens of kinds: combinations of full shape, source layouts and
-target layout. Everything that depends on the kind alone is worked out once.
+A model has thousands of tensors but tens of kinds: combinations of full shape, source grids and target
+layout. Everything that depends on the kind alone is worked out once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
-from reshard.errors import CheckpointError, LayoutError
+from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
+from reshard.errors import CheckpointError, IncompleteSourceError, LayoutError
 from reshard.layout import Layout, Overlap
-from reshard.plan.parameters import Parameter
-from reshard.plan.replicas import Holding, whole
-from reshard.strategies import Stage, Strategy
-from reshard.wording import quoted
+from reshard.target import Section
+from reshard.wording import quoted, rank_ranges
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How parameters of one kind are cut for the ranks of one target stage.
+    """How tensors of one kind are cut for the files of one section of the target.
 
     Attributes:
         number: numbers the kinds in the order they were met.
         overlap: the cells of every target slice.
         target: the target layout.
-        holdings: the source stages that hold such parameters.
+        shardings: the ways in which the source holds such tensors.
     """
 
     number: int
     overlap: Overlap
     target: Layout
-    holdings: tuple[Holding, ...]
+    shardings: tuple[Sharding, ...]
 
-    def slice_of(self, local_rank: int) -> int:
-        """The slice that a local rank of the target stage gets."""
-        return int(self.target.slice_of_rank[local_rank])
+    def slice_of(self, position: int) -> int:
+        """The slice that a file of the section gets."""
+        return int(self.target.slice_of_rank[position])
 
 
 class Cuts:
-    """Looks up, and makes where it is new, the cut of a parameter for a target stage."""
+    """Looks up, and makes where it is new, the cut of a tensor for a section."""
 
-    def __init__(self, target: Strategy) -> None:
-        self._target = target
+    def __init__(self) -> None:
         self._cuts: dict[object, Cut] = {}
-        # By what decides it. Parameters that are read alike share layout and holdings, so these are told apart by
+        # By what decides it. Tensors that are read alike share layout and shardings, so these are told apart by
         # identity, and kept, so that nothing else gets theirs.
-        self._by_reading: dict[tuple[object, ...], tuple[Cut, Optional[Layout], tuple[Holding, ...]]] = {}
+        self._by_reading: dict[tuple[object, ...], tuple[Cut, Layout, tuple[Sharding, ...]]] = {}
 
-    def of(self, parameter: Parameter, stage: Stage) -> Cut:
-        """The cut of a parameter that this target stage gets.
+    def of(self, tensor: GlobalTensor, section: Section) -> Cut:
+        """The cut of a tensor that this section gets.
 
         Raises:
-            CheckpointError: the target layout does not fit the parameter; names it.
+            CheckpointError: the target layout does not fit the tensor; names it.
         """
-        recorded = None if self._target.is_none else stage.layouts[parameter.name]
-        reading = (parameter.shape, parameter.plain, parameter.unsharded, parameter.undecided)
-        key = (stage.number, id(recorded), id(parameter.holdings), *reading)
+        recorded = section.layouts[tensor.name]
+        key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards)
         found = self._by_reading.get(key)
         if found is None:
-            found = self._by_reading[key] = (self._make(parameter, stage), recorded, parameter.holdings)
+            found = self._by_reading[key] = (self._make(tensor, section), recorded, tensor.shardings)
         return found[0]
 
-    def _make(self, parameter: Parameter, stage: Stage) -> Cut:
+    def _make(self, tensor: GlobalTensor, section: Section) -> Cut:
         try:
-            if self._target.is_none:
-                layout = whole(len(parameter.shape))
-            else:
-                layout = parameter.target_layout(stage.layouts[parameter.name], len(self._target.stages) > 1)
-            sources = tuple((holding.stage.number, holding.layout) for holding in parameter.holdings)
-            key = (stage.number, parameter.shape, sources, layout)
+            layout = _layout_of(tensor, section.layouts[tensor.name], section.in_pipeline)
+            # Told apart by identity, and kept, likewise.
+            key = (section.number, tensor.shape, *map(id, tensor.shardings), layout)
             if key not in self._cuts:
-                overlap = Overlap([cut.grid(parameter.shape) for _, cut in sources], layout.grid(parameter.shape))
-                self._cuts[key] = Cut(len(self._cuts), overlap, layout, parameter.holdings)
+                overlap = Overlap([sharding.grid for sharding in tensor.shardings], layout.grid(tensor.shape))
+                self._cuts[key] = Cut(len(self._cuts), overlap, layout, tensor.shardings)
             return self._cuts[key]
         except LayoutError as error:
             raise CheckpointError(
-                f"{quoted(parameter.name)}: {error.message} "
-                f"(target strategy {self._target.path}, stage {stage.number})",
-                parameter=parameter.name,
+                f"{quoted(tensor.name)}: {error.message} ({section.label})",
+                parameter=tensor.name,
                 hint="the target strategy has to be of the same model, and every dimension to divide by its slices",
             ) from error
+
+
+def _layout_of(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layout:
+    """The layout that a tensor gets where a strategy records ``recorded``.
+
+    Accumulated gradients are written the way they were stored. Where the source cannot tell,
+    because it records no shard, a target with a pipeline has none either: the compiler records
+    but does not make it there.
+
+    Args:
+        tensor: the tensor.
+        recorded: what the target's strategy says.
+        in_pipeline: the target has several pipeline stages.
+
+    Raises:
+        LayoutError: the recorded layout does not fit the tensor.
+        IncompleteSourceError: what decides it is in files that were not read.
+    """
+    plain, unsharded, undecided = tensor.shards
+    if undecided and recorded.shards > 1:
+        raise IncompleteSourceError(
+            f"{quoted(tensor.name)}: whether its optimizer shards are made is told by the files of "
+            f"{rank_ranges(undecided)} only",
+            rank=undecided[0],
+            parameter=tensor.name,
+            hint=f"bring one of {rank_ranges(undecided)}",
+        )
+    if plain or (unsharded and in_pipeline):
+        recorded = recorded.without_shards()
+    fitting = [
+        layout
+        for layout in recorded.regroupings()
+        if len(layout.cuts) == len(tensor.shape) and layout.recorded_shape in (None, tensor.shape)
+    ]
+    if not fitting:
+        told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
+        raise LayoutError(
+            f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
+            f"{list(tensor.shape)}"
+        )
+    for dimension, size in enumerate(tensor.shape):
+        fitting[0].check_size(dimension, size)
+    return fitting[0]

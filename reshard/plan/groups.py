@@ -1,8 +1,8 @@
-"""Which target ranks are written together.
+"""Which target files are written together.
 
-Where the target cuts a tensor's inner dimensions more finely than the source, several target ranks
+Where the target cuts a tensor's inner dimensions more finely than the source, several target files
 take columns of the same rows. Written one by one, each would read all of these rows; together they
-are read once. Ranks are linked that share the rows of some parameter so; groups are what is linked,
+are read once. Files are linked that share the rows of some tensor so; groups are what is linked,
 in pieces of bounded size.
 """
 
@@ -11,42 +11,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from reshard.plan.cuts import Cut
-from reshard.strategies import Stage
+from reshard.target import Section
 
 # Every member has a file open and a share of the buffers.
 MOST_MEMBERS = 16
 
 
 def reading_groups(
-    ranks: Sequence[int], stage: Stage, cuts: Iterable[Cut], most: int = MOST_MEMBERS
+    files: Sequence[int], section: Section, cuts: Iterable[Cut], most: int = MOST_MEMBERS
 ) -> Iterator[tuple[int, ...]]:
-    """Groups of target ranks that read the same rows, each ascending.
+    """Groups of target files that read the same rows, each ascending.
 
     Args:
-        ranks: target ranks of one stage, ascending.
-        stage: that stage.
-        cuts: how its parameters are cut, each kind once.
+        files: target files of one section, ascending.
+        section: that section.
+        cuts: how its tensors are cut, each kind once.
         most: members of a group at the most.
     """
-    leader = {rank: rank for rank in ranks}
+    leader = {file: file for file in files}
 
-    def find(rank: int) -> int:
-        while leader[rank] != rank:
-            leader[rank] = leader[leader[rank]]
-            rank = leader[rank]
-        return rank
+    def find(file: int) -> int:
+        while leader[file] != file:
+            leader[file] = leader[leader[file]]
+            file = leader[file]
+        return file
 
     for cut in cuts:
         if not _splits_rows(cut):
             continue
         first_with: dict[object, int] = {}
-        for rank in ranks:
-            other = first_with.setdefault(_rows_of(cut, rank - stage.first_rank), rank)
-            one, two = sorted((find(other), find(rank)))
+        for file in files:
+            other = first_with.setdefault(_rows_of(cut, section.position(file)), file)
+            one, two = sorted((find(other), find(file)))
             leader[two] = one
     linked: dict[int, list[int]] = {}
-    for rank in ranks:
-        linked.setdefault(find(rank), []).append(rank)
+    for file in files:
+        linked.setdefault(find(file), []).append(file)
     for members in linked.values():
         for start in range(0, len(members), most):
             yield tuple(members[start : start + most])
@@ -61,8 +61,8 @@ def _splits_rows(cut: Cut) -> bool:
     return False
 
 
-def _rows_of(cut: Cut, local_rank: int) -> object:
+def _rows_of(cut: Cut, position: int) -> object:
     """What targets must have in common to take parts of the same rows of the same source slices."""
-    index = cut.target.slice_index(cut.slice_of(local_rank))
+    index = cut.target.slice_index(cut.slice_of(position))
     inner = (cut.overlap.intervals(dimension, index[dimension]) for dimension in range(1, len(index)))
     return index[0], tuple(inner)

@@ -14,78 +14,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor, tensors_named
-from reshard.errors import CheckpointError, IncompleteSourceError, InputError, LayoutError, one_error
-from reshard.layout import Layout
+from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
+from reshard.errors import CheckpointError, InputError, one_error
+from reshard.layout import Layout, whole
 from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
-from reshard.plan.replicas import Holding, whole
+from reshard.plan.holding import StageSharding
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
 from reshard.wording import plural, quoted, rank_ranges
-
-
-class Parameter(NamedTuple):
-    """A parameter of the source, as the files hold it.
-
-    Attributes:
-        name: its name, as in strategy and files.
-        dtype: MindSpore's name of its element type.
-        item_size: bytes of one element.
-        shape: shape of the full tensor.
-        holdings: the stages that hold it, and how it really is cut there.
-        plain: True for accumulated gradients whose recorded optimizer shard is not made.
-        unsharded: True for accumulated gradients that no optimizer shard is recorded for.
-        undecided: the ranks whose files would tell whether the recorded optimizer shard is made, where none
-            of those read does; empty where that is known.
-    """
-
-    name: str
-    dtype: str
-    item_size: int
-    shape: tuple[int, ...]
-    holdings: tuple[Holding, ...]
-    plain: bool = False
-    unsharded: bool = False
-    undecided: tuple[int, ...] = ()
-
-    def target_layout(self, recorded: Layout, in_pipeline: bool) -> Layout:
-        """The layout it gets in a target stage whose strategy records ``recorded``.
-
-        Accumulated gradients are written the way they were stored. Where the source cannot tell,
-        because it records no shard, a target with a pipeline has none either: the compiler records
-        but does not make it there.
-
-        Args:
-            recorded: what the target's strategy says.
-            in_pipeline: the target has several pipeline stages.
-
-        Raises:
-            LayoutError: the recorded layout does not fit the parameter.
-            IncompleteSourceError: what decides it is in files that were not read.
-        """
-        if self.undecided and recorded.shards > 1:
-            raise IncompleteSourceError(
-                f"{quoted(self.name)}: whether its optimizer shards are made is told by the files of "
-                f"{rank_ranges(self.undecided)} only",
-                rank=self.undecided[0],
-                parameter=self.name,
-                hint=f"bring one of {rank_ranges(self.undecided)}",
-            )
-        if self.plain or (self.unsharded and in_pipeline):
-            recorded = recorded.without_shards()
-        fitting = [
-            layout
-            for layout in recorded.regroupings()
-            if len(layout.cuts) == len(self.shape) and layout.recorded_shape in (None, self.shape)
-        ]
-        if not fitting:
-            told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
-            raise LayoutError(
-                f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
-                f"{list(self.shape)}"
-            )
-        for dimension, size in enumerate(self.shape):
-            fitting[0].check_size(dimension, size)
-        return fitting[0]
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
@@ -100,7 +36,7 @@ def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
     }
 
 
-def read_parameters(source: Strategy, step: SourceStep, listed: set[str], written: set[str]) -> dict[str, Parameter]:
+def read_parameters(source: Strategy, step: SourceStep, listed: set[str], written: set[str]) -> dict[str, GlobalTensor]:
     """Find out the shape and real layout of every listed parameter that the files read so far hold.
 
     Args:
@@ -112,8 +48,8 @@ def read_parameters(source: Strategy, step: SourceStep, listed: set[str], writte
     Raises:
         InputError: files and strategy contradict each other; all such parameters are named.
     """
-    found: dict[str, Parameter] = {}
-    shared = _Shared({}, {})
+    found: dict[str, GlobalTensor] = {}
+    shared = _Shared({}, {}, {AS_RECORDED: AS_RECORDED})
     problems: list[InputError] = []
     # Accumulated gradients are compared with the parameter they belong to, so they come last.
     for name in sorted(listed, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
@@ -146,27 +82,33 @@ class _Shared(NamedTuple):
 
     Attributes:
         shapes: full shapes.
-        holdings: stages and layouts.
+        shardings: stages and layouts of tensors of a shape.
+        shards: of accumulated gradients.
     """
 
     shapes: dict[tuple[int, ...], tuple[int, ...]]
-    holdings: dict[tuple[tuple[int, Layout], ...], tuple[Holding, ...]]
+    shardings: dict[object, tuple[StageSharding, ...]]
+    shards: dict[ShardReading, ShardReading]
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return self.shapes.setdefault(shape, shape)
 
-    def held(self, stored: Sequence[_Stored], layouts: Sequence[Layout]) -> tuple[Holding, ...]:
-        key = tuple((held.stage.number, layout) for held, layout in zip(stored, layouts))
-        found = self.holdings.get(key)
+    def held(
+        self, stored: Sequence[_Stored], layouts: Sequence[Layout], shape: tuple[int, ...]
+    ) -> tuple[StageSharding, ...]:
+        key = (shape, *((held.stage.number, layout) for held, layout in zip(stored, layouts)))
+        found = self.shardings.get(key)
         if found is None:
-            found = tuple(Holding(held.stage, layout) for held, layout in zip(stored, layouts))
-            self.holdings[key] = found
+            found = tuple(
+                StageSharding(held.stage, layout, layout.grid(shape)) for held, layout in zip(stored, layouts)
+            )
+            self.shardings[key] = found
         return found
 
 
 def _read_parameter(
-    name: str, source: Strategy, step: SourceStep, known: dict[str, Parameter], shared: _Shared
-) -> Optional[Parameter]:
+    name: str, source: Strategy, step: SourceStep, known: dict[str, GlobalTensor], shared: _Shared
+) -> Optional[GlobalTensor]:
     stored = []
     for stage in source.stages:
         if not source.is_none and name not in stage.layouts:
@@ -196,10 +138,11 @@ def _read_parameter(
     if accumulated and sharded and not deciding:
         undecided = tuple(rank for stage in sharded for rank in stage.ranks)
     reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
-    holdings = shared.held(stored, reading.layouts)
     shape = shared.shape(reading.shape)
-    unsharded = accumulated and not sharded
-    return Parameter(name, first.dtype, first.item_size, shape, holdings, reading.plain, unsharded, undecided)
+    shardings = shared.held(stored, reading.layouts, shape)
+    shards = ShardReading(reading.plain, accumulated and not sharded, undecided)
+    shards = shared.shards.setdefault(shards, shards)
+    return GlobalTensor(name, first.dtype, first.item_size, shape, shardings, shards)
 
 
 class _Reading(NamedTuple):
@@ -251,7 +194,7 @@ def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
 def _decide(
     name: str,
     readings: Sequence[_Reading],
-    known: dict[str, Parameter],
+    known: dict[str, GlobalTensor],
     step: SourceStep,
     stored: Sequence[_Stored],
 ) -> _Reading:

@@ -21,27 +21,12 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
-from reshard.layout import Layout, Overlap, stand_in_shape
+from reshard.layout import Layout, Overlap, stand_in_shape, whole
 from reshard.messages import block, listing
 from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.plan.holding import Holding
 from reshard.strategies import Stage, Strategy
 from reshard.wording import quoted, rank_ranges
-
-
-class Holding(NamedTuple):
-    """One stage that holds a parameter, and how it is cut there."""
-
-    stage: Stage
-    layout: Layout
-
-    def ranks(self, slice_number: int) -> list[int]:
-        """Global ranks that hold a slice, ascending."""
-        first = self.stage.first_rank
-        return [first + rank for rank in self.layout.holders(slice_number).tolist()]
-
-    def slice_of(self, rank: int) -> int:
-        """The slice that a global rank of this stage holds."""
-        return int(self.layout.slice_of_rank[rank - self.stage.first_rank])
 
 
 class Need(NamedTuple):
@@ -85,11 +70,6 @@ def common_dimensions(sources: Sequence[Layout], target: Optional[Layout]) -> tu
                 return (found, whole(dimensions)) if target is None else (found[:-1], found[-1])
     maps = ", ".join(layout.map_text for layout in layouts)
     raise LayoutError(f"tensor maps {maps} cannot lay out one tensor")
-
-
-def whole(dimensions: int) -> Layout:
-    """The layout of a tensor that one device holds whole."""
-    return Layout((), ((),) * dimensions)
 
 
 @dataclass(frozen=True)

@@ -19,28 +19,23 @@ from enum import Enum
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, Step, StepFiles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.messages import block, joined, listing
 from reshard.name_filters import Filters
 from reshard.names import is_weight
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
-from reshard.plan.parameters import Parameter, listed_by_source, read_parameters
+from reshard.plan.parameters import listed_by_source, read_parameters
+from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.strategies import Stage, Strategy
+from reshard.target import Section, stage_sections
 from reshard.wording import plural, rank_ranges
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6
-
-
-class Selection(NamedTuple):
-    """The step to convert, and its parameters by name."""
-
-    step: SourceStep
-    parameters: dict[str, Parameter]
-    listed: set[str]
 
 
 class Scope(Enum):
@@ -76,7 +71,7 @@ class _Taken(NamedTuple):
 
     number: int
     candidate: StepFiles
-    selection: Selection
+    checkpoint: RankCheckpoint
     scope: Scope
     lacks: Optional[Incomplete]
 
@@ -114,7 +109,7 @@ class StepSelector:
         if ranks is not None:
             self._scopes.append(Scope.ASKED)
 
-    def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> Selection:
+    def select(self, candidates: Iterable[StepFiles], steps: Sequence[Optional[Step]] = ()) -> RankCheckpoint:
         """Take the newest complete candidate.
 
         Args:
@@ -134,23 +129,23 @@ class StepSelector:
                 candidate = next(coming, None)
                 if candidate is None:
                     break
-                selection = self._read(SourceStep(candidate, self._handles, self._report))
+                checkpoint = self._read(SourceStep(candidate, self._handles, self._report))
             except InputError as error:
                 # An older step than one that will do may be what it likes.
                 refused = error
                 break
-            lacking = self._lacking(selection)
+            lacking = self._lacking(checkpoint)
             passed.append(lacking)
             for scope in self._scopes:
                 if scope not in lacking:
                     lacks = lacking.get(Scope.EVERYTHING)
-                    taken.setdefault(scope, _Taken(len(passed) - 1, candidate, selection, scope, lacks))
+                    taken.setdefault(scope, _Taken(len(passed) - 1, candidate, checkpoint, scope, lacks))
         for scope in self._scopes:
             if scope in taken:
                 found = taken[scope]
                 newer = passed[: found.number]
                 self._tell(found, [lacking[scope] for lacking in newer], steps)
-                return found.selection
+                return found.checkpoint
         if refused is not None:
             raise refused
         raise self._nothing_complete([lacking[self._scopes[-1]] for lacking in passed], steps)
@@ -173,37 +168,37 @@ class StepSelector:
             hints.append("without --no-fallback an older step may be taken")
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
 
-    def judge(self, step: SourceStep) -> tuple[Selection, Optional[Incomplete]]:
+    def judge(self, step: SourceStep) -> tuple[RankCheckpoint, Optional[Incomplete]]:
         """Read a step and say what it lacks of everything that was saved; None where it is complete.
 
         Raises:
             InputError: its files cannot be read, or contradict the strategy.
             RetryableError: reading failed.
         """
-        selection = self._read(step)
-        return selection, self._lacks(selection, Scope.EVERYTHING)
+        checkpoint = self._read(step)
+        return checkpoint, self._lacks(checkpoint, Scope.EVERYTHING)
 
-    def _lacking(self, selection: Selection) -> dict[Scope, Incomplete]:
+    def _lacking(self, checkpoint: RankCheckpoint) -> dict[Scope, Incomplete]:
         """What a step lacks, per scope in which it is not complete."""
         found = {}
         for scope in self._scopes:
-            lacks = self._lacks(selection, scope)
+            lacks = self._lacks(checkpoint, scope)
             if lacks is None:
                 # The narrower ones are then as well.
                 break
             found[scope] = lacks
         return found
 
-    def _lacks(self, selection: Selection, scope: Scope) -> Optional[Incomplete]:
-        step, parameters, _ = selection
+    def _lacks(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
+        step, parameters = checkpoint.source, checkpoint.tensors
         wanted = self._wanted(scope)
         if scope is Scope.ASKED:
-            lost = list(self._lost_to_asked(selection))
+            lost = list(self._lost_to_asked(checkpoint))
         else:
             lost = lost_slices((item for item in parameters.values() if wanted is None or item.name in wanted), step)
         unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
         lost += [item for item in unread if wanted is None or item.parameter in wanted]
-        stages = self._empty_stages(selection, wanted)
+        stages = self._empty_stages(checkpoint, wanted)
         if not stages and not lost:
             return None
         causes = list(step.damaged.values())
@@ -222,9 +217,9 @@ class StepSelector:
         stages = self._target.stages if scope is Scope.TARGET else self._target_stages()
         return set().union(*(stage.layouts for stage in stages))
 
-    def _empty_stages(self, selection: Selection, wanted: Optional[set[str]]) -> list[str]:
+    def _empty_stages(self, checkpoint: RankCheckpoint, wanted: Optional[set[str]]) -> list[str]:
         """Why a step lacks a whole stage of which something is wanted, or everything."""
-        step, parameters, listed = selection
+        step, parameters, listed = checkpoint.source, checkpoint.tensors, checkpoint.listed
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step)}
         lines = []
@@ -259,11 +254,12 @@ class StepSelector:
         """Whether only stages with these numbers list a parameter."""
         return all(stage.number in stages for stage in self._source.stages if name in stage.layouts)
 
-    def _read(self, step: SourceStep) -> Selection:
+    def _read(self, step: SourceStep) -> RankCheckpoint:
         step.load(step.files)
         listed = listed_by_source(self._source, step)
         written = {name for name in listed if self._filters.admit(name) and self._in_target(name)}
-        return Selection(step, read_parameters(self._source, step, listed, written), listed)
+        tensors = read_parameters(self._source, step, listed, written)
+        return RankCheckpoint(step, tensors, frozenset(listed))
 
     def _in_target(self, name: str) -> bool:
         return self._target.is_none or any(name in stage.layouts for stage in self._target_stages())
@@ -274,34 +270,35 @@ class StepSelector:
         stages = {self._target.stage_of(rank).number: self._target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
-    def _lost_to_asked(self, selection: Selection) -> Iterator[Lost]:
+    def _lost_to_asked(self, checkpoint: RankCheckpoint) -> Iterator[Lost]:
         """Parameters of which the targets asked for need a slice that no file has."""
-        step, parameters, _ = selection
-        cuts = Cuts(self._target)
-        for parameter in parameters.values():
-            if not self._in_target(parameter.name):
-                continue
+        step, tensors = checkpoint.source, checkpoint.tensors
+        cuts = Cuts()
+        sections = stage_sections(self._target, tensors)
+        for tensor in tensors.values():
             try:
-                missing = frozenset(self._missing_ranks(parameter, step, cuts))
+                missing = frozenset(self._missing_ranks(tensor, step, cuts, sections))
             except IncompleteSourceError:
                 # How it is to be cut is told by files that are not there.
-                missing = frozenset([frozenset(parameter.undecided)])
+                missing = frozenset([frozenset(tensor.shards.undecided)])
             except InputError:
                 # It does not fit the target, which is told of the step that is taken.
                 continue
             if missing:
-                yield Lost(parameter.name, missing)
+                yield Lost(tensor.name, missing)
 
-    def _missing_ranks(self, parameter: Parameter, step: SourceStep, cuts: Cuts) -> Iterator[frozenset[int]]:
+    def _missing_ranks(
+        self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section]
+    ) -> Iterator[frozenset[int]]:
         """The ranks that would have held each slice that the targets asked for need and no file has."""
-        present = [step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings]
+        present = step.present(tensor)
         for rank in self._ranks or ():
-            stage = self._target.stage_of(rank)
-            if not self._target.is_none and parameter.name not in stage.layouts:
+            section = sections[self._target.stage_of(rank).number]
+            if tensor.name not in section.layouts:
                 continue
-            cut = cuts.of(parameter, stage)
-            for cell in cut.overlap.cells(cut.slice_of(rank - stage.first_rank)):
-                ranks = {r for holding, n in zip(cut.holdings, cell.slices) for r in holding.ranks(n)}
+            cut = cuts.of(tensor, section)
+            for cell in cut.overlap.cells(cut.slice_of(section.position(rank))):
+                ranks = {r for sharding, n in zip(cut.shardings, cell.slices) for r in sharding.holders(n)}
                 if not any(ranks & held for held in present):
                     yield frozenset(ranks)
 
@@ -311,7 +308,7 @@ class StepSelector:
             self._report.warn(f"{other.label} is not complete and is passed over: " + joined("; ", other.lines(3)))
         for note in taken.candidate.notes:
             self._report.warn(note)
-        step = taken.selection.step
+        step = taken.checkpoint.source
         absent = sorted(set(range(self._source.device_count)) - step.readable)
         if taken.scope is Scope.TARGET and taken.lacks is not None:
             self._report.warn(
@@ -335,11 +332,11 @@ class StepSelector:
                 f"--step {step.step}, so that all of them take the same, whatever is saved meanwhile"
             )
         if taken.scope is Scope.EVERYTHING:
-            self._tell_not_saved(taken.selection)
+            self._tell_not_saved(taken.checkpoint)
 
-    def _tell_not_saved(self, selection: Selection) -> None:
+    def _tell_not_saved(self, checkpoint: RankCheckpoint) -> None:
         """Name parameters that no file holds although only an absent rank may have saved them."""
-        step, parameters, _ = selection
+        step, parameters = checkpoint.source, checkpoint.tensors
         for stage in self._source.stages:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in parameters)

@@ -10,8 +10,10 @@ import os
 from collections.abc import Iterable, Sequence
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.headers import read_headers
 from reshard.errors import DamagedCheckpointError
+from reshard.plan.holding import stage_shardings
 from reshard.report import Report
 from reshard.strategies import Stage
 from reshard.wording import step_words
@@ -102,6 +104,10 @@ class SourceStep:
             found = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
             self._presence[key] = found
         return found
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The ranks whose file holds a tensor, per stage that does."""
+        return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
 
     def deduplicated(self, stage: Stage) -> bool:
         """Whether each slice was saved by only some of the ranks of a stage that hold it.

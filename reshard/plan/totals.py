@@ -8,15 +8,14 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from reshard.names import KINDS, Total, kind_of
-from reshard.plan.conversion import Conversion
-from reshard.plan.recovery import Recovery
+from reshard.plan.plan import Plan, in_section
 
 
-def totals_of(conversion: Conversion, ranks: Collection[int]) -> dict[str, Total]:
-    """Per kind the names, each once, and the bytes of tensor contents in the files of some target ranks together."""
+def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
+    """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
     names: dict[str, set[str]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    for kind, name, nbytes in _held(conversion, ranks):
+    for kind, name, nbytes in _held(plan, files):
         names[kind].add(name)
         sizes[kind] += nbytes
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
@@ -28,25 +27,30 @@ class _Held(NamedTuple):
     nbytes: int
 
 
-def _held(conversion: Conversion, ranks: Collection[int]) -> Iterator[_Held]:
+def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
     """What the files hold; the bytes are those of one file or several."""
-    intact = [rank for rank in ranks if isinstance(conversion, Recovery) and conversion.intact(rank)]
-    made = set(ranks).difference(intact)
-    for stage in conversion.stages.values():
-        here = [rank for rank in sorted(made) if rank in stage.ranks]
-        for kind in conversion.kinds_of(stage) if here else ():
-            nbytes = sum(conversion.slice_bytes(kind, stage, here).values())
-            elements = math.prod(kind.parameters[0].shape)
-            for parameter in kind.parameters:
-                yield _Held(kind_of(parameter.name, elements), parameter.name, nbytes)
-    unholdable = set(conversion.sorted.unholdable)
-    for rank in made:
-        for value in conversion.copied_values(rank):
-            if value.name not in unholdable:
-                yield _Held(value.tensor.kind, value.name, value.tensor.nbytes)
-    # Intact files are copied as they are, many of them built alike.
-    tensors = {id(index.tensors): index.tensors for index in (conversion.step.indexes[rank] for rank in intact)}
-    alike = Counter(id(conversion.step.indexes[rank].tensors) for rank in intact)
-    for number, count in alike.items():
-        for tensor in tensors[number].values():
-            yield _Held(tensor.kind, tensor.name, tensor.nbytes * count)
+    taken_over = [index for file in files for index in [plan.form.taken_over(file)] if index is not None]
+    made = sorted(file for file in files if plan.form.taken_over(file) is None)
+    for section in plan.sections:
+        here = in_section(section, made)
+        # Files that hold the same ones of the section's tensors.
+        alike: dict[object, list[int]] = defaultdict(list)
+        for file in here:
+            alike[plan.form.names_in(file)].append(file)
+        for kind in plan.kinds_of(section) if here else ():
+            elements = math.prod(kind.tensors[0].shape)
+            for members in alike.values():
+                names = plan.form.names_in(members[0])
+                nbytes = sum(plan.slice_bytes(kind, section, members).values())
+                for tensor in kind.tensors:
+                    if names is None or tensor.name in names:
+                        yield _Held(kind_of(tensor.name, elements), tensor.name, nbytes)
+    for file in made:
+        for value in plan.values_of(file):
+            yield _Held(value.tensor.kind, value.name, value.tensor.nbytes)
+    # Files that are taken over are copied as they are, many of them built alike.
+    tensors = {id(index.tensors): index.tensors for index in taken_over}
+    counts = Counter(id(index.tensors) for index in taken_over)
+    for number, count in counts.items():
+        for stored in tensors[number].values():
+            yield _Held(stored.kind, stored.name, stored.nbytes * count)

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Box, Grid, Overlap, volume_of
 from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
-from reshard.plan.parameters import Parameter
+from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 
 # Ranks of a group to compare, if there are as many.
@@ -158,13 +159,13 @@ class Alike:
         structure: what of their layouts decides which ranks are said to be replicas.
     """
 
-    def __init__(self, example: Parameter, present: Sequence[frozenset[int]]) -> None:
-        self.parameters: list[Parameter] = []
-        self.is_cut = any(holding.layout.slice_count > 1 for holding in example.holdings)
-        layouts = [holding.layout for holding in example.holdings]
+    def __init__(self, example: GlobalTensor, present: Sequence[frozenset[int]]) -> None:
+        self.parameters: list[GlobalTensor] = []
+        self._shardings = stage_shardings(example)
+        layouts = [sharding.layout for sharding in self._shardings]
+        self.is_cut = any(layout.slice_count > 1 for layout in layouts)
         self.structure = tuple((layout.device_matrix, layout.tensor_map, layout.shards) for layout in layouts)
         self._shape = example.shape
-        self._holdings = example.holdings
         self._present = present
         self._made: dict[int, Replicated] = {}
 
@@ -176,11 +177,11 @@ class Alike:
         """One of these boxes."""
         if number not in self._made:
             slices = self._slices[number]
-            boxes = [h.layout.slice_box(self._shape, part) for h, part in zip(self._holdings, slices)]
+            boxes = [sharding.grid.slice_box(part) for sharding, part in zip(self._shardings, slices)]
             box = tuple((max(start for start, _ in cut), min(stop for _, stop in cut)) for cut in zip(*boxes))
             groups = []
-            for holding, present, part, held in zip(self._holdings, self._present, slices, boxes):
-                ranks = tuple(holding.ranks(part))
+            for sharding, present, part, held in zip(self._shardings, self._present, slices, boxes):
+                ranks = tuple(sharding.holders(part))
                 available = tuple(rank for rank in ranks if rank in present)
                 if available:
                     groups.append(Group(ranks, available, held))
@@ -192,23 +193,23 @@ class Alike:
         """Per box the slice of every holding that it lies in."""
         if not math.prod(self._shape):
             return []
-        layouts = [holding.layout for holding in self._holdings]
+        layouts = [sharding.layout for sharding in self._shardings]
         counts = []
-        for holding, present in zip(self._holdings, self._present):
-            local = np.array(sorted(present), dtype=np.int64) - holding.stage.first_rank
-            slices = holding.layout.slice_of_rank[local]
-            counts.append(np.bincount(slices, minlength=holding.layout.slice_count).tolist())
+        for sharding, present in zip(self._shardings, self._present):
+            local = np.array(sorted(present), dtype=np.int64) - sharding.stage.first_rank
+            slices = sharding.layout.slice_of_rank[local]
+            counts.append(np.bincount(slices, minlength=sharding.grid.slice_count).tolist())
         if len(layouts) > 1:
-            cells = Overlap([layout.grid(self._shape) for layout in layouts], Grid.whole(self._shape)).cells(0)
+            cells = Overlap([sharding.grid for sharding in self._shardings], Grid.whole(self._shape)).cells(0)
             found = [cell.slices for cell in cells]
         else:
             found = [(number,) for number in range(layouts[0].slice_count)]
             if layouts[0].uneven is not None:
-                found = [part for part in found if volume_of(layouts[0].slice_box(self._shape, *part))]
+                found = [part for part in found if volume_of(self._shardings[0].grid.slice_box(*part))]
         return [part for part in found if sum(held[number] for held, number in zip(counts, part)) > 1]
 
 
-def alike(parameters: Iterable[Parameter], step: SourceStep) -> list[Alike]:
+def alike(parameters: Iterable[GlobalTensor], step: SourceStep) -> list[Alike]:
     """Parameters by how they are cut and held, those first that tell most of a strategy.
 
     Values that belong to a rank are no replicas, whatever a strategy says, and left out.
@@ -221,8 +222,8 @@ def alike(parameters: Iterable[Parameter], step: SourceStep) -> list[Alike]:
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
             continue
-        present = tuple(step.ranks_with(parameter.name, holding.stage) for holding in parameter.holdings)
-        layouts = tuple((holding.stage.number, holding.layout) for holding in parameter.holdings)
+        present = step.present(parameter)
+        layouts = tuple((sharding.stage.number, sharding.layout) for sharding in stage_shardings(parameter))
         gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
         key = (parameter.shape, parameter.item_size, layouts, present, gradients)
         if key not in found:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
 from reshard.layout import volume_of
-from reshard.plan.parameters import Parameter
+from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import ReplicaFiles
@@ -25,7 +26,7 @@ _MOST_GROUPED = 64
 
 
 def compare_replicas(
-    parameters: Iterable[Parameter],
+    parameters: Iterable[GlobalTensor],
     step: SourceStep,
     handles: FileHandles,
     execution: ExecutionOptions,
@@ -60,7 +61,7 @@ def compare_replicas(
 
 
 def holders_alike(
-    parameter: Parameter, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+    parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
     """Which ranks of the first stage that holds a parameter really hold the same, by a sample of each one's slice.
 
@@ -70,13 +71,13 @@ def holders_alike(
     Raises:
         RetryableError: a file cannot be read.
     """
-    holding = parameter.holdings[0]
+    sharding = stage_shardings(parameter)[0]
     files = ReplicaFiles(step, handles, execution.storage)
-    ranks = sorted(step.ranks_with(parameter.name, holding.stage))[:_MOST_GROUPED]
+    ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
     for place in range(MOST_PLACES):
         found: dict[bytes, list[int]] = {}
         for rank in ranks:
-            holder = Holder(rank, holding.layout.slice_box(parameter.shape, holding.slice_of(rank)))
+            holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
             own = Replicated(holder.box, (Group((rank,), (rank,), holder.box),))
             box = sample_box(own, parameter, number_of(parameter.name, place))
             data = bytearray(volume_of(box) * parameter.item_size)

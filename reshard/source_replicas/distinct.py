@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import RetryableError
 from reshard.execute import ExecutionOptions
 from reshard.layout import shape_of, volume_of
-from reshard.plan.parameters import Parameter
+from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import ReplicaFiles
@@ -60,7 +61,7 @@ class Distinctness(NamedTuple):
 
 
 def compare_slices(
-    parameters: Iterable[Parameter], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+    parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> Distinctness:
     """Compare slices that should differ; what cannot be read is passed over.
 
@@ -89,19 +90,19 @@ def compare_slices(
     return Distinctness(compared, same)
 
 
-def _holders(parameter: Parameter, step: SourceStep) -> list[Holder]:
+def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     """Of some slices of a stage that are of one shape and not empty, a rank that holds each."""
-    holding = parameter.holdings[0]
+    sharding = stage_shardings(parameter)[0]
     held: dict[int, int] = {}
-    for rank in sorted(step.ranks_with(parameter.name, holding.stage)):
-        held.setdefault(holding.slice_of(rank), rank)
-    count = holding.layout.slice_count
+    for rank in sorted(step.ranks_with(parameter.name, sharding.stage)):
+        held.setdefault(sharding.slice_of(rank), rank)
+    count = sharding.grid.slice_count
     chosen = [number for number in sorted(held) if count <= _FEW_SLICES or number == 0 or count % number == 0]
-    made = [Holder(held[number], holding.layout.slice_box(parameter.shape, number)) for number in chosen]
+    made = [Holder(held[number], sharding.grid.slice_box(number)) for number in chosen]
     return [holder for holder in made if volume_of(holder.box) and shape_of(holder.box) == shape_of(made[0].box)]
 
 
-def _equal(parameter: Parameter, holders: list[Holder], files: ReplicaFiles) -> Optional[tuple[int, ...]]:
+def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles) -> Optional[tuple[int, ...]]:
     """Two ranks whose slices are equal, or none; None where they have too few different elements to say anything."""
     for place in range(MOST_PLACES):
         found: dict[bytes, int] = {}

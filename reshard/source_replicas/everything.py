@@ -9,11 +9,11 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.reading import Bytes
 from reshard.layout import shape_of, volume_of
-from reshard.plan.parameters import Parameter
 from reshard.source_replicas.choice import Alike, Holder, Replicated
 from reshard.source_replicas.files import ReplicaFiles
 from reshard.source_replicas.tally import Tally
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
     number: int
     kind: Alike
-    parameter: Parameter
+    parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.storage import Storage
 from reshard.execute.reading import ExplicitReader
 from reshard.layout import Box
-from reshard.plan.parameters import Parameter
 from reshard.plan.pieces import StoredSlice
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Holder, offset_in
@@ -26,7 +26,7 @@ class ReplicaFiles:
         # No windows: what lies around a sample is of no use.
         self._reader = ExplicitReader(handles, storage._replace(small=0))
 
-    def read(self, parameter: Parameter, holder: Holder, box: Box, out: memoryview) -> None:
+    def read(self, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
         """Fill ``out`` with a box that is contiguous in a holder's slice.
 
         Raises:

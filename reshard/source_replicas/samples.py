@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import RetryableError
 from reshard.layout import volume_of
-from reshard.plan.parameters import Parameter
 from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
 from reshard.source_replicas.files import ReplicaFiles
 from reshard.source_replicas.tally import Tally
@@ -50,7 +50,7 @@ class _Sample(NamedTuple):
     """A parameter, what of it several ranks hold, and which of them are compared."""
 
     kind: Alike
-    parameter: Parameter
+    parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
     number: int
@@ -161,6 +161,6 @@ class Samples:
         return _Outcome(reads, telling)
 
 
-def sample_box(replicated: Replicated, parameter: Parameter, number: int) -> tuple[tuple[int, int], ...]:
+def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in what several ranks hold of a parameter, another place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Optional
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.names import ACCUMULATED_GRADIENTS, is_weight
-from reshard.plan.parameters import Parameter
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Alike
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
@@ -26,7 +26,9 @@ class Tally:
         self._compared: dict[int, set[str]] = defaultdict(set)
         self._differing: dict[str, tuple[int, Differing]] = {}
 
-    def add(self, kind: Alike, parameter: Parameter, ranks: Optional[tuple[int, int]] = None, number: int = 0) -> None:
+    def add(
+        self, kind: Alike, parameter: GlobalTensor, ranks: Optional[tuple[int, int]] = None, number: int = 0
+    ) -> None:
         """Count a box that was compared and is not all of one value.
 
         Args:
@@ -70,7 +72,7 @@ class Tally:
         )
 
 
-def is_gradient(parameter: Parameter) -> bool:
+def is_gradient(parameter: GlobalTensor) -> bool:
     """Whether a parameter is accumulated gradients, which may differ until they are reduced."""
     return parameter.name.startswith(ACCUMULATED_GRADIENTS)
 

@@ -1,4 +1,9 @@
-"""What a directory that is written holds, by its form: which files, which tensors in each, what finishes it.
+"""The forms that a conversion can write: which files there are, what is in each, and what finishes the directory.
 
-Pure functions of names and sizes; nothing here reads or writes.
+A form knows names and layouts; nothing of where bytes come from or how they are moved.
 """
+
+from reshard.target.form import FinishingFile, Section, TargetForm, WholeLayouts
+from reshard.target.rank_files import RankFiles, stage_sections
+
+__all__ = ["FinishingFile", "RankFiles", "Section", "TargetForm", "WholeLayouts", "stage_sections"]

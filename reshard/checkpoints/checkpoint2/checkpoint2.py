@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.checkpoint2.placing import Placement
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import IncompleteSourceError, InputError, one_error
@@ -70,6 +70,10 @@ class Checkpoint2:
     placements: Mapping[str, Placement]
     form: str = field(default="checkpoint2", init=False)
 
+    def names(self) -> set[str]:
+        """Names of all that is read."""
+        return {*self.tensors, *self.plain}
+
     def values(self) -> Sequence[str]:
         """Names that files hold and that are not laid out: scalars such as ``learning_rate``; sorted."""
         return self.plain
@@ -85,6 +89,10 @@ class Checkpoint2:
             if known[contents]:
                 found.append(file)
         return sorted(found)
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, per way of holding it."""
+        return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
     def layouts(self) -> dict[tuple[int, ...], dict[str, Layout]]:
         """How tensors are laid out over the ranks that the checkpoint was saved by.

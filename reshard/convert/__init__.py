@@ -1,0 +1,20 @@
+"""A conversion from end to end."""
+
+from reshard.convert.options import Options, Part, usable_cpus
+from reshard.convert.prepared import Prepared, check_target_ranks, prepare, transform
+from reshard.convert.summary import Phases, Summary
+from reshard.convert.writing import Counted, Workers
+
+__all__ = [
+    "Counted",
+    "Options",
+    "Part",
+    "Phases",
+    "Prepared",
+    "Summary",
+    "Workers",
+    "check_target_ranks",
+    "prepare",
+    "transform",
+    "usable_cpus",
+]

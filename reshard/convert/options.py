@@ -1,0 +1,66 @@
+"""How a conversion is carried out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from reshard.defaults import MAX_MEMORY
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Part(NamedTuple):
+    """What another run leaves to this one.
+
+    Attributes:
+        ranks: target ranks.
+        sources: digest of the source files that the other one has planned with.
+    """
+
+    ranks: frozenset[int]
+    sources: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a conversion is carried out; none of this changes the bytes written.
+
+    Attributes:
+        jobs: CPUs to keep busy; by default those this process may use.
+        max_memory: bytes for all buffers together.
+        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
+        crc: ``auto`` checks a source file's CRC where the whole file is read; ``never`` does not.
+        check_replicas: ``auto`` compares samples of what the source strategy says are replicas, more of them with
+            ``verify``; ``all`` compares everything, ``never`` nothing.
+        checksum: ``crc32`` computes a checksum of every target file, ``none`` does not.
+        overwrite: replace existing targets.
+        adding: one of several runs that fill the same directory rank by rank; what the others wrote may
+            stay beside a target that is replaced.
+        dry_run: plan and check everything, write nothing.
+        share: index and count, where several runs divide the target ranks among them.
+        part: only some of the target ranks asked for, on behalf of a run that has begun; everything is
+            planned as for all of them.
+        lost_only: when recovering, write only ranks that are lost or damaged.
+        accept_changed_source: go on though existing targets were made of other source files.
+        verify: whoever asks for the conversion compares the result with the source afterwards; it is recorded.
+    """
+
+    jobs: int = field(default_factory=usable_cpus)
+    max_memory: int = MAX_MEMORY
+    io: str = "auto"
+    crc: str = "auto"
+    check_replicas: str = "auto"
+    checksum: str = "none"
+    overwrite: bool = False
+    adding: bool = False
+    dry_run: bool = False
+    share: Optional[tuple[int, int]] = None
+    part: Optional[Part] = None
+    lost_only: bool = False
+    accept_changed_source: bool = False
+    verify: bool = False

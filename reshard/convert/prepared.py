@@ -1,0 +1,420 @@
+"""A conversion from a request to its summary: plan, checks, bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Optional
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.storage import LOCAL, storage_of
+from reshard.convert.options import Options
+from reshard.convert.summary import Phases, Summary
+from reshard.convert.writing import Workers, Writing
+from reshard.errors import IncompleteSourceError, RetryableError, UsageError
+from reshard.execute import ExecutionOptions, Progress
+from reshard.execute.destination import Space, check_apart, check_disjoint, check_space, space_for
+from reshard.given_command import given_command
+from reshard.plan.groups import MOST_MEMBERS
+from reshard.plan.plan import Plan
+from reshard.plan.planner import make_plan
+from reshard.plan.rank_checkpoint import RankCheckpoint
+from reshard.plan.request import Request
+from reshard.plan.shares import share_of
+from reshard.plan.totals import totals_of
+from reshard.records import SourceSampler
+from reshard.report import Report
+from reshard.source_crcs import Check, SourceCrcs, damaged_files
+from reshard.source_replicas import ReplicaCheck, compare_replicas
+from reshard.swapped import SwapTest
+from reshard.target_directory import TargetDirectory
+from reshard.wording import plural, rank_ranges
+
+_LONGEST_NAME = 255
+
+
+def transform(
+    request: Request,
+    options: Options,
+    report: Optional[Report] = None,
+    progress: Optional[Progress] = None,
+    workers: Optional[Workers] = None,
+) -> Summary:
+    """Convert a checkpoint.
+
+    Args:
+        request: what to convert to what.
+        options: how.
+        report: told of warnings and notes as they come.
+        progress: told of bytes as they are written.
+        workers: who writes the targets, if not this process.
+
+    Raises:
+        ReshardError: the conversion cannot be made, or failed; nothing half-written is left.
+    """
+    with prepare(request, options, report, progress) as prepared:
+        return prepared.carry_out(progress, workers)
+
+
+@contextlib.contextmanager
+def prepare(
+    request: Request, options: Options, report: Optional[Report] = None, progress: Optional[Progress] = None
+) -> Iterator[Prepared]:
+    """Plan and check a conversion; its source files stay open until the end of the ``with`` block.
+
+    Args:
+        request: what to convert to what.
+        options: how.
+        report: told of warnings and notes as they come.
+        progress: told of bytes that are read to find out what is damaged.
+
+    Raises:
+        ReshardError: the conversion cannot be made; nothing has been written.
+    """
+    check_target_ranks(request)
+    _check_prefix(request)
+    if isinstance(request.src, str):
+        check_disjoint(request.src, (), request.dst)
+    with FileHandles() as handles:
+        preparation = _Preparation(request, options, handles, report or Report(), progress or Progress())
+        yield Prepared(preparation, preparation.state())
+
+
+class State:
+    """What is planned, and what of it is still to be done; made anew when source files turn out to be damaged.
+
+    Attributes:
+        plan: the plan.
+        execution: how bytes will be moved.
+        asked: this run's share of the target files that were asked for, ascending.
+        work: those of them that are still to be written.
+        directory: where targets are recorded; None where nothing is.
+        sizes: size of each of ``work``, in bytes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        execution: ExecutionOptions,
+        asked: tuple[int, ...],
+        work: tuple[int, ...],
+        directory: Optional[TargetDirectory],
+    ) -> None:
+        self.plan = plan
+        self.execution = execution
+        self.asked = asked
+        self.work = work
+        self.directory = directory
+        self.sizes = plan.file_bytes(work)
+
+    @property
+    def space(self) -> list[Space]:
+        """What the files to be written need on every file system below the target directory, and what is free."""
+        return space_for((os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items())
+
+
+class _Preparation:
+    """Plans, with the source files that are not known to be damaged, and looks at the target directory."""
+
+    def __init__(
+        self, request: Request, options: Options, handles: FileHandles, report: Report, progress: Progress
+    ) -> None:
+        self.options = options
+        self.handles = handles
+        self.report = report
+        self.request = request
+        self.started = time.monotonic()
+        self._progress = progress
+        self._sampler = SourceSampler(handles)
+        self.crcs = SourceCrcs(request.damaged, report, self._sampler)
+        self.swap_test = SwapTest(request.source, request.target, handles)
+
+    def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
+        """Errors in this block say so if the two strategies are swapped."""
+        return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
+
+    def state(self) -> State:
+        """Plan.
+
+        Raises:
+            ReshardError: the conversion cannot be made.
+        """
+        with self.told_if_swapped():
+            return self._state()
+
+    def _state(self) -> State:
+        options = self.options
+        while True:
+            plan = self._plan()
+            request = plan.request
+            sources = plan.checkpoint.files.values()
+            if request.exact_file:
+                strategies = (s.path for s in (request.source, request.target) if not s.is_none)
+                check_apart(request.dst, sources, strategies)
+            else:
+                check_disjoint(request.src, sources, request.dst, (plan.path(file) for file in plan.asked))
+            asked = self._share(plan)
+            directory = self._directory(plan, asked)
+            if directory is None or options.crc == "never":
+                break
+            suspects = [plan.checkpoint.indexes[holder] for holder in directory.suspects()]
+            if not self.crcs.find(plan.checkpoint, suspects, self.check(plan, self._progress)):
+                break
+        if directory is not None and options.part is not None and options.part.sources != directory.sources:
+            raise RetryableError(
+                f"{request.src}: source files are not as they were when the conversion was begun",
+                hint="wait until nothing writes the source any more, then give the same command again",
+            )
+        work = asked if directory is None else tuple(directory.survey())
+        return State(plan, self.execution(plan), asked, work, directory)
+
+    def _plan(self) -> Plan:
+        """The plan; that of a recovery is made of files that are sound, as far as they record a CRC."""
+        options = self.options
+        while True:
+            request = replace(self.request, damaged=dict(self.crcs.damaged))
+            try:
+                plan = make_plan(request, self.handles, self.report)
+            except IncompleteSourceError as error:
+                if self.crcs.damaged:
+                    error.hint = "; ".join(filter(None, [error.hint, "with --crc never CRCs are not checked"]))
+                raise
+            if not request.recover or options.crc == "never" or options.dry_run:
+                return plan
+            # What is lost, and so what is asked for, depends on it.
+            if not self.crcs.find(plan.checkpoint, plan.checkpoint.indexes.values(), self.check(plan, self._progress)):
+                return plan
+
+    def _share(self, plan: Plan) -> tuple[int, ...]:
+        """Of the target files that are asked for those that are this run's."""
+        options = self.options
+        asked = plan.asked
+        if options.lost_only:
+            asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
+        if options.share is not None:
+            asked = share_of(plan.data_bytes(asked), *options.share)
+        if options.part is not None:
+            asked = tuple(file for file in asked if file in options.part.ranks)
+        return asked
+
+    def _directory(self, plan: Plan, asked: tuple[int, ...]) -> Optional[TargetDirectory]:
+        if plan.request.exact_file:
+            return None
+        options = self.options
+        return TargetDirectory(
+            plan,
+            asked,
+            self._sampler,
+            self.report,
+            overwrite=options.overwrite,
+            adding=options.adding,
+            checksum=options.checksum == "crc32",
+            part=options.part is not None,
+            damaged=self.crcs.files,
+            accept_changed_source=options.accept_changed_source,
+            given=given_command(plan, options),
+            lost_only=options.lost_only,
+            # Whether this run is to write all that the target directory is to hold.
+            whole=plan.request.ranks is None if options.lost_only else len(asked) == plan.form.count,
+        )
+
+    def execution(self, plan: Plan) -> ExecutionOptions:
+        """How bytes are moved."""
+        options = self.options
+        example = next(iter(plan.checkpoint.files.values()), None)
+        storage = storage_of(example) if example is not None else LOCAL
+        return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
+
+    def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
+        """What checks CRCs: this process, or those that write the targets."""
+        if workers is not None:
+            return workers.check_crcs
+        execution = self.execution(plan)
+        return lambda files: damaged_files(files, execution, self.handles, self.report, progress)
+
+
+class Prepared:
+    """A conversion that is planned, and checked against what is in the target directory.
+
+    Attributes:
+        state: what is planned, and what of it is still to be done.
+    """
+
+    def __init__(self, preparation: _Preparation, state: State) -> None:
+        self.state = state
+        self._preparation = preparation
+        self._options = preparation.options
+        self._report = preparation.report
+        self._planned = time.monotonic()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.state.plan
+
+    def carry_out(self, progress: Optional[Progress] = None, workers: Optional[Workers] = None) -> Summary:
+        """Write what is left to write, unless it is a dry run.
+
+        Args:
+            progress: told of bytes as they are written.
+            workers: who writes the targets, if not this process.
+
+        Raises:
+            ReshardError: it failed; nothing half-written is left.
+        """
+        progress = progress or Progress()
+        manifest = None
+        if self._options.dry_run:
+            if workers is not None and self.state.work:
+                workers.check(self.plan)
+            for space in self.state.space:
+                if space.problem is not None:
+                    self._report.warn(f"{space.problem}: the conversion would be refused")
+        else:
+            self._settle(progress, workers)
+        # After CRCs: damage that they tell of does not speak against the strategy.
+        with self._preparation.told_if_swapped():
+            replicas = self._check_replicas(progress, workers)
+        state, plan = self.state, self.plan
+        work = state.work
+        checked = time.monotonic()
+        if self._options.dry_run:
+            written = sum(state.sizes.values())
+        else:
+            # Every thread may have a whole group of targets open, beside its sources.
+            most_open = self._preparation.handles.limit // (4 * state.execution.threads)
+            writing = Writing(
+                plan,
+                work,
+                max(1, min(MOST_MEMBERS, most_open)),
+                state.execution,
+                state.directory,
+                self._preparation.handles,
+                self._report,
+                progress,
+                workers,
+            )
+            written = writing.write()
+            manifest = writing.manifest
+            work = writing.work
+        ended = time.monotonic()
+        lost = range(plan.form.count) if plan.request.recover else ()
+        return Summary(
+            step=plan.checkpoint.step,
+            ranks=list(work),
+            files=[plan.path(file) for file in work],
+            target_files={file: plan.path(file) for file in state.asked},
+            done_before=sorted(set(state.asked).difference(work)),
+            manifest=manifest,
+            bytes_written=written,
+            source_ranks=sorted(plan.checkpoint.indexes),
+            recovered=[file for file in lost if plan.form.taken_over(file) is None],
+            parameters=len(plan.sorted.resharded),
+            kinds=totals_of(plan, state.asked),
+            copied=plan.sorted.copied,
+            left_out=plan.sorted.left_out,
+            missing=plan.sorted.missing,
+            unholdable=plan.sorted.unholdable,
+            replicas=replicas,
+            warnings=self._report.warnings,
+            notes=self._report.notes,
+            phases=Phases(
+                planning=self._planned - self._preparation.started,
+                checking=checked - self._planned,
+                writing=ended - checked,
+            ),
+            seconds=ended - self._preparation.started,
+            dry_run=self._options.dry_run,
+        )
+
+    def _settle(self, progress: Progress, workers: Optional[Workers]) -> None:
+        """Check what can be checked before writing; source files that are damaged are planned without.
+
+        Raises:
+            ReshardError: it cannot be written, or not be made of sound files.
+        """
+        preparation = self._preparation
+        while True:
+            plan, work = self.plan, self.state.work
+            if workers is not None and work:
+                workers.check(plan)
+            check_space(self.state.space)
+            if self._options.crc == "never" or plan.request.recover or not work:
+                # Those that a recovery is made of were checked before it was planned.
+                return
+            check = preparation.check(plan, progress, workers)
+            read = plan.files_read(work)
+            whole = [index for index in plan.checkpoint.indexes.values() if read.get(index.path)]
+            if not preparation.crcs.find(plan.checkpoint, whole, check):
+                preparation.crcs.note_unchecked(path for path, all_of_it in read.items() if not all_of_it)
+                return
+            self.state = preparation.state()
+
+    def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
+        """Compare what ranks of the source should hold alike, unless another run has done so.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        preparation, options, plan = self._preparation, self._options, self.plan
+        request, checkpoint = plan.request, plan.checkpoint
+        if not isinstance(checkpoint, RankCheckpoint) or request.source.is_none:
+            return None
+        if options.part is not None or not self.state.work:
+            return None
+        if options.check_replicas == "never":
+            return ReplicaCheck("nothing")
+        tensors = [checkpoint.tensors[name] for name in plan.sorted.resharded]
+        effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
+        comparison = compare_replicas(
+            tensors, checkpoint.source, preparation.handles, self.state.execution, progress, effort
+        )
+        if comparison.differing:
+            # Of files that are read in part no CRC was checked.
+            doubtful = [checkpoint.indexes[rank] for rank in sorted(comparison.always)]
+            check = preparation.check(plan, progress, workers)
+            if options.crc != "never" and preparation.crcs.find(checkpoint, doubtful, check):
+                self.state = preparation.state()
+                if not options.dry_run:
+                    self._settle(progress, workers)
+                return self._check_replicas(progress, workers)
+            raise comparison.error(
+                request.source.path, request.src if isinstance(request.src, str) else checkpoint.place
+            )
+        if comparison.gradients:
+            self._report.warn(comparison.said_of_gradients())
+        preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
+        return comparison.check
+
+
+def check_target_ranks(request: Request) -> None:
+    """Refuse target ranks that the target strategy does not have.
+
+    Raises:
+        UsageError: a rank is out of range.
+    """
+    count = request.target.device_count
+    beyond = [rank for rank in request.ranks or () if not 0 <= rank < count]
+    if beyond:
+        raise UsageError(
+            f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
+            f"({request.target.path}) has {plural(count, 'rank')}, 0 to {count - 1}",
+            rank=beyond[0],
+        )
+
+
+def _check_prefix(request: Request) -> None:
+    """Refuse a prefix with which target files could not be written, or not be found again."""
+    prefix = request.prefix
+    if prefix is None:
+        return
+    longest = len(os.fsencode(f"{prefix}{request.target.device_count}.safetensors"))
+    if "/" in prefix or "\0" in prefix or prefix.startswith(".") or longest > _LONGEST_NAME:
+        shown = prefix if len(prefix) < 40 else f"{prefix[:40]}..."
+        raise UsageError(
+            f"prefix {shown!r} is not the beginning of a file name: it must not hold a '/', begin with a '.', or be "
+            f"too long for names of {_LONGEST_NAME} bytes"
+        )

@@ -1,0 +1,181 @@
+"""Writing the targets of a conversion, here or by workers, and recording them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Callable, Optional, Protocol
+
+from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.errors import DamagedCheckpointError, RetryableError
+from reshard.execute import ExecutionOptions, Progress, convert
+from reshard.plan.pieces import TargetFile
+from reshard.plan.plan import Plan
+from reshard.report import Report
+from reshard.target_directory import TargetDirectory
+from reshard.wording import plural, rank_ranges
+
+# Network file systems remember for up to a minute that a file is not there.
+_SEEN_AFTER = 90.0
+
+
+class Workers(Protocol):
+    """Other processes, perhaps on other machines, that do the work of a conversion which is prepared here."""
+
+    def check(self, plan: Plan) -> None:
+        """See that they can do the work, before anything else is done.
+
+        Raises:
+            ReshardError: they cannot.
+        """
+
+    def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
+        """Check the CRCs of source files; errors of those whose bytes are not what their CRC was made of, by path.
+
+        Raises:
+            ReshardError: a file could not be checked.
+        """
+
+    def write(self, plan: Plan, work: Sequence[int], sources: str, sign: str, progress: Progress) -> None:
+        """Write and record targets of a conversion.
+
+        Args:
+            plan: what they are made of.
+            work: target files to write, ascending.
+            sources: digest of the source files it was planned with.
+            sign: a file in the target directory; when it is gone, nothing more is to be written.
+            progress: told of bytes and files written.
+
+        Raises:
+            ReshardError: some target was not written. Nothing half-written is left.
+        """
+
+
+class Writing:
+    """The writing of a planned conversion.
+
+    Args:
+        plan: what targets are made of.
+        work: target files that are to be written, ascending.
+        most_together: target files that are written together at the most.
+        execution: how bytes are moved.
+        directory: where they are recorded; None where nothing is.
+        handles: open source files.
+        report: told what was written before something failed.
+        progress: told of bytes and files written.
+        workers: who writes the targets, if not this process.
+
+    Attributes:
+        manifest: the manifest, if it was written.
+        work: target files that were still to be written when writing began.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        work: Sequence[int],
+        most_together: int,
+        execution: ExecutionOptions,
+        directory: Optional[TargetDirectory],
+        handles: FileHandles,
+        report: Report,
+        progress: Progress,
+        workers: Optional[Workers],
+    ) -> None:
+        self.manifest: Optional[str] = None
+        self.work = tuple(work)
+        self._plan = plan
+        self._most_together = most_together
+        self._execution = execution
+        self._directory = directory
+        self._handles = handles
+        self._report = report
+        self._progress = progress
+        self._workers = workers
+
+    def write(self) -> int:
+        """Write all target files and return their size together, in bytes."""
+        if self._directory is None:
+            return self._write(self._write_here)
+        self._directory.tidy()
+        if not self.work and self._directory.is_complete:
+            # Complete: nothing is touched, so that it may also lie where nothing can be written.
+            self.manifest = self._directory.manifest
+            return 0
+        try:
+            self.work = tuple(self._directory.begin())
+            written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
+            # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
+            self._handles.check_unchanged(index.path for index in self._plan.checkpoint.indexes.values())
+            self.manifest = self._directory.complete()
+            return written
+        finally:
+            self._directory.end()
+
+    def _write_here(self, progress: Progress) -> None:
+        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._most_together)
+        if self._directory is None:
+            convert(groups, self._handles, self._execution, progress)
+        else:
+            groups = self._directory.missing(groups)
+            convert(groups, self._handles, self._execution, progress, self._directory.finished)
+
+    def _write_elsewhere(self, progress: Progress) -> None:
+        directory, ranks = self._directory, self.work
+        assert self._workers is not None and directory is not None
+        try:
+            with directory.sign_of_life() as sign:
+                self._workers.write(self._plan, self.work, directory.sources, sign, progress)
+        finally:
+            directory.tidy()
+        deadline = time.monotonic() + _SEEN_AFTER
+        while len(directory.recorded(ranks)) < len(ranks):
+            if time.monotonic() > deadline:
+                left = set(ranks) - directory.recorded(ranks)
+                dst = self._plan.request.dst
+                raise RetryableError(
+                    f"{dst}: {rank_ranges(left)} were written by workers, but are not seen here",
+                    file=dst,
+                    rank=min(left),
+                    hint="the same command writes them again, if they are really not there",
+                )
+            time.sleep(0.5)
+
+    def _write(self, write: Callable[[Progress], None]) -> int:
+        if not self.work:
+            return 0
+        counted = Counted(self._progress)
+        self._progress.begin(sum(self._plan.data_bytes(self.work).values()), "writing")
+        try:
+            write(counted)
+        except BaseException:
+            if self._directory is not None:
+                resume = f", or `reshard resume {shlex.quote(self._plan.request.dst)}`," if counted.files else ""
+                self._report.warn(
+                    f"{counted.files} of {plural(len(self.work), 'rank')} that this run had to write were "
+                    f"written and are complete; the same command{resume} goes on with the others"
+                )
+            raise
+        finally:
+            self._progress.end()
+        return counted.file_bytes
+
+
+class Counted(Progress):
+    """Adds up the sizes of committed files and passes everything on."""
+
+    def __init__(self, listener: Progress) -> None:
+        self.file_bytes = 0
+        self.files = 0
+        self._listener = listener
+
+    def wrote(self, count: int) -> None:
+        """Pass on."""
+        self._listener.wrote(count)
+
+    def committed(self, rank: int, size: int) -> None:
+        """Count and pass on."""
+        self.file_bytes += size
+        self.files += 1
+        self._listener.committed(rank, size)

@@ -1,0 +1,57 @@
+"""Who holds the slices of a parameter that pipeline stages lay out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.layout import Grid, Layout
+from reshard.strategies import Stage
+
+
+class Holding(NamedTuple):
+    """One stage that holds a parameter, and how it is cut there."""
+
+    stage: Stage
+    layout: Layout
+
+    def ranks(self, slice_number: int) -> list[int]:
+        """Global ranks that hold a slice, ascending."""
+        first = self.stage.first_rank
+        return [first + rank for rank in self.layout.holders(slice_number).tolist()]
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a global rank of this stage holds."""
+        return int(self.layout.slice_of_rank[rank - self.stage.first_rank])
+
+
+class StageSharding(NamedTuple):
+    """One stage that holds a tensor of a known shape; see `checkpoint.Sharding`.
+
+    Attributes:
+        stage: the stage.
+        layout: how the tensor really is cut there.
+        grid: where its slices lie.
+    """
+
+    stage: Stage
+    layout: Layout
+    grid: Grid
+
+    @property
+    def holding(self) -> Holding:
+        """Without the tensor's shape."""
+        return Holding(self.stage, self.layout)
+
+    def holders(self, slice_number: int) -> list[int]:
+        """Global ranks that hold a slice, ascending."""
+        return self.holding.ranks(slice_number)
+
+    def slice_of(self, rank: int) -> int:
+        """The slice that a global rank of this stage holds."""
+        return self.holding.slice_of(rank)
+
+
+def stage_shardings(tensor: GlobalTensor) -> tuple[StageSharding, ...]:
+    """The shardings of a tensor of a rank tree."""
+    return cast("tuple[StageSharding, ...]", tensor.shardings)

@@ -1,0 +1,93 @@
+"""Where the tensors of a target file stand, and how such a file is laid out; files of the same tensors share it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import Optional
+from weakref import WeakValueDictionary
+
+from reshard.checkpoints import OutputTensor, Tensor, lay_out_ckpt, lay_out_safetensors
+from reshard.plan.kinds import Kind
+from reshard.plan.target_tensors import FileOrder
+
+
+class Orders:
+    """Makes the order of a file, or finds the one that another file has.
+
+    Args:
+        format: ``ckpt`` or ``safetensors``.
+        metadata: of safetensors files, instead of the usual.
+    """
+
+    def __init__(self, format: str, metadata: Optional[Mapping[str, str]]) -> None:
+        self._format = format
+        self._metadata = metadata
+        self._orders: WeakValueDictionary[object, FileOrder] = WeakValueDictionary()
+        self._last: Optional[FileOrder] = None
+
+    def of(
+        self,
+        section: int,
+        kinds: Sequence[Kind],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[Tensor],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        """How a file of these tensors is laid out.
+
+        Args:
+            section: number of the section that the file is of.
+            kinds: the kinds of tensors in it.
+            shapes: the slice's shape, per kind.
+            values: values beside them.
+            names: which of the kinds' tensors are in it; all where None.
+        """
+        told = tuple((value.name, value.dtype, value.dims, value.nbytes) for value in values)
+        key = (section, tuple(shapes), told, None if names is None else frozenset(names))
+        found = self._orders.get(key)
+        if found is None:
+            found = self._orders[key] = self._make(kinds, shapes, values, names)
+        # Others stay as long as a file that is being written has them.
+        self._last = found
+        return found
+
+    def _make(
+        self,
+        kinds: Sequence[Kind],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[Tensor],
+        names: Optional[Collection[str]],
+    ) -> FileOrder:
+        entries = [
+            (tensor.name, number)
+            for number, kind in enumerate(kinds)
+            for tensor in kind.tensors
+            if names is None or tensor.name in names
+        ]
+        entries += ((stored.name, len(kinds) + number) for number, stored in enumerate(values))
+        # Names decide the order, so that it does not depend on which source files are read; within
+        # .safetensors wider elements come first, which keeps every tensor aligned.
+        if self._format == "safetensors":
+            widths = [kind.item_size if math.prod(shape) else 0 for kind, shape in zip(kinds, shapes)]
+            widths += (stored.item_size if stored.nbytes and math.prod(stored.shape) else 0 for stored in values)
+            entries.sort(key=lambda entry: (-widths[entry[1]], entry[0]))
+        else:
+            entries.sort(key=lambda entry: entry[0])
+        sizes = [math.prod(shape) * kind.item_size for kind, shape in zip(kinds, shapes)]
+        outputs = []
+        for name, number in entries:
+            if number < len(kinds):
+                # Tensors of one kind are of one type.
+                dtype = kinds[number].tensors[0].dtype
+                outputs.append(OutputTensor(name, dtype, shapes[number], sizes[number]))
+            else:
+                stored = values[number - len(kinds)]
+                dims = stored.dims if self._format == "ckpt" else stored.shape
+                outputs.append(OutputTensor(name, stored.dtype, dims, stored.nbytes))
+        if self._format == "safetensors":
+            layout = lay_out_safetensors(outputs, self._metadata)
+        else:
+            layout = lay_out_ckpt(outputs)
+        return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)

@@ -1,0 +1,377 @@
+"""The plan of a conversion: what each target file is made of.
+
+It is made by `planner.make_plan`, which finds every problem before anything is written, and never changed.
+Which of its files are written, by whom and when, is not its concern: they are handed in. The plan of
+all files is never held as objects; `Plan.target_file` makes one file's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional, Protocol
+
+from reshard.checkpoints import lay_out_copy
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import IncompleteSourceError
+from reshard.layout import Box, shape_of, volume_of
+from reshard.plan.cuts import Cut, Cuts
+from reshard.plan.groups import MOST_MEMBERS, reading_groups
+from reshard.plan.kinds import Kind
+from reshard.plan.orders import Orders
+from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
+from reshard.plan.replicas import ReplicaChoice, choose
+from reshard.plan.request import Request
+from reshard.plan.target_tensors import Alike, Take, TargetTensors
+from reshard.plan.values import CopiedValue
+from reshard.target import Section, TargetForm
+from reshard.wording import quoted
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The source's tensors by what becomes of them, each sorted by name.
+
+    Attributes:
+        resharded: in source and target.
+        left_out: only in the source.
+        missing: wanted by the target, but nowhere in the source files.
+        copied: not laid out; copied as they are.
+        unholdable: in the files, but the target format cannot hold them (text in safetensors).
+    """
+
+    resharded: list[str]
+    left_out: list[str]
+    missing: list[str]
+    copied: list[str]
+    unholdable: list[str]
+
+
+class Values(Protocol):
+    """Which values are copied as they are."""
+
+    def of(self, file: int) -> list[CopiedValue]:
+        """What one target file gets."""
+
+
+class Plan:
+    """A planned conversion.
+
+    Args:
+        request: what was asked for.
+        checkpoint: the source.
+        form: what is written.
+        values: which values are copied to which file.
+        sorted: the source's tensors by what becomes of them.
+        cuts: how tensors are cut.
+        choice: which replicas are read; None where strategies do not decide it.
+
+    Attributes:
+        asked: target files that were asked for, ascending.
+        sections: the sections that these are in.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        checkpoint: Checkpoint,
+        form: TargetForm,
+        values: Values,
+        sorted: Sorted,
+        cuts: Cuts,
+        choice: Optional[ReplicaChoice],
+    ) -> None:
+        self.request = request
+        self.checkpoint = checkpoint
+        self.form = form
+        self.sorted = sorted
+        self.asked = asked_files(request, form)
+        self.sections = sections_of(form, self.asked)
+        self._values = values
+        self._cuts = cuts
+        self._choice = choice
+        self._kinds: dict[int, Sequence[Kind]] = {}
+        self._needs: dict[int, tuple[int, ...]] = {}
+        self._orders = Orders(form.format, form.metadata)
+        self._unholdable = frozenset(sorted.unholdable)
+
+    def path(self, file: int) -> str:
+        """The final name of a target file."""
+        if self.request.exact_file:
+            return self.request.dst
+        name = f"{self.form.names.of(file)}.{self.form.format}"
+        # The target directory may be a link, a directory in it may not.
+        return os.path.join(self.request.dst if os.path.dirname(name) else os.path.realpath(self.request.dst), name)
+
+    def groups(
+        self, files: Sequence[int], most: int = MOST_MEMBERS, names: Optional[Collection[str]] = None
+    ) -> Iterator[list[TargetFile]]:
+        """The plan of some target files, made a group at a time; a group's files are written together.
+
+        Args:
+            files: which, ascending.
+            most: members of a group at the most.
+            names: only these tensors, and nothing that is copied; by default everything.
+        """
+        made = [file for file in files if self.form.taken_over(file) is None]
+        for members in self.reading_groups(made, most):
+            yield [self.target_file(file, names) for file in members]
+        if names is None and len(made) < len(files):
+            for file in sorted(set(files).difference(made)):
+                yield [self.target_file(file)]
+
+    def reading_groups(self, files: Sequence[int], most: int = MOST_MEMBERS) -> Iterator[tuple[int, ...]]:
+        """Some of the target files, ascending, in groups of ``most`` at the most that read the same rows."""
+        for section in self.sections:
+            cuts = {kind.cut.number: kind.cut for kind in self.kinds_of(section)}.values()
+            alike: dict[Optional[frozenset[str]], list[int]] = {}
+            for file in in_section(section, files):
+                alike.setdefault(self.form.names_in(file), []).append(file)
+            for members in alike.values():
+                yield from reading_groups(members, section, cuts, most)
+
+    def names_of(self, section: Section) -> list[str]:
+        """Names of the tensors that a section gets, sorted."""
+        return [name for name in self.sorted.resharded if name in section.layouts]
+
+    def cut_of(self, name: str, section: Section) -> Cut:
+        """How a tensor is cut for the files of a section."""
+        return self._cuts.of(self.checkpoint.tensors[name], section)
+
+    def kinds_of(self, section: Section) -> Sequence[Kind]:
+        """The tensors that a section gets, by kind."""
+        if section.number not in self._kinds:
+            kinds: dict[tuple[object, ...], Kind] = {}
+            for name in self.names_of(section):
+                tensor = self.checkpoint.tensors[name]
+                cut = self._cuts.of(tensor, section)
+                present = self.checkpoint.present(tensor)
+                key = (cut.number, tensor.dtype, tensor.item_size, present)
+                if key not in kinds:
+                    kinds[key] = Kind(cut, present, tensor.item_size, [])
+                kinds[key].tensors.append(tensor)
+            self._kinds[section.number] = tuple(kinds.values())
+        return self._kinds[section.number]
+
+    def values_of(self, file: int) -> list[CopiedValue]:
+        """What a target file gets as it is, as far as its format can hold it."""
+        return [value for value in self._values.of(file) if value.name not in self._unholdable]
+
+    def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
+        """Bytes of tensor contents in each of some target files; of one that is taken over, all of its bytes."""
+        chosen = list(files)
+        total = {}
+        for file in chosen:
+            taken_over = self.form.taken_over(file)
+            total[file] = 0 if taken_over is None else taken_over.size
+        made = [file for file in chosen if self.form.taken_over(file) is None]
+        for file in made:
+            total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
+        for section in self.sections:
+            here = in_section(section, made)
+            for kind in self.kinds_of(section):
+                for file, nbytes in self.slice_bytes(kind, section, here).items():
+                    total[file] += nbytes * kind.count(self.form.names_in(file))
+        return total
+
+    def slice_bytes(self, kind: Kind, section: Section, files: Iterable[int]) -> dict[int, int]:
+        """Bytes of the slice of one tensor of a kind that each of some files of a section gets."""
+        # Many files have the same slice.
+        known: dict[int, int] = {}
+        found = {}
+        for file in files:
+            number = kind.cut.slice_of(section.position(file))
+            if number not in known:
+                known[number] = volume_of(kind.box_of(section.position(file))) * kind.item_size
+            found[file] = known[number]
+        return found
+
+    def file_bytes(self, files: Iterable[int]) -> dict[int, int]:
+        """Size of each of some target files; files of tensors of the same sizes are laid out once."""
+        known: dict[object, int] = {}
+        found = {}
+        for file in files:
+            taken_over = self.form.taken_over(file)
+            if taken_over is not None:
+                found[file] = taken_over.size
+                continue
+            section = self.form.section_of(file)
+            position = section.position(file)
+            values = (value.tensor for value in self.values_of(file))
+            names = self.form.names_in(file)
+            key = (
+                section.number,
+                tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in values),
+                tuple(shape_of(kind.box_of(position)) for kind in self.kinds_of(section)),
+                names,
+            )
+            if key not in known:
+                known[key] = self.target_file(file).layout.size
+            found[file] = known[key]
+        return found
+
+    def target_file(self, file: int, names: Optional[Collection[str]] = None) -> TargetFile:
+        """What one target file is made of.
+
+        Args:
+            file: its number.
+            names: only these tensors, and nothing that is copied; by default everything.
+        """
+        taken_over = self.form.taken_over(file)
+        if taken_over is not None:
+            box = ((0, taken_over.size),)
+            (holder,) = (number for number, path in self.checkpoint.files.items() if path == taken_over.path)
+            source = StoredSlice(taken_over.path, holder, ((0, taken_over.size),), box)
+            whole = TargetTensor(taken_over.path, 1, box, (Piece(source, box),) if taken_over.size else ())
+            layout = lay_out_copy(taken_over.size)
+            return TargetFile(file, self.path(file), layout, (whole,), frozenset([taken_over.path]))
+        section = self.form.section_of(file)
+        leader = self._leaders[file]
+        base = [self._base(leader)] + ([self._base(file)] if file != leader else [])
+        inside = _both(self.form.names_in(file), names)
+        kinds = [kind for kind in self.kinds_of(section) if inside is None or kind.count(inside)]
+        alike = [Alike(kind.item_size, *self._take(file, leader, kind, base)) for kind in kinds]
+        values = self.values_of(file) if names is None else []
+        tensors = []
+        for _, holder, stored in values:
+            box = ((0, stored.nbytes),)
+            piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
+            tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
+        shapes = [shape_of(one.box) for one in alike]
+        order = self._orders.of(section.number, kinds, shapes, [value.tensor for value in values], inside)
+        holders = {take.rank for one in alike for take in one.takes} | {value.holder for value in values}
+        return TargetFile(
+            file,
+            self.path(file),
+            order.layout,
+            TargetTensors(order, alike, tensors, self._stored),
+            frozenset(self.checkpoint.files[holder] for holder in holders),
+        )
+
+    def files_read(self, files: Sequence[int]) -> dict[str, bool]:
+        """Source files with a checksum that are read for some target files, and whether all of their contents are.
+
+        Only files that record a CRC matter here, so the plan of all targets is walked only where
+        there are any.
+        """
+        recorded = {
+            self.checkpoint.files[holder]: index
+            for holder, index in self.checkpoint.indexes.items()
+            if index.crc is not None
+        }
+        if not recorded:
+            return {}
+        used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, set[Box]]] = {}
+        targets = (target for group in self.groups(files) for target in group)
+        for target in targets:
+            for tensor in target.tensors:
+                for piece in tensor.pieces:
+                    if piece.source.path in recorded:
+                        entry = used.setdefault((piece.source.path, piece.source.extents), (tensor.item_size, set()))
+                        entry[1].add(piece.box)
+        # Copied values are compared over all files, so all of them are read.
+        copied = set(self.sorted.copied) | self._unholdable
+        return {
+            path: all(
+                name in copied
+                or tensor.nbytes == 0
+                or _bytes_used(*used.get((path, tensor.extents), (0, set()))) >= tensor.nbytes
+                for name, tensor in recorded[path].tensors.items()
+            )
+            for path in sorted({path for path, _ in used})
+        }
+
+    @functools.cached_property
+    def _leaders(self) -> Mapping[int, int]:
+        """The file whose replicas each target file prefers, because they read the same rows.
+
+        It does not depend on which files are still to be written, nor on how many together: every part
+        of a run reads the files that were chosen, and checked, for all of it.
+        """
+        made = [file for file in self.asked if self.form.taken_over(file) is None]
+        return {file: members[0] for members in self.reading_groups(made) for file in members}
+
+    def _base(self, file: int) -> tuple[int, ...]:
+        """The source files that a target file reads wherever they have what it needs."""
+        if self._choice is not None:
+            try:
+                return self._choice.ranks(file, self.checkpoint.indexes)
+            except IncompleteSourceError:
+                # Something that the strategies list is not there; what the files hold was found complete.
+                return ()
+        found = self._needs.get(file)
+        if found is None:
+            section = self.form.section_of(file)
+            position = section.position(file)
+            names = self.form.names_in(file)
+            needs = {
+                tuple(dict.fromkeys(holder for holder, _ in kind.holders(cell.slices))): None
+                for kind in self.kinds_of(section)
+                if kind.count(names)
+                for cell in kind.cut.overlap.cells(kind.cut.slice_of(position))
+            }
+            found = self._needs[file] = choose([need for need in needs if need], self._turn(file))
+        return found
+
+    def _turn(self, file: int) -> int:
+        """A file's place among those that have the same needs."""
+        if self._choice is not None:
+            return self._choice.turn(file)
+        return self.form.section_of(file).position(file)
+
+    def _take(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> tuple[Box, tuple[Take, ...]]:
+        """The target slice of a kind of tensor, and where each of its cells is taken from."""
+        cut = kind.cut
+        position = self.form.section_of(file).position(file)
+        turn = self._turn(leader)
+        takes = []
+        for box, slices in cut.overlap.cells(cut.slice_of(position)):
+            holders = kind.holders(slices)
+            if not holders:
+                name = kind.tensors[0].name
+                raise IncompleteSourceError(
+                    f"a slice of {quoted(name)} for target rank {file} is on no readable rank",
+                    rank=file,
+                    parameter=name,
+                )
+            for chosen in base:
+                preferred = [holder for holder in holders if holder[0] in chosen]
+                if preferred:
+                    source, index = preferred[(cut.number + turn) % len(preferred)]
+                    break
+            else:
+                source, index = holders[turn % len(holders)]
+            takes.append(Take(box, source, cut.shardings[index].grid.slice_box(slices[index])))
+        return kind.box_of(position), tuple(takes)
+
+    def _stored(self, name: str, holder: int, box: Box) -> StoredSlice:
+        index = self.checkpoint.indexes[holder]
+        return StoredSlice(self.checkpoint.files[holder], holder, index.tensors[name].extents, box)
+
+
+def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
+    """Target files that a request asks for, ascending."""
+    return tuple(range(form.count)) if request.ranks is None else request.ranks
+
+
+def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:
+    """The sections that some files are in, in order."""
+    return [section for section in form.sections if in_section(section, files)]
+
+
+def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
+    """Those of some files that are in a section."""
+    return [file for file in files if file in section.files]
+
+
+def _both(one: Optional[frozenset[str]], other: Optional[Collection[str]]) -> Optional[Collection[str]]:
+    """What is in two collections, of which None is everything."""
+    if one is None:
+        return other
+    return one if other is None else one.intersection(other)
+
+
+def _bytes_used(item_size: int, boxes: set[Box]) -> int:
+    return item_size * sum(volume_of(box) for box in boxes)

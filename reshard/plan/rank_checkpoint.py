@@ -1,0 +1,69 @@
+"""One step of a rank tree, read by its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.plan.source import SourceStep
+
+
+@dataclass(frozen=True)
+class RankCheckpoint:
+    """One step of a rank tree; see `checkpoint.Checkpoint`. Holders are ranks.
+
+    Attributes:
+        source: the files.
+        tensors: what the strategy lists, as the files hold it, by name.
+        listed: names that the strategy lists.
+    """
+
+    source: SourceStep
+    tensors: Mapping[str, GlobalTensor]
+    listed: frozenset[str]
+
+    form = "ranks"
+
+    @property
+    def step(self) -> Optional[str]:
+        """``3_10``; None for files without a step in their names."""
+        return None if self.source.step is None else str(self.source.step)
+
+    @property
+    def label(self) -> str:
+        """How the step is called in messages."""
+        return self.source.label
+
+    @property
+    def place(self) -> str:
+        """The directory that all files of the step lie below."""
+        return self.source.place
+
+    @property
+    def files(self) -> Mapping[int, str]:
+        """Path per rank that has a file of this step."""
+        return self.source.files
+
+    @property
+    def indexes(self) -> Mapping[int, CheckpointIndex]:
+        """What the readable files hold, by rank."""
+        return self.source.indexes
+
+    def names(self) -> set[str]:
+        """Every tensor name in the files."""
+        return self.source.names()
+
+    def values(self) -> list[str]:
+        """Names that files hold and that the strategy does not list."""
+        return sorted(self.source.names() - self.listed)
+
+    def holders(self, name: str) -> list[int]:
+        """All ranks whose file holds a tensor of this name, ascending."""
+        return self.source.holders(name)
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The ranks whose file holds a tensor, per stage that does."""
+        return self.source.present(tensor)

@@ -1,0 +1,50 @@
+"""What is asked of a conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+from reshard.defaults import DEFAULT_PREFIX
+from reshard.name_filters import Filters
+from reshard.strategies import Strategy
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        src: source tree, file or `{rank}` path, or the file of each rank.
+        dst: target directory, or the exact file to write for the one rank asked for.
+        source: strategy the checkpoint was saved with; `none` where its form tells the layouts.
+        target: strategy it is converted to; `none` where it is written in full.
+        ranks: target ranks, or files by number, asked for, ascending; None for all.
+        prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
+        format: ``same``, ``ckpt`` or ``safetensors``.
+        step: ``latest`` or ``<epoch>_<step>``.
+        fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
+        file_suffix: only source files whose stem ends so.
+        filters: which parameters are written.
+        strict: missing parameters and unlisted tied ones are errors.
+        exact_file: ``dst`` is the file itself.
+        damaged: source files that count as absent whatever their headers say, and why, by path.
+        recover: source and target are the same strategy, and intact files stay as they are.
+    """
+
+    src: Union[str, Mapping[int, str]]
+    dst: str
+    source: Strategy
+    target: Strategy
+    ranks: Optional[tuple[int, ...]] = None
+    prefix: Optional[str] = DEFAULT_PREFIX
+    format: str = "same"
+    step: str = "latest"
+    fallback: bool = True
+    file_suffix: Optional[str] = None
+    filters: Filters = field(default_factory=Filters)
+    strict: bool = False
+    exact_file: bool = False
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    recover: bool = False

@@ -1,0 +1,164 @@
+"""Values that are not laid out: copied to the target's files as they are.
+
+`global_step`, `learning_rate`, text and the like are usually the same in every file. They come from
+the lowest source rank that has them; where copies differ, a warning names them. A few belong to a
+rank by nature (`cur_rank`, the state of random generators): a target rank gets those of the source rank
+with its own number, where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, InputError
+from reshard.messages import listing
+from reshard.name_filters import Filters
+from reshard.names import as_pattern, belongs_to_rank
+from reshard.report import Report
+from reshard.storage import read_range
+from reshard.target import TargetForm
+from reshard.wording import quoted, rank_ranges
+
+_BLOCK = 1 << 20
+
+
+class CopiedValue(NamedTuple):
+    """A value for one target file, and the source file it comes from."""
+
+    name: str
+    holder: int
+    tensor: Tensor
+
+
+class CopiedValues:
+    """Which values are copied, and from where.
+
+    Args:
+        source: the checkpoint.
+        form: what is written.
+        filters: which names are.
+        sliced: whether the source's files may hold slices of what nothing lays out.
+        handles: open source files.
+
+    Attributes:
+        names: all copied names, sorted.
+        differing: names whose copies differ though not by nature, with the files that differ from the lowest.
+    """
+
+    def __init__(
+        self, source: Checkpoint, form: TargetForm, filters: Filters, sliced: bool, handles: FileHandles
+    ) -> None:
+        self._source = source
+        self._form = form
+        self._sliced = sliced
+        self._handles = handles
+        self.names = [name for name in source.values() if filters.admit(name)]
+        # Where the target's strategy lists a value, only the sections get it for which it does.
+        self._sections = {
+            name: frozenset(section.number for section in form.sections if name in section.layouts)
+            for name in self.names
+        }
+        self.differing = {name: files for name in self.names for files in [self._differing(name)] if files}
+
+    def examples(self) -> Iterator[tuple[str, Tensor]]:
+        """Every copied name with its tensor in the lowest file that has it."""
+        for name in self.names:
+            yield name, self._source.indexes[self._source.holders(name)[0]].tensors[name]
+
+    def of(self, file: int) -> list[CopiedValue]:
+        """What one target file gets."""
+        section = self._form.section_of(file).number
+        values = []
+        for name in self.names:
+            if self._sections[name] and section not in self._sections[name]:
+                continue
+            if not self._form.takes_value(name, file):
+                continue
+            holders = self._source.holders(name)
+            own = self._form.by_rank and belongs_to_rank(name) and file in holders
+            holder = file if own else holders[0]
+            values.append(CopiedValue(name, holder, self._source.indexes[holder].tensors[name]))
+        return values
+
+    def problems(self) -> Iterator[InputError]:
+        """Values that the target wants cut although nothing tells how they are cut now."""
+        for name in self.names:
+            holder = self._source.holders(name)[0]
+            tensor = self._source.indexes[holder].tensors[name]
+            for section in self._form.sections:
+                layout = section.layouts.get(name)
+                if layout is None:
+                    continue
+                # What several files hold may be slices, however alike they look; one element may not.
+                sliced = self._sliced and tensor.nbytes > tensor.item_size
+                told = layout.recorded_shape not in (None, tensor.shape)
+                if layout.slice_count > 1 or sliced or name in self.differing or told:
+                    path = self._source.files[holder]
+                    yield CheckpointError(
+                        f"{quoted(name)}: the target strategy lays it out, but the source strategy does not say how it "
+                        f"is cut in {path}",
+                        file=path,
+                        rank=holder,
+                        parameter=name,
+                        hint=f"pass a source strategy that lists it, or leave it out with --exclude {as_pattern(name)}",
+                    )
+                    break
+
+    def _differing(self, name: str) -> tuple[int, ...]:
+        """Files whose copy differs from that of the lowest, though not by nature."""
+        if belongs_to_rank(name):
+            return ()
+        holders = self._source.holders(name)
+        return tuple(
+            holder for holder in holders[1:] if not same_value(self._source, self._handles, name, holders[0], holder)
+        )
+
+    def warn_of_differing(self, report: Report) -> None:
+        """Name values whose copies differ, those that do in the same files together."""
+        alike: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        for name, ranks in self.differing.items():
+            alike.setdefault((self._source.holders(name)[0], ranks), []).append(name)
+        for (lowest, ranks), names in alike.items():
+            differ = "differs" if len(names) == 1 else "differ"
+            report.warn(
+                listing(names)
+                + f" on {rank_ranges(ranks)} {differ} from rank {lowest}'s, which every target rank gets "
+                + f"({self._source.files[lowest]})"
+            )
+
+
+def same_value(source: Checkpoint, handles: FileHandles, name: str, one: int, other: int) -> bool:
+    """Whether two files of a source hold the same bytes of a tensor, of the same type and shape.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    first = source.indexes[one].tensors[name]
+    second = source.indexes[other].tensors[name]
+    if (first.dtype, first.shape, first.nbytes) != (second.dtype, second.shape, second.nbytes):
+        return False
+    blocks = zip(_blocks(source.files[one], handles, first), _blocks(source.files[other], handles, second))
+    return all(mine == theirs for mine, theirs in blocks)
+
+
+def _blocks(path: str, handles: FileHandles, tensor: Tensor) -> Iterator[bytes]:
+    """A tensor's bytes in blocks that do not depend on how it is spread over extents."""
+    pending = b""
+    for offset, length in tensor.extents:
+        done = 0
+        while done < length:
+            try:
+                with handles.borrow(path) as file:
+                    block = read_range(file, offset + done, min(_BLOCK - len(pending), length - done))
+            except OSError as error:
+                raise reading_error(path, error) from error
+            done += len(block)
+            pending += block
+            if len(pending) == _BLOCK:
+                yield pending
+                pending = b""
+    if pending:
+        yield pending

@@ -1,0 +1,112 @@
+"""What a conversion writes, as the plan sees it: numbered files, in sections whose tensors are cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Protocol
+
+from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.layout import Layout, whole
+
+
+@dataclass(frozen=True)
+class Section:
+    """Files over which tensors are laid out: those of a pipeline stage, or one file by itself.
+
+    Attributes:
+        number: numbers the sections of a form.
+        files: its files' numbers; the first is device 0 of the layouts.
+        layouts: layout by name of what these files are to hold, as recorded or whole.
+        in_pipeline: whether it is one of several stages.
+        label: what it is, in messages.
+    """
+
+    number: int
+    files: range
+    layouts: Mapping[str, Layout]
+    in_pipeline: bool = False
+    label: str = ""
+
+    def position(self, file: int) -> int:
+        """Which device of the layouts a file is."""
+        return file - self.files.start
+
+
+class FinishingFile(NamedTuple):
+    """A small file that makes a complete directory what it is.
+
+    Attributes:
+        name: relative to the target directory.
+        data: its bytes.
+    """
+
+    name: str
+    data: bytes
+
+
+class TargetForm(Protocol):
+    """A form of checkpoint to be written.
+
+    Attributes:
+        name: ``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``.
+        by_rank: a file's number is the rank that will read it, and all that rank reads.
+        takes_everything: it takes whatever the source holds, and asks for nothing else.
+        several_formats: what to do where the source's files are of several formats.
+        format: ``ckpt`` or ``safetensors``.
+        names: what the files are called, by number.
+        sections: all sections, in the order of their files; every file is in one.
+        metadata: of every safetensors file, instead of the usual.
+    """
+
+    name: str
+    by_rank: bool
+    takes_everything: bool
+    format: str
+    names: FileNames
+    sections: Sequence[Section]
+    metadata: Optional[Mapping[str, str]]
+
+    @property
+    def count(self) -> int:
+        """Files in all; their numbers begin at 0."""
+
+    def section_of(self, file: int) -> Section:
+        """The section of a file."""
+
+    def names_in(self, file: int) -> Optional[frozenset[str]]:
+        """Which of its section's tensors a file holds; None for all."""
+
+    def takes_value(self, name: str, file: int) -> bool:
+        """Whether a file gets a value that is copied as it is, where the section's layouts do not forbid it."""
+
+    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
+        """The source file that a file is a copy of, byte for byte; None where it is made anew."""
+
+
+class WholeLayouts(Mapping[str, Layout]):
+    """Layouts of tensors that one device holds whole.
+
+    Args:
+        tensors: by name.
+        names: only these; all where None.
+    """
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
+        self._tensors = tensors
+        self._names = tensors.keys() if names is None else names
+
+    def __getitem__(self, name: str) -> Layout:
+        if name not in self._names:
+            raise KeyError(name)
+        return whole(len(self._tensors[name].shape))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

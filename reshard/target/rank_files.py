@@ -1,0 +1,73 @@
+"""One file per rank, as MindSpore saves and loads them: ``rank_3/checkpoint_3.ckpt``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.strategies import Strategy
+from reshard.target.form import Section, WholeLayouts
+
+
+class RankFiles:
+    """The files of all ranks of a strategy; see `TargetForm`.
+
+    Args:
+        strategy: how tensors are laid out; `none` takes every tensor of the source whole.
+        tensors: the source's.
+        format: of the files.
+        names: of the files.
+    """
+
+    name = "ranks"
+    by_rank = True
+
+    def __init__(self, strategy: Strategy, tensors: Mapping[str, GlobalTensor], format: str, names: FileNames) -> None:
+        self.format = format
+        self.names = names
+        self.takes_everything = strategy.is_none
+        self.metadata: Optional[Mapping[str, str]] = None
+        self._strategy = strategy
+        self.sections: Sequence[Section] = stage_sections(strategy, tensors)
+
+    @property
+    def count(self) -> int:
+        """Ranks."""
+        return self._strategy.device_count
+
+    def section_of(self, file: int) -> Section:
+        """The pipeline stage of a rank."""
+        return self.sections[self._strategy.stage_of(file).number]
+
+    def names_in(self, file: int) -> Optional[frozenset[str]]:
+        """Every tensor of the stage."""
+        return None
+
+    def takes_value(self, name: str, file: int) -> bool:
+        """Every rank gets every value."""
+        return True
+
+    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
+        """None is."""
+        return None
+
+
+def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> list[Section]:
+    """The pipeline stages of a strategy as sections.
+
+    Args:
+        strategy: how tensors are laid out; `none` takes every tensor of the source whole.
+        tensors: the source's.
+    """
+    return [
+        Section(
+            stage.number,
+            stage.ranks,
+            WholeLayouts(tensors) if strategy.is_none else stage.layouts,
+            len(strategy.stages) > 1,
+            f"target strategy {strategy.path}, stage {stage.number}",
+        )
+        for stage in strategy.stages
+    ]
