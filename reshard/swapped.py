@@ -28,9 +28,10 @@ from reshard.plan.source import SourceStep
 from reshard.report import Report
 from reshard.source_replicas import Comparison, Distinctness, compare_replicas, compare_slices
 from reshard.strategies import Strategy
-from reshard.wording import plural, quoted, rank_ranges
+from reshard.wording import plural, quoted, rank_ranges, some_numbers
 
 _MOST_EXAMPLES = 3
+_WHOLE = "leaves it whole"
 
 
 class _Fit(NamedTuple):
@@ -82,11 +83,18 @@ class SwapTest:
                 with contextlib.suppress(ReshardError, OSError):
                     files = next(iter(find_checkpoints(src, file_suffix).candidates(step)))
                     fit = self._fit(self._target, files)
-                    if fit is not None and self._fit(self._source, files) is None:
-                        swapped = self._error(fit, error if isinstance(error, IncompleteSourceError) else None)
+                    lost = error if isinstance(error, IncompleteSourceError) else None
+                    # That files are lost speaks against a strategy only if the other one cuts them otherwise.
+                    told = fit is not None and (lost is None or self._tells_apart(fit))
+                    if fit is not None and told and self._fit(self._source, files) is None:
+                        swapped = self._error(fit, lost)
             if swapped is None:
                 raise
             raise swapped from error
+
+    def _tells_apart(self, fit: _Fit) -> bool:
+        """Whether the target's strategy fits otherwise than because it cuts everything as the source's does."""
+        return fit.tested or any(_cuts(self._source, name) != _cuts(self._target, name) for name in fit.parameters)
 
     def check(self, step: SourceStep, parameters: Collection[GlobalTensor], tested: bool, report: Report) -> None:
         """See whether files speak against the source's strategy although replicas do not.
@@ -110,7 +118,8 @@ class SwapTest:
             if fit is None or self._slices(fit.parameters.values(), fit.step).speaks_against:
                 raise self._too_fine(slices, step)
             raise self._error(fit)
-        if by_count and not tested:
+        # Of what every rank holds whole, those that are left are replicas; it is common to keep rank 0 alone.
+        if by_count and not tested and any(_cuts(self._source, item.name) != _WHOLE for item in parameters):
             report.warn(
                 f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
                 f"checkpoint {rank_ranges(step.readable)}, as many as the target strategy ({self._target.path}): are "
@@ -189,6 +198,9 @@ class SwapTest:
 def _cuts(strategy: Strategy, name: str) -> str:
     layout: Optional[Layout] = next((stage.layouts[name] for stage in strategy.stages if name in stage.layouts), None)
     if layout is None:
-        return "leaves it whole" if strategy.is_none else "does not list it"
+        return _WHOLE if strategy.is_none else "does not list it"
+    if layout.slice_count == 1:
+        return _WHOLE
+    by_hand = f" by hand {some_numbers(layout.uneven)}" if layout.uneven is not None else ""
     shards = f" in {layout.shards} optimizer shards" if layout.shards > 1 else ""
-    return f"cuts it {list(layout.tensor_cuts)}{shards}"
+    return f"cuts it {list(layout.tensor_cuts)}{by_hand}{shards}"

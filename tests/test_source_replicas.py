@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from reshard.layout import Layout
 from reshard.plan.pieces import StoredSlice
 from reshard.source_replicas.choice import Group
 from tests.reference import Strategy
-from tests.running import Argument, Result, done, fails, warns
+from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
 from tests.trees import (
     Value,
@@ -113,6 +115,33 @@ def test_a_strategy_that_swaps_axes_is_refused_and_nothing_is_written(kind: str,
     assert len(result.err.splitlines()) <= 12
     assert not tree.dst.exists()
     done(*tree.words(tree.true, *options, command=command))
+
+
+def test_what_the_error_says_to_type_looks_at_the_same_step(tmp_path: Path) -> None:
+    """Here an older one, of names that a shell would take apart."""
+    tree = Tree(tmp_path / "my run")
+    tree.save()
+    write_tree(tree.src, {0: cut_ranks(model(*TRUE), FULL)[0]}, "rank_{rank}/net-1_11.ckpt")
+    told = fails(3, *tree.words(tree.wrong), says=["step 1_11 is not complete"])
+    typed = [shlex.split(words) for words in re.findall("`(reshard .*?)`", told.err)]
+    assert [words[1] for words in typed] == ["strategy", "verify"]
+    for words in typed:
+        result = reshard(*words[1:])
+        assert result.status == 4 and "1_11" not in result.out + result.err and "blocks." in result.out
+
+
+def test_one_rank_judges_the_strategy_as_all_do(tree: Tree) -> None:
+    """Also where that rank itself gets nothing of what differs."""
+    tree.save()
+    tree.change(4, *WEIGHTS)
+    stages = [model([2], [0, -1], NORMS), model([2], [0, -1], WEIGHTS)]
+    tree.new = write_strategy(tree.root / "stages", [stage for some in stages for stage in some])
+    verdicts = [
+        fails(3, *tree.words(tree.true, *options, command=command), says=["of 54 sampled"]).err
+        for command, options in (("transform-dir", []), ("by-rank 0", []), ("transform-dir", ["--ranks", "3"]))
+    ]
+    assert len(set(verdicts)) == 1
+    done(*tree.words(tree.true, "--check-replicas", "all", command="by-rank 0"))
 
 
 def test_recover_and_the_python_functions_refuse_it_too(tree: Tree) -> None:

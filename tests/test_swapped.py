@@ -192,6 +192,18 @@ def test_where_only_the_number_of_ranks_tells_it_is_a_warning(tmp_path: Path) ->
     warns(result, "has 8 devices, the checkpoint ranks 0-3, as many as the target strategy", SWAPPED)
 
 
+@pytest.mark.parametrize("names", ["ab", "a"])
+def test_rank_0_alone_of_data_parallel_ranks_is_no_swap(names: str, tmp_path: Path) -> None:
+    """`none` fits every file that is left alone; a mark tells of what was saved by other ranks only."""
+    parallel = single({name: layout([4], [-1, -1]) for name in "ab"})
+    world = World(tmp_path, parallel, parallel)
+    full = {name: value(name, (8, 6)) for name in names}
+    write_tree(world.src, {0: full}, "rank_{rank}/net-1_10.safetensors", metadata={"remove_redundancy": "True"})
+    result = reshard("transform-dir", world.src, world.dst, "--src-strategy", world.old, "--dst-strategy", "none")
+    assert result.status == (0 if names == "ab" else 3), result.err
+    assert "swapped" not in result.err
+
+
 def test_recover_knows_of_no_other_strategy(tmp_path: Path) -> None:
     world = World(tmp_path, PLAIN, TARGET)
     world.save({name: FULL[name] for name in ("w", "v")}, ranks=[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Optional
@@ -258,7 +259,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     if judged and step == "latest":
         say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
-        whole = os.path.dirname(os.path.abspath(tree.path))
+        whole = shlex.quote(os.path.dirname(os.path.abspath(tree.path)))
         say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
         say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")

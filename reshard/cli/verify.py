@@ -117,7 +117,7 @@ def verify(
             if ranks is None and manifest is None:
                 ranks = recovered_ranks(out)
                 if ranks is not None:
-                    report.note(f"{rank_ranges(ranks)} alone were to be recovered, and are looked at")
+                    report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
             files, others = converted_files(out, manifest, ranks)
             found += others
             old, new = strategy_of(source, report), strategy_of(target, report)

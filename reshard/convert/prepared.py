@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.convert.options import Options
 from reshard.convert.summary import Phases, Summary
@@ -367,8 +368,8 @@ class Prepared:
             return None
         if options.check_replicas == "never":
             return ReplicaCheck("nothing")
-        tensors = [checkpoint.tensors[name] for name in plan.sorted.resharded]
         effort = "more" if options.check_replicas == "auto" and options.verify else options.check_replicas
+        tensors = self._compared(checkpoint, effort)
         comparison = compare_replicas(
             tensors, checkpoint.source, preparation.handles, self.state.execution, progress, effort
         )
@@ -381,13 +382,26 @@ class Prepared:
                 if not options.dry_run:
                     self._settle(progress, workers)
                 return self._check_replicas(progress, workers)
-            raise comparison.error(
-                request.source.path, request.src if isinstance(request.src, str) else checkpoint.place
-            )
+            place = request.src if isinstance(request.src, str) else checkpoint.place
+            raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
         preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
+
+    def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:
+        """The tensors that are compared.
+
+        Samples are of what all target ranks get, so that a run for some of them judges the source strategy as one
+        for all of them does.
+        """
+        if effort == "all":
+            return [checkpoint.tensors[name] for name in self.plan.sorted.resharded]
+        target, admit = self.plan.request.target, self.plan.request.filters.admit
+        listed = set(target.parameters)
+        return [
+            tensor for name, tensor in checkpoint.tensors.items() if admit(name) and (target.is_none or name in listed)
+        ]
 
 
 def check_target_ranks(request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Optional
@@ -48,10 +49,10 @@ def told_by_name(path: str) -> Optional[CheckpointError]:
 
     with suppress(ReshardError):
         read_group_info(path)
-        hint = f"`reshard group-info inspect {path}` reads it"
+        hint = f"`reshard group-info inspect {shlex.quote(path)}` reads it"
         return CheckpointError(f"{path}: is a group_info file, not a checkpoint", file=path, hint=hint)
     with suppress(ReshardError):
         read_strategy_file(path)
-        hint = f"`reshard strategy show {path}` reads it"
+        hint = f"`reshard strategy show {shlex.quote(path)}` reads it"
         return CheckpointError(f"{path}: is a strategy file, not a checkpoint", file=path, hint=hint)
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -159,7 +160,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
         return CheckpointError(
             f"{path}: holds records of a conversion, and no checkpoints yet",
             file=path,
-            hint=f"`reshard status {path}` tells what is done and what is missing",
+            hint=f"`reshard status {shlex.quote(path)}` tells what is done and what is missing",
         )
     with suppress(OSError):
         for name in sorted(os.listdir(path))[:_MOST_TRIED]:
@@ -242,7 +243,7 @@ class _Inspection:
             self._say(
                 "conversion",
                 f"{tree.root}: was written by reshard",
-                hint=f"`reshard status {tree.root}` tells what is done and what is missing",
+                hint=f"`reshard status {shlex.quote(tree.root)}` tells what is done and what is missing",
             )
         unfinished, saves = passed_over(tree.root)
         for path in unfinished:

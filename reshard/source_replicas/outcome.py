@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError
 from reshard.messages import Message, joined, listing
@@ -41,7 +42,8 @@ class ReplicaCheck:
             agree = f"all bytes of {plural(self.parameters, 'parameter')} agree"
         if not self.tested:
             return f"{agree}, which ranks hold whole; how others are cut could not be tested against the files"
-        return agree + (f"; {plural(self.untested, 'parameter')} have none to compare" if self.untested else "")
+        have = "has" if self.untested == 1 else "have"
+        return agree + (f"; {plural(self.untested, 'parameter')} {have} none to compare" if self.untested else "")
 
 
 class Differing(NamedTuple):
@@ -126,13 +128,19 @@ class Comparison(NamedTuple):
             + "; data-parallel ranks have not reduced them yet, and of each only one rank's is written"
         )
 
-    def error(self, strategy: str, place: str) -> CheckpointError:
+    def error(self, strategy: str, place: str, step: Optional[str], file_suffix: Optional[str]) -> CheckpointError:
         """The error to raise, since parameters differ.
 
         Args:
             strategy: path of the source strategy.
             place: path of the source.
+            step: the step that was looked at; None where file names tell none.
+            file_suffix: stems of the source's files end so, if anything tells.
         """
+        words = ["--step", step] if step is not None else []
+        words += ["--file-suffix", file_suffix] if file_suffix is not None else []
+        check = shlex.join(["reshard", "strategy", "check", strategy, place, *words])
+        verify = shlex.join(["reshard", "verify", place, "--replicas", "--strategy", strategy, *words])
         first = self.differing[0]
         compared = "compared" if self.check.compared == "everything" else "sampled"
         count = f"{len(self.differing)} of {self.check.parameters} {compared} parameters"
@@ -145,8 +153,7 @@ class Comparison(NamedTuple):
             file=first.files[1],
             rank=first.ranks[1],
             parameter=first.parameter,
-            hint=f"`reshard strategy check {strategy} {place}` tells more, and `reshard verify {place} --replicas "
-            f"--strategy {strategy}` every difference\n"
+            hint=f"`{check}` tells more, and `{verify}` every difference\n"
             "if replicas are known to have diverged, as those of norms that data-parallel ranks do not synchronise: "
             "--check-replicas never",
         )
