@@ -145,6 +145,18 @@ class JsonStream:
             while len(self._text) < wanted and not self._ended:
                 self._more()
 
+    def matching(self, pattern: re.Pattern[str]) -> Optional[re.Match[str]]:
+        """The value that comes next, where it is written as is usual; None: it is to be taken otherwise.
+
+        Args:
+            pattern: of no other text than one JSON object or array, which it tells the end of.
+        """
+        self._next()
+        match = pattern.match(self._text, self._position)
+        if match is not None:
+            self._position = match.end()
+        return match
+
     def skip(self, depth: int = 0) -> None:
         """Step over the value that comes next; it is not kept, whatever its size."""
         if depth > _MOST_DEPTH:

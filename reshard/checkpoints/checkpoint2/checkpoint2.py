@@ -8,6 +8,7 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.checkpoint2.placing import Placement
+from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import IncompleteSourceError, InputError, one_error
 from reshard.layout import Layout
@@ -94,7 +95,7 @@ class Checkpoint2:
         """The files that do hold a tensor, per way of holding it."""
         return tuple(sharding.present for sharding in tensor.shardings if isinstance(sharding, FileSharding))
 
-    def layouts(self) -> dict[tuple[int, ...], dict[str, Layout]]:
+    def layouts(self) -> dict[RankList, dict[str, Layout]]:
         """How tensors are laid out over the ranks that the checkpoint was saved by.
 
         Returns:
@@ -102,7 +103,7 @@ class Checkpoint2:
             in the order of their first ranks. A tensor that every rank holds whole is in each stage of which a
             rank holds it. Left out is what is laid out over some of a stage's ranks only.
         """
-        found: dict[tuple[int, ...], dict[str, Layout]] = {ranks: {} for ranks in _stages(self.placements.values())}
+        found: dict[RankList, dict[str, Layout]] = {ranks: {} for ranks in _stages(self.placements.values())}
         members = {ranks: frozenset(ranks) for ranks in found}
         for name, placement in self.placements.items():
             if placement.layout is not None:
@@ -150,13 +151,12 @@ class Checkpoint2:
         return [*lines, *(Message(self.absent[name]) for name in needed if name in self.absent)]
 
 
-def _stages(placements: Iterable[Placement]) -> list[tuple[int, ...]]:
-    """The largest lists of ranks that share no rank with another, those of layouts first; ascending."""
-    lists = {(placement.layout is None, -len(placement.ranks), placement.ranks) for placement in placements}
-    taken: set[int] = set()
-    stages = []
-    for _, _, ranks in sorted(lists):
-        if taken.isdisjoint(ranks):
-            stages.append(ranks)
-            taken.update(ranks)
-    return sorted(stages, key=min)
+def _stages(placements: Iterable[Placement]) -> list[RankList]:
+    """The ranks of every pipeline stage, those of layouts first."""
+    laid_out: set[RankList] = set()
+    whole: set[RankList] = set()
+    for placement in placements:
+        (whole if placement.layout is None else laid_out).add(placement.ranks)
+    stages = disjoint(laid_out)
+    covered = {rank for stage in stages for rank in stage}
+    return sorted([*stages, *disjoint(ranks for ranks in whole if covered.isdisjoint(ranks))], key=min)

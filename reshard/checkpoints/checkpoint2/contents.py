@@ -7,20 +7,42 @@ it matters only to whoever wants it; known defects of MindFormers' writers are h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.checkpoint2.checkpoint2 import Lost
+from reshard.checkpoints.checkpoint2.elsewhere import Elsewhere
 from reshard.checkpoints.checkpoint2.files import IterationFiles
 from reshard.checkpoints.checkpoint2.metadata import Metadata
-from reshard.checkpoints.checkpoint2.moved import MovedStates
 from reshard.checkpoints.checkpoint2.placing import Placement, Placer
+from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint, rank_lists
+from reshard.checkpoints.checkpoint2.unlisted import judge
+from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
 from reshard.messages import listing
 from reshard.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, kind_of
 from reshard.report import Report
 from reshard.wording import plural, quoted, some_names
+
+
+class Remark(Enum):
+    """What is said of tensors that are not as metadata says."""
+
+    WITHOUT_DATA = "listed, but in no file, as MindFormers up to 2.0 does in a pipeline; passed over"
+    MOVED = (
+        "looked for in the files of another pipeline stage, as MindFormers does with FusedAdamW; taken from the files "
+        "of the stage of the parameters that they belong to"
+    )
+    MISNUMBERED = "slices numbered wrongly, as MindFormers does where the ranks of a layout have gaps; read by rank"
+    OUTSIDE = "said to be in files of ranks that the layout does not name; these copies are passed over"
+    REPLACED = "taken from files that are not listed for them, as those that are cannot be read"
+    STATE = "states of the optimizer that are not listed; cut as the parameters that they belong to"
+    WHOLE = "not listed, but in the files of all ranks with the same values; taken as whole"
 
 
 @dataclass
@@ -67,33 +89,35 @@ def whole_contents(files: IterationFiles) -> Contents:
                     hint=f"leave it out with --exclude {as_pattern(name)}",
                 )
                 continue
-            found.add(name, tensor, Placement.whole(tensor.shape, number))
+            found.add(name, tensor, Placement.whole(tensor.shape, [number], [0]))
     for name in found.faults:
         del found.tensors[name], found.placements[name]
     return found
 
 
-def laid_out_contents(metadata: Metadata, files: IterationFiles, report: Report) -> Contents:
+def laid_out_contents(metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> Contents:
     """What the files hold by their metadata.
 
     Args:
         metadata: what is said.
         files: the files, their headers read.
+        handles: where to borrow them from.
         report: told of what is healed and of what is left out.
     """
-    return _Reading(metadata, files, report).read()
+    return _Reading(metadata, files, handles, report).read()
 
 
 class _Reading:
-    def __init__(self, metadata: Metadata, files: IterationFiles, report: Report) -> None:
+    def __init__(self, metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> None:
         self._metadata = metadata
         self._files = files
+        self._handles = handles
         self._report = report
         self._placer = Placer(metadata, files)
-        self._moves = MovedStates(metadata, files, self._placer)
+        self._elsewhere = Elsewhere(metadata, files, self._placer)
         self._found = Contents()
-        self._without_data: list[str] = []
-        self._moved: list[str] = []
+        # Names by what was found of them, in the words of the user.
+        self._remarks: dict[Remark, list[str]] = {}
 
     def read(self) -> Contents:
         for name in self._metadata.tensors:
@@ -101,67 +125,117 @@ class _Reading:
                 self._read(name)
             except InputError as error:
                 self._found.faults[name] = error
-        self._read_unlisted()
+        for name, holders in sorted(self._unlisted().items()):
+            try:
+                self._read_unlisted(name, holders)
+            except InputError as error:
+                self._found.faults[name] = error
         self._tell()
         return self._found
 
     def _read(self, name: str) -> None:
         placement = self._placer.place(name)
         tensor = self._placer.tensor(name, placement.contents, placement.grid)
-        indexes = self._files.indexes
-        lacking = [file for file in placement.contents if name not in indexes[file].tensors]
-        if tensor is None and lacking and name.startswith(ACCUMULATED_GRADIENTS):
-            self._without_data.append(name)
+        lacking = [file for file in placement.contents if name not in self._files.indexes[file].tensors]
+        if lacking and tensor is None and name.startswith(ACCUMULATED_GRADIENTS):
+            self._remark(Remark.WITHOUT_DATA, name)
             return
-        moved = self._moves.find(name) if tensor is None and lacking else None
+        moved = self._elsewhere.moved(name) if tensor is None else None
         if moved is not None:
             placement = moved
             tensor = self._placer.tensor(name, placement.contents, placement.grid)
-            self._moved.append(name)
+            self._remark(Remark.MOVED, name)
         elif lacking:
-            paths = [indexes[file].path for file in lacking]
-            raise CheckpointError(
-                f"{some_names(paths, 2)}: {self._metadata.path} says that {quoted(name)} is in there, and it is not",
-                file=paths[0],
-                parameter=name,
-                hint="the files are not of one save, or were changed; take another iteration, or leave it out with "
-                f"--exclude {as_pattern(name)}",
-            )
+            raise self._not_in_there(name, lacking)
+        if placement.misnumbered:
+            self._remark(Remark.MISNUMBERED, name)
+        if placement.lost:
+            placement, tensor = self._replaced(name, placement, tensor)
+        elif placement.outside:
+            self._remark(Remark.OUTSIDE, name)
+        if tensor is not None:
+            self._found.add(name, tensor, placement)
+
+    def _not_in_there(self, name: str, lacking: Sequence[int]) -> CheckpointError:
+        paths = [self._files.paths[file] for file in lacking]
+        return CheckpointError(
+            f"{some_names(paths, 2)}: {self._metadata.path} says that {quoted(name)} is in there, and it is not",
+            file=paths[0],
+            parameter=name,
+            hint="the files are not of one save, or were changed; take another iteration, or leave it out with "
+            f"--exclude {as_pattern(name)}",
+        )
+
+    def _replaced(
+        self, name: str, placement: Placement, tensor: Optional[Tensor]
+    ) -> tuple[Placement, Optional[Tensor]]:
+        """A placement of which some slices are in no file that is listed and there, with what other files hold."""
+        found = self._elsewhere.replacements(name, placement)
+        if found:
+            files = [file for holders in found.values() for file in holders]
+            other = self._placer.tensor(name, files, placement.grid)
+            assert other is not None
+            if tensor is not None and not tensor.same_type(other):
+                raise self._not_in_there(name, files)
+            tensor = tensor or other
+            held = tuple(tuple(found.get(number, files)) for number, files in enumerate(placement.held))
+            placement = replace(placement, held=held)
+            self._remark(Remark.REPLACED, name)
         lost = placement.lost
         if lost:
             said = {file for number in lost for file in placement.said[number]}
             self._found.lost[name] = Lost(name, len(lost), tuple(self._files.names[file] for file in sorted(said)))
-        if tensor is not None:
-            self._found.add(name, tensor, placement)
+        return placement, tensor
 
-    def _read_unlisted(self) -> None:
-        """What files hold and metadata does not list: values, and in graph mode what is not trained."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        contents = {id(index.tensors): index.tensors for index in self._files.indexes.values()}
-        for tensors in contents.values():
-            for name in tensors.keys() - self._metadata.tensors.keys():
-                shapes[name] = tensors[name].shape
-        for name in sorted(shapes):
-            if math.prod(shapes[name]) == 1:
-                self._found.plain.add(name)
-            else:
-                self._found.unplaced[name] = "how it is cut is not recorded"
+    def _unlisted(self) -> dict[str, list[int]]:
+        """The files that hold a tensor that metadata does not list, by its name."""
+        found: dict[str, list[int]] = {}
+        names: dict[int, list[str]] = {}
+        for file, index in self._files.indexes.items():
+            contents = id(index.tensors)
+            if contents not in names:
+                names[contents] = [name for name in index.tensors if name not in self._metadata.tensors]
+            for name in names[contents]:
+                found.setdefault(name, []).append(file)
+        return found
+
+    def _read_unlisted(self, name: str, holders: Sequence[int]) -> None:
+        tensor = self._files.indexes[holders[0]].tensors[name]
+        if math.prod(tensor.shape) == 1:
+            self._found.plain.add(name)
+            return
+        placement = self._elsewhere.unlisted(name, holders)
+        if placement is not None:
+            if placement.lost:
+                placement, _ = self._replaced(name, placement, tensor)
+            self._remark(Remark.STATE, name)
+        else:
+            cut = judge(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
+            if not cut.whole:
+                self._found.unplaced[name] = cut.why
+                return
+            placement = Placement.whole(tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders))
+            self._remark(Remark.WHOLE, name)
+        self._placer.tensor(name, holders, placement.grid)
+        self._found.add(name, tensor, placement)
+
+    @cached_property
+    def _stages(self) -> list[RankList]:
+        return disjoint(rank_lists(self._metadata))
+
+    def _remark(self, remark: Remark, name: str) -> None:
+        self._remarks.setdefault(remark, []).append(name)
 
     def _tell(self) -> None:
-        if self._moved:
+        path = self._metadata.path
+        for remark, names in self._remarks.items():
+            text = f"{path}: {remark.value} ({plural(len(names), 'parameter')}): " + listing(names)
+            (self._report.note if remark is Remark.WITHOUT_DATA else self._report.warn)(text)
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self._found.unplaced.items():
+            by_reason.setdefault(why, []).append(name)
+        for why, names in by_reason.items():
             self._report.warn(
-                f"{self._metadata.path} looks for {plural(len(self._moved), 'optimizer state')} in the files of "
-                "another pipeline stage, as MindFormers does with FusedAdamW; they are taken from the files of the "
-                "stage of their parameters: " + listing(self._moved)
-            )
-        if self._without_data:
-            self._report.note(
-                f"{self._metadata.path} lists {plural(len(self._without_data), 'parameter')} that no file holds, as "
-                "MindFormers up to 2.0 does in a pipeline; passed over: " + listing(self._without_data)
-            )
-        if self._found.unplaced:
-            told = plural(len(self._found.unplaced), "parameter")
-            self._report.warn(
-                f"{told} of {self._metadata.path.rpartition('/')[0]} left out, as nothing records how they are cut: "
-                + listing(self._found.unplaced)
+                f"{path}: not listed, so nothing tells how it is cut, and {why}; left out "
+                f"({plural(len(names), 'parameter')}): " + listing(names)
             )

@@ -8,8 +8,9 @@ hold a slice) is kept once.
 from __future__ import annotations
 
 import os
+import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -18,7 +19,7 @@ from reshard.checkpoints.files import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError
 from reshard.storage import LocalFile, UnfitError, opened_regular, read_range
-from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
+from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
 from reshard.wording import quoted
 
 _AGAIN = "copy the directory again from where it was saved, or take another iteration"
@@ -31,10 +32,17 @@ _INT64 = 1 << 63
 _LONGEST_NAME = 255
 _ENDING = ".safetensors"
 
+# An entry of a stored slice as it is always written, compact or indented; parsed as JSON in general where it is not.
+_ENTRY = re.compile(
+    r'\{~"file_name"~:~"([^"\\\x00-\x1f]*)"~,~"storage_rank"~:~(0|[1-9][0-9]{0,6})~'
+    r'(?:,~"rank_group"~:~(\[[0-9, \t\n\r]*\])~)?\}'.replace("~", r"[ \t\n\r]*")
+)
+
 MOST_BYTES = 1 << 36
 """Bytes that a metadata.json may have: some hours of reading. Each slice of a parameter takes 16 bytes of memory."""
 
 Entries = tuple[tuple[int, int], ...]
+RankGroup = tuple[int, ...]
 
 
 class RecordedLayout(NamedTuple):
@@ -92,7 +100,7 @@ class StoredSlice(NamedTuple):
     """
 
     entries: Entries
-    ranks: tuple[int, ...]
+    ranks: RankGroup
 
 
 class StoredSlices:
@@ -189,7 +197,7 @@ class _Reader:
         self._places: dict[StoredSlice, int] = {}
         # Whatever was met before, so that it is kept once.
         self._known: dict[Any, Any] = {}
-        self._group: tuple[list[Any], tuple[int, ...]] = ([], ())
+        self._group: tuple[str, RankGroup] = ("", ())
 
     def read(self) -> Metadata:
         sections = {_DESCRIPTIONS: self._read_descriptions, _STORED: self._read_stored}
@@ -261,18 +269,17 @@ class _Reader:
     def _stored_slice(self, key: str) -> int:
         """The place of the stored slice that comes next."""
         entries: list[tuple[int, int]] = []
-        groups: dict[tuple[int, ...], None] = {}
+        groups: dict[RankGroup, None] = {}
         for _ in self._stream.elements():
-            said = Fields(self._stream.value(), quoted(key))
-            entries.append((self._file(said.text("file_name"), key), said.integer("storage_rank", 0, MOST_DEVICES)))
-            if "rank_group" in said and not said.is_null("rank_group"):
-                groups[self._rank_group(said.entries("rank_group"), key)] = None
+            file, rank, group = self._entry(key)
+            entries.append((file, rank))
+            groups[group] = None
         if not entries:
             raise JsonError(f"{quoted(key)}: no file is listed")
         if len(groups) == 1:
             (ranks,) = groups
         else:
-            ranks = self._once(tuple(sorted({rank for group in groups for rank in group})))
+            ranks = self._ranks({rank for group in groups for rank in group})
         found = StoredSlice(tuple(sorted(entries)), ranks)
         place = self._places.get(found)
         if place is None:
@@ -281,6 +288,29 @@ class _Reader:
             place = self._places[found] = len(self._found.places)
             self._found.places.append(found)
         return place
+
+    def _entry(self, key: str) -> tuple[int, int, RankGroup]:
+        """File, storage rank and rank group of the entry that comes next."""
+        usual = self._stream.matching(_ENTRY)
+        if usual is None:
+            said = Fields(self._stream.value(), quoted(key))
+            group: RankGroup = ()
+            if "rank_group" in said and not said.is_null("rank_group"):
+                group = self._ranks(said.integers("rank_group", 0, MOST_DEVICES))
+            return self._file(said.text("file_name"), key), said.integer("storage_rank", 0, MOST_DEVICES), group
+        name, digits, text = usual.groups()
+        rank = int(digits)
+        if rank >= MOST_DEVICES:
+            raise JsonError(f"{quoted(key)}: storage_rank holds a number out of range")
+        # The entries of one slice repeat the group, thousands of ranks long.
+        if text is not None and text != self._group[0]:
+            ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
+            self._group = (text, self._ranks(ranks))
+        return self._file(name, key), rank, () if text is None else self._group[1]
+
+    def _ranks(self, ranks: Iterable[int]) -> RankGroup:
+        group: RankGroup = self._once(tuple(sorted(set(ranks))))
+        return group
 
     def _file(self, name: str, key: str) -> int:
         number = self._files.get(name)
@@ -292,15 +322,6 @@ class _Reader:
             number = self._files[name] = len(self._found.files)
             self._found.files.append(name)
         return number
-
-    def _rank_group(self, said: list[Any], key: str) -> tuple[int, ...]:
-        # The entries of one slice repeat it, thousands of ranks long.
-        before, ranks = self._group
-        if said != before:
-            ranks = integers(said, f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
-            ranks = self._once(tuple(sorted(set(ranks))))
-            self._group = (said, ranks)
-        return ranks
 
     def _check_numbers(self) -> None:
         """See that the sections tell of the same tensors and no slice comes twice."""

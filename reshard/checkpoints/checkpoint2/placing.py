@@ -18,7 +18,7 @@ from reshard.checkpoints.checkpoint2.metadata import Description, Metadata, Reco
 from reshard.checkpoints.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
 from reshard.checkpoints.tensors import Tensor
 from reshard.errors import CheckpointError, LayoutError
-from reshard.layout import Grid, Layout, volume_of
+from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.names import as_pattern
 from reshard.wording import quoted, some_numbers
 
@@ -53,14 +53,20 @@ class Placement:
     contents: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...], file: int) -> Placement:
-        """That of a tensor of which one file holds all."""
-        return cls(Grid.whole(shape), None, (0,), ((file,),), ((file,),), False, (), (file,))
+    def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> Placement:
+        """That of a tensor of which files hold all, each for a rank."""
+        held = (tuple(sorted(files)),)
+        return cls(Grid.whole(shape), None, tuple(sorted(ranks)), held, held, False, (), held[0])
 
     @cached_property
     def sharding(self) -> FileSharding:
         """The grid, and the files that hold its boxes."""
         return FileSharding(self.grid, self.held)
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """The shape of every slice."""
+        return _slice_shape(self.grid)
 
     @property
     def lost(self) -> list[int]:
@@ -116,22 +122,19 @@ class Placer:
                 known = self._placements[key] = self._place(said, self._entries(stored))
         return known
 
-    def place_moved(self, name: str, rank_list: tuple[int, ...], rank_of: Mapping[int, int]) -> Placement:
-        """Where the slices of a tensor lie that is laid out over other ranks than is said.
+    def place_held(self, name: str, said: Description, rank_of: Mapping[int, int]) -> Placement:
+        """Where the slices of a tensor lie that is not stored as is said.
 
         Args:
             name: of the tensor.
-            rank_list: the ranks, in the order of its device matrix.
+            said: how it is laid out.
             rank_of: by holder number of the files that hold a slice of it the rank of each.
 
         Raises:
-            LayoutError: the layout does not fit these ranks, or the shape.
+            LayoutError: the layout does not fit the ranks, or the shape.
         """
-        said = self._metadata.tensors[name]
-        assert said.layout is not None
         with self._naming(name):
-            described = said._replace(layout=said.layout._replace(rank_list=rank_list))
-            return self._place(described, ((None, file, rank) for file, rank in rank_of.items()))
+            return self._place(said, ((None, file, rank) for file, rank in rank_of.items()))
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -227,9 +230,9 @@ class Placer:
         Raises:
             CheckpointError: a file holds it in another type or shape than is said.
         """
-        said = self._metadata.tensors[name]
-        dtype = _DTYPES.get(said.dtype)
-        shape = tuple(edges[1] for edges in grid.edges)
+        said = self._metadata.tensors.get(name)
+        dtype = None if said is None else _DTYPES.get(said.dtype)
+        shape = _slice_shape(grid)
         first: Optional[Tensor] = None
         for file in files:
             index = self._indexes[file]
@@ -265,6 +268,11 @@ class Placer:
         return first
 
 
+def _slice_shape(grid: Grid) -> tuple[int, ...]:
+    """The shape of every slice; layouts cut into equal ones."""
+    return shape_of(grid.slice_box(0))
+
+
 def _is_scattered(ranks: Sequence[int]) -> bool:
     """Whether a list of ranks has gaps, or is in disorder."""
     return any(after - before != 1 for before, after in zip(ranks, ranks[1:]))
@@ -283,7 +291,7 @@ def _check_chunks(said: Description, grid: Grid) -> None:
         raise LayoutError("a slice is listed twice")
     if numbers and max(numbers) >= grid.slice_count:
         raise LayoutError(f"slice {max(numbers)} is listed, but it is cut into {grid.slice_count}")
-    shape = tuple(edges[1] for edges in grid.edges)
+    shape = _slice_shape(grid)
     for listed in said.chunks.shapes:
         if listed != shape:
             raise LayoutError(f"a slice is listed with shape {list(listed)}, and has {list(shape)} by the layout")

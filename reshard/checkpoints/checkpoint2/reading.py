@@ -63,7 +63,7 @@ def read_iteration(
     metadata = read_metadata(iteration.path)
     listed = None if metadata is None else metadata.files
     files = IterationFiles(iteration.path, listed, handles, report, damaged or {})
-    contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, report)
+    contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
     common = read_common(iteration.path)
     step = iteration.number
     if step is None and isinstance(common.get("global_step"), int):
