@@ -39,7 +39,7 @@ _ENTRY = re.compile(
 )
 
 MOST_BYTES = 1 << 36
-"""Bytes that a metadata.json may have: some hours of reading. Each slice of a parameter takes 16 bytes of memory."""
+"""Bytes that a metadata.json may have: ten minutes of reading. Each slice of a tensor takes 16 bytes of memory."""
 
 Entries = tuple[tuple[int, int], ...]
 RankGroup = tuple[int, ...]
@@ -197,6 +197,7 @@ class _Reader:
         self._places: dict[StoredSlice, int] = {}
         # Whatever was met before, so that it is kept once.
         self._known: dict[Any, Any] = {}
+        self._groups: dict[str, RankGroup] = {}
         self._group: tuple[str, RankGroup] = ("", ())
 
     def read(self) -> Metadata:
@@ -304,8 +305,11 @@ class _Reader:
             raise JsonError(f"{quoted(key)}: storage_rank holds a number out of range")
         # The entries of one slice repeat the group, thousands of ranks long.
         if text is not None and text != self._group[0]:
-            ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
-            self._group = (text, self._ranks(ranks))
+            group = self._groups.get(text, ())
+            if not group:
+                ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
+                group = self._groups[text] = self._ranks(ranks)
+            self._group = (text, group)
         return self._file(name, key), rank, () if text is None else self._group[1]
 
     def _ranks(self, ranks: Iterable[int]) -> RankGroup:

@@ -15,7 +15,7 @@ MODEL, OPTIMIZER = "model", "opt"
 _ITERATION = re.compile(r"iteration_([0-9]{8,18})")
 _FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7})-([0-9]{7})\.safetensors", re.DOTALL)
 # What Python's repr of a tuple of a name and a tuple of one number looks like.
-_KEY = re.compile(r"""\((?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), \(([0-9]{1,18}),\)\)""", re.DOTALL)
+_KEY = re.compile(r"""\((?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), \((0|[1-9][0-9]{0,17}),\)\)""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|.)", re.DOTALL)
 _SINGLE = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "r": "\r", "t": "\t"}
 _LARGEST_CHARACTER = 0x10FFFF

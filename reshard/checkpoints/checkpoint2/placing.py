@@ -274,8 +274,9 @@ def _slice_shape(grid: Grid) -> tuple[int, ...]:
 
 
 def _is_scattered(ranks: Sequence[int]) -> bool:
-    """Whether a list of ranks has gaps, or is in disorder."""
-    return any(after - before != 1 for before, after in zip(ranks, ranks[1:]))
+    """Whether ascending ranks have gaps."""
+    steps = {after - before for before, after in zip(ranks, ranks[1:])}
+    return bool(steps) and min(steps) > 0 and steps != {1}
 
 
 def _check_chunks(said: Description, grid: Grid) -> None:

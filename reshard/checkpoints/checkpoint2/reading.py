@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Callable, Optional
 
@@ -10,9 +11,11 @@ from reshard.checkpoints.checkpoint2.contents import laid_out_contents, whole_co
 from reshard.checkpoints.checkpoint2.files import IterationFiles
 from reshard.checkpoints.checkpoint2.iterations import Iteration, choose, read_common
 from reshard.checkpoints.checkpoint2.metadata import read_metadata
+from reshard.checkpoints.checkpoint2.names import ADAPTER
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import InputError
 from reshard.report import Report
+from reshard.storage import exists
 
 
 def read_checkpoint2(
@@ -65,6 +68,12 @@ def read_iteration(
     files = IterationFiles(iteration.path, listed, handles, report, damaged or {})
     contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
     common = read_common(iteration.path)
+    adapter = os.path.join(iteration.path, ADAPTER)
+    if exists(adapter):
+        report.note(
+            f"{adapter} binds these LoRA parameters to the files of their base model by a fingerprint; it belongs to "
+            "this form only and is not carried over"
+        )
     step = iteration.number
     if step is None and isinstance(common.get("global_step"), int):
         step = common["global_step"]
