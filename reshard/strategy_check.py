@@ -25,7 +25,7 @@ from reshard.plan.holding import StageSharding
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
-from reshard.source_replicas import Comparison, compare_replicas, holders_alike
+from reshard.source_replicas import Comparison, SameSlices, compare_replicas, compare_slices, holders_alike
 from reshard.strategies import Stage, Strategy
 
 # The stage of what no stage lists, which every rank may hold.
@@ -71,7 +71,9 @@ class StrategyCheck:
         not_listed: tensors that the strategy does not list, and that are the same on all ranks or single values.
         not_described: tensors that the strategy does not list although ranks hold different ones: parts of something.
         comparison: what came of comparing alleged replicas.
-        alike: where replicas differ, which ranks really hold the same.
+        same_slices: parameters of which ranks hold the same although the strategy says that they hold different
+            slices, where replicas could not test it; empty where too few do to speak against it.
+        alike: where ranks hold something else than the strategy says, which of them really hold the same.
     """
 
     step: Optional[str]
@@ -84,13 +86,15 @@ class StrategyCheck:
     not_listed: list[str]
     not_described: list[str]
     comparison: Comparison
+    same_slices: list[SameSlices]
     alike: Optional[HeldAlike]
 
     @property
     def fits(self) -> bool:
         """Whether nothing speaks against the strategy."""
         other_model = bool(self.not_held) and not self.parameters and not self.misfits
-        return not (other_model or self.beyond_ranks or self.misfits or self.not_described or self.comparison.differing)
+        differing = self.comparison.differing or self.same_slices
+        return not (other_model or self.beyond_ranks or self.misfits or self.not_described or differing)
 
 
 def check_strategy(
@@ -133,6 +137,8 @@ def check_strategy(
     effort = "all" if everything else "more"
     comparison = compare_replicas(parameters.values(), found, handles, execution, progress, effort)
     not_described = _not_described(sorted(held - listed), found, handles, execution)
+    same_slices = [] if comparison.check.tested else _same_slices(parameters.values(), found, handles, execution)
+    wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same_slices)]
     return StrategyCheck(
         step=None if found.step is None else str(found.step),
         ranks=sorted(found.indexes),
@@ -144,7 +150,8 @@ def check_strategy(
         not_listed=sorted(held - listed - set(not_described)),
         not_described=not_described,
         comparison=comparison,
-        alike=_alike(comparison, parameters, found, handles, execution),
+        same_slices=same_slices,
+        alike=_alike(parameters[wrong[0]], found, handles, execution) if wrong else None,
     )
 
 
@@ -199,14 +206,13 @@ def _is_value(tensor: Tensor) -> bool:
     return tensor.dtype in (TEXT, MAP_TENSOR) or math.prod(tensor.shape) <= 1
 
 
-def _alike(
-    comparison: Comparison,
-    parameters: dict[str, GlobalTensor],
-    step: SourceStep,
-    handles: FileHandles,
-    execution: ExecutionOptions,
-) -> Optional[HeldAlike]:
-    if not comparison.differing:
-        return None
-    parameter = parameters[comparison.differing[0].parameter]
+def _same_slices(
+    parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
+) -> list[SameSlices]:
+    """Parameters of which slices are equal that should differ, if they are most."""
+    slices = compare_slices(parameters, step, handles, execution)
+    return slices.same if slices.speaks_against else []
+
+
+def _alike(parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> HeldAlike:
     return HeldAlike(parameter.name, holders_alike(parameter, step, handles, execution))

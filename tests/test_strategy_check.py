@@ -157,6 +157,20 @@ def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
 
+def test_a_strategy_that_cuts_finer_than_the_files_does_not_fit(tmp_path: Path) -> None:
+    """No two ranks should hold the same, so that no replicas tell; but some do."""
+    saved = single({name: layout([2, 2], [0, -1]) for name in "ab"})
+    write_tree(tmp_path / "src", cut_ranks(saved, {name: value(name, (16, 6)) for name in "ab"}))
+    fine = write_strategy(tmp_path / "fine", single({name: layout([4], [0, -1]) for name in "ab"}))
+    said = check(fine, tmp_path / "src", status=4).out
+    assert "2 parameters: ranks hold the same bytes where the strategy says that they hold different slices" in said
+    assert "by their contents, ranks that hold the same of 'a': 0,2; 1,3" in said
+    assert said.splitlines()[-1].startswith("does not fit: pass the strategy")
+    result = found(fine, tmp_path / "src", status=4)
+    assert not result["fits"] and result["differing"] == []
+    assert result["same_slices"] == [{"parameter": name, "ranks": [0, 2]} for name in "ab"]
+
+
 def test_the_step_is_the_newest_that_all_ranks_have_or_the_one_that_is_named(tree: Tree) -> None:
     newer = cut_ranks(model(*TRUE), {name: value(f"new{name}", full.array.shape) for name, full in FULL.items()})
     write_tree(tree.src, {rank: newer[rank] for rank in range(3)}, "rank_{rank}/net-1_20.ckpt")

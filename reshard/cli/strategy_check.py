@@ -107,6 +107,10 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
     else:
         yield f"replicas: {comparison.check}"
+    if found.same_slices:
+        count = plural(len(found.same_slices), "parameter")
+        yield f"{count}: ranks hold the same bytes where the strategy says that they hold different slices"
+        yield from names([item.parameter for item in found.same_slices])
     if comparison.gradients:
         yield comparison.said_of_gradients()
     if found.alike is not None:
@@ -170,6 +174,7 @@ def _json(found: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
         "differing": [_differing_row(differing) for differing in comparison.differing],
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
         "likely": comparison.likely if comparison.differing else None,
+        "same_slices": [item._asdict() for item in found.same_slices],
         "alike": None if found.alike is None else found.alike._asdict(),
     }
 

@@ -6,7 +6,7 @@ counts and `outcome` says what came of it; `distinct` compares what should diffe
 """
 
 from reshard.source_replicas.compare import compare_replicas, holders_alike
-from reshard.source_replicas.distinct import Distinctness, compare_slices
+from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Differing",
     "Distinctness",
     "ReplicaCheck",
+    "SameSlices",
     "compare_replicas",
     "compare_slices",
     "holders_alike",
