@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -13,8 +15,17 @@ import numpy as np
 from reshard.checkpoints import FileHandles, find_checkpoints, read_index
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
-from tests.checkpoint_writing import ckpt_bytes, map_record, random_arrays, safetensors_bytes, text
+from tests.checkpoint2_writing import saving
+from tests.checkpoint_writing import (
+    ckpt_bytes,
+    map_record,
+    random_arrays,
+    safetensors_bytes,
+    text,
+    write_safetensors,
+)
 from tests.strategy_writing import group_info, json_content, layout, protobuf
+from tests.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 
 
 class Reader(NamedTuple):
@@ -104,6 +115,15 @@ def read_names(path: Path) -> None:
                 os.rmdir(os.path.join(directory, name))
 
 
+def read_metadata(path: Path) -> None:
+    """The file says how the tensors are cut that lie beside it; what is read of them has to be right."""
+    iteration = path.parent
+    if not any(iteration.glob("*.safetensors")):
+        for name, held in _SAVED.files().items():
+            write_safetensors(iteration / name, held)
+    see_that_it_is_right(iteration, _SAVED.tensors)
+
+
 def inside(name: str) -> bool:
     """Whether a name, as part of a path, stays below the directory it is put in."""
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/") and bool(name.strip("/."))
@@ -145,10 +165,15 @@ _NAMES = [
 
 
 def json_seeds() -> list[bytes]:
-    import json
-
     return [json.dumps(json_content(made, [0, 1] if "0-w" in made else [0])).encode() for made in seeds_of_layouts()]
 
+
+_SAVED = saving(tensors=SAVED, world=4)
+_METADATA = [
+    json.dumps(saved.metadata(), indent=indent).encode()
+    for saved in (_SAVED, replace(_SAVED, groups=False), replace(_SAVED, tensors={"whole": SAVED["whole"]}))
+    for indent in (None, 4)
+]
 
 READERS = {
     "ckpt": Reader("x.ckpt", [*_CKPT, map_record("m", [np.arange(3)])], read_checkpoint),
@@ -158,4 +183,5 @@ READERS = {
     "merge": Reader("s.ckpt", [*_PROTOBUF, *json_seeds()], merge_strategies),
     "group-info": Reader("group_info.pb", _GROUPS, read_groups),
     "names": Reader("names.txt", _NAMES, read_names),
+    "metadata": Reader("metadata.json", _METADATA, read_metadata),
 }
