@@ -28,7 +28,16 @@ RECORDED_OF_REQUEST = (
 )
 NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged")
 RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "lost_only", "share", "adding")
-NOT_RECORDED_OF_OPTIONS = ("jobs", "max_memory", "io", "overwrite", "accept_changed_source", "dry_run", "part")
+NOT_RECORDED_OF_OPTIONS = (
+    "jobs",
+    "max_memory",
+    "io",
+    "overwrite",
+    "accept_changed_source",
+    "dry_run",
+    "part",
+    "decryption",
+)
 
 
 def given_command(plan: Plan, options: Options) -> Optional[Given]:

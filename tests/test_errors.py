@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
 
+from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, done, fails, reshard, warns
 from tests.small import COPIED, PLAIN, SOURCE, TARGET, World, tensors
@@ -184,6 +186,17 @@ def test_encrypted_files_are_refused_with_their_cipher(world: World, magic: byte
     path = world.src / "rank_1" / "net-1_10.ckpt"
     path.write_bytes(magic + os.urandom(200))
     world.refuses(3, str(path), cipher)
+
+
+def test_without_the_package_that_decrypts_it_is_said_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    (tmp_path / "key").write_bytes(b"0123456789abcdef")
+    words: list[Argument] = ["inspect", FIXTURES / "ckpt_files" / "encrypted_gcm.ckpt"]
+    fails(3, *words, "--decrypt-key-file", tmp_path / "key", says=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
 def test_checkpoint_2_directories_are_refused_by_name(world: World) -> None:

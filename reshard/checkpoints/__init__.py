@@ -8,6 +8,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc, check_crcs, crc_of_file
+from reshard.checkpoints.decryption import Decryption
 from reshard.checkpoints.dtypes import can_hold
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.naming import FileNames
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointIndex",
     "CrcCheck",
     "Data",
+    "Decryption",
     "FileHandles",
     "FileNames",
     "KnownStructures",

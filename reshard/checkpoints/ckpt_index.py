@@ -24,17 +24,12 @@ from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
 from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
 from reshard.checkpoints.tensors import CheckpointIndex, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
+from reshard.other_files import MARK_SIZE, cipher_of
 from reshard.storage import ReadableFile, read_range
 from reshard.wording import quoted
 
 CRC_MARK = b"crc_num"
 TRAILER_SIZE = len(CRC_MARK) + 10
-
-_CIPHERS = {
-    b"\xd8\x5e\x3a\x7f": "AES-GCM",
-    b"\xd9\x5e\x3a\x7f": "AES-CBC",
-    b"\xda\x5e\x3a\x7f": "SM4-CBC",
-}
 
 # Keys of the fields above: field number, shifted by three, plus the wire type.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -99,12 +94,12 @@ def read_ckpt_index(file: ReadableFile, size: int) -> CheckpointIndex:
 
 
 def _refuse_encrypted(walk: _Walk) -> None:
-    cipher = _CIPHERS.get(walk.peek(4))
+    cipher = cipher_of(walk.peek(MARK_SIZE))
     if cipher is not None:
         raise EncryptedCheckpointError(
             f"{walk.path}: is encrypted with {cipher}",
             file=walk.path,
-            hint="load it in MindSpore with its dec_key and save it without enc_key",
+            hint="name a file with its key: --decrypt-key-file FILE",
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import LocalFile, ReadableFile, too_long
 
@@ -99,12 +100,18 @@ class FileHandles:
         opened: how often a file was opened so far.
     """
 
-    def __init__(self, limit: Optional[int] = None) -> None:
-        """Args: limit: most descriptors kept open; by default a share of what the process may open."""
+    def __init__(self, limit: Optional[int] = None, decryption: Optional[Decryption] = None) -> None:
+        """Prepare.
+
+        Args:
+            limit: most descriptors kept open; by default a share of what the process may open.
+            decryption: the key of encrypted files.
+        """
         self.limit = _default_limit() if limit is None else max(1, limit)
         self.opened = 0
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
+        self._decrypted = None if decryption is None else DecryptedFiles(decryption)
         # Of every file when it was first opened.
         self._first_seen: dict[str, FileVersion] = {}
 
@@ -113,6 +120,7 @@ class FileHandles:
         """The file ``path``, open for reading while the block runs.
 
         Raises:
+            CheckpointError: it is encrypted, and cannot be decrypted with the key that there is.
             OSError: the file cannot be opened, or is another one than when it was opened before; see
                 `reading_error`.
         """
@@ -124,9 +132,11 @@ class FileHandles:
         try:
             # Opening may take long on a network file system, so only this file's users wait for it.
             with handle.opening:
-                if handle.file is None:
+                if handle.fd is None:
                     handle.fd = self._open(path)
-                    handle.file = LocalFile(handle.fd, path)
+                if handle.file is None:
+                    file = LocalFile(handle.fd, path)
+                    handle.file = file if self._decrypted is None else self._decrypted.open(file)
             yield handle.file
         finally:
             with self._lock:

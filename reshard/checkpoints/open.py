@@ -8,6 +8,7 @@ from typing import Optional
 
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.ckpt_index import read_ckpt_index
+from reshard.checkpoints.encrypted import GCM
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.safetensors_index import read_safetensors_index
 from reshard.checkpoints.tensors import CheckpointIndex
@@ -77,8 +78,10 @@ def _read(file: ReadableFile, format: str, size: int) -> CheckpointIndex:
     try:
         return (read_ckpt_index if format == "ckpt" else read_safetensors_index)(file, size)
     except DamagedCheckpointError as error:
+        path = file.path
+        if file.cipher not in (None, GCM):
+            error.message += f" (after decryption with {file.cipher}, of which nothing tells damage from a wrong key)"
         kind = kind_by_head(file.read(0, HEAD))
         if kind is None:
             raise
-        path = file.path
         raise DamagedCheckpointError(f"{path}: is {_not_ours(kind)}", file=path, hint=_WANTED) from error

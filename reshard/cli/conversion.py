@@ -84,6 +84,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
         overwrite=typed["overwrite"],
         accept_changed_source=typed["accept_changed_source"],
         verify=typed.get("verify", False),
+        decryption=options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
         **{"dry_run": typed["dry_run"], **others},
     )
 

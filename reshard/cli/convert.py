@@ -140,7 +140,7 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
 
     assert isinstance(request.src, str)
     report = Report()
-    with FileHandles() as handles:
+    with FileHandles(decryption=how.decryption) as handles:
         means = Means(handles, how.jobs, how.max_memory, progress)
         return verify_conversion(
             request.src,

@@ -87,7 +87,8 @@ def fingerprint(
             )
         source = strategy_of(strategy, report)
         filters = Filters(typed["include"], typed["exclude"])
-        with FileHandles() as handles:
+        decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+        with FileHandles(decryption=decryption) as handles:
             found = find_checkpoints(src, typed["file_suffix"])
             check_ranks(found, source, handles)
             progress = progress_of(typed["quiet"], typed["progress"])

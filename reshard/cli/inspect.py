@@ -47,7 +47,14 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 @options.verbose("Every name, step and finding, nothing abbreviated.")
 @options.debug
 def inspect(
-    path: str, strategy: Optional[str], step: str, file_suffix: Optional[str], as_json: bool, verbose: bool
+    path: str,
+    strategy: Optional[str],
+    step: str,
+    file_suffix: Optional[str],
+    decrypt_key_file: Optional[str],
+    decrypt_mode: Optional[str],
+    as_json: bool,
+    verbose: bool,
 ) -> None:
     """Show what is in a checkpoint file, a rank directory or a rank tree at PATH.
 
@@ -57,6 +64,7 @@ def inspect(
     what is said of completeness is a guess. What would make a conversion refuse is shown as a
     finding, and the exit status stays 0.
     """
+    decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
     if not exists(path) or is_directory(path) or "{rank}" in path:
         from reshard.inspection.tree import inspect_tree
         from reshard.strategies import read_strategy
@@ -64,7 +72,7 @@ def inspect(
         judged_by = None if strategy is None else read_strategy(strategy)
         if judged_by is not None:
             show_notes(judged_by.notes)
-        tree = inspect_tree(path, step, file_suffix, judged_by)
+        tree = inspect_tree(path, step, file_suffix, judged_by, decryption)
         if as_json:
             echo_json(_tree_json(tree, step))
         else:
@@ -77,7 +85,7 @@ def inspect(
         )
     from reshard.inspection.file import inspect_file
 
-    file = inspect_file(path)
+    file = inspect_file(path, decryption)
     if as_json:
         echo_json(_file_json(path, file))
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
 
@@ -14,6 +14,9 @@ from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
 from reshard.storage import is_directory
+
+if TYPE_CHECKING:
+    from reshard.checkpoints import Decryption
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -185,8 +188,49 @@ def source(command: F) -> F:
                 show_default="any",
                 help="Take only source files whose stem ends so.",
             ),
+            decryption,
         ],
     )
+
+
+def decryption(command: F) -> F:
+    """--decrypt-key-file and --decrypt-mode, for `decryption_of`."""
+    return _all(
+        command,
+        [
+            option(
+                "Source",
+                "--decrypt-key-file",
+                metavar="FILE|-",
+                shell_complete=completion.paths,
+                help="Key of encrypted source files; - reads it from standard input. Targets are not encrypted.",
+            ),
+            option(
+                "Source",
+                "--decrypt-mode",
+                type=Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
+                show_default="as each file says",
+                help="Refuse files that are encrypted in another mode.",
+            ),
+        ],
+    )
+
+
+def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
+    """How encrypted source files are read, by the values of these options; None where they are not.
+
+    Raises:
+        UsageError: there is a mode without a key.
+        InputError: there is no key where it should be.
+    """
+    if key_file is None:
+        if mode is not None:
+            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
+        return None
+    # Help and the commands that read no checkpoint do without.
+    from reshard.checkpoints import Decryption
+
+    return Decryption(key_file, mode)
 
 
 def selection(command: F) -> F:
@@ -372,7 +416,7 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
         metavar="TEXT",
         default=default,
         show_default=shown or True,
-        help="Target file names begin so; with {rank}, {epoch} or {step} in it, the whole name.",
+        help="Target file names begin so.",
     )
 
 

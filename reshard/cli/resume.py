@@ -40,6 +40,7 @@ reshard resume out/ --shard auto
 )
 @click.argument("dst", shell_complete=completion.directories)
 @options.divided
+@options.decryption
 @options.accept_changed_source
 @options.dry_run
 @options.effort

@@ -23,7 +23,8 @@ def cluster_of(
         report: told what is found on the way.
 
     Raises:
-        UsageError: it is neither, Dask is not installed, or this is already one of several runs.
+        UsageError: it is neither, Dask is not installed, this is already one of several runs, or the workers could not
+            have the key of encrypted files.
     """
     if scheduler is None:
         return contextlib.nullcontext()
@@ -32,6 +33,9 @@ def cluster_of(
             "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
             hint="pass one of them",
         )
+    if how.decryption is not None:
+        # Refused before anything is done.
+        _ = how.decryption.shared_file
     try:
         from reshard.cluster import Cluster, scheduler_address
     except ModuleNotFoundError as error:

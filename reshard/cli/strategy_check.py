@@ -61,7 +61,8 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     report = Report(listener(typed["quiet"]))
     read = strategy_of(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
-    with FileHandles() as handles:
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    with FileHandles(decryption=decryption) as handles:
         execution = ExecutionOptions(typed["jobs"] or usable_cpus(), typed["max_memory"], storage=storage_of(path))
         progress = progress_of(typed["quiet"], typed["progress"])
         found = check_strategy(

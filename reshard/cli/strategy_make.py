@@ -59,7 +59,7 @@ def strategy_make(
     found = rules_named(rules)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
-    tensors = shapes_of(shapes, source)
+    tensors = shapes_of(shapes, source, typed)
     target = target_of(sizes, typed)
     stages = make_strategy(found, tensors, target, rules if found.path != rules else f"{rules}, before its rules")
     finish("make", out, stages, found, tensors, target, {"rules_file": rules}, typed)

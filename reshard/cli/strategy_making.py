@@ -108,8 +108,9 @@ def making(command: F) -> F:
 
 
 def shapes(text: str) -> Callable[[F], F]:
-    """--shapes."""
-    return option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
+    """--shapes, and the key of encrypted files that it names."""
+    shape = option("Source", "--shapes", metavar="CKPT|INDEX|STRATEGY.json", shell_complete=completion.paths, help=text)
+    return lambda command: shape(options.decryption(command))
 
 
 def target_of(sizes: Any, typed: dict[str, Any]) -> Target:
@@ -121,12 +122,13 @@ def target_of(sizes: Any, typed: dict[str, Any]) -> Target:
     return Target(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
 
 
-def shapes_of(path: str, strategy: Optional[Strategy]) -> ModelTensors:
+def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
     from reshard.model_shapes import read_shapes
 
-    with FileHandles() as handles:
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    with FileHandles(decryption=decryption) as handles:
         return read_shapes(path, strategy, handles)
 
 

@@ -84,10 +84,11 @@ def verify(
         raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
     report = Report(listener(typed["quiet"]))
     filters = Filters(typed["include"], typed["exclude"])
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
     unchecked: list[int] = []
     verdict = "verified: copies do not differ"
-    with FileHandles() as handles:
+    with FileHandles(decryption=decryption) as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
         crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None

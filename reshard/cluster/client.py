@@ -78,12 +78,14 @@ class Cluster:
         for worker, version in self._ask(*question).items():
             _check_version(version, f"Dask worker {worker}")
         paths = list(plan.checkpoint.files.values())
-        self._check_seen({paths[0], paths[-1]})
+        keys = [] if self._options.decryption is None else [self._options.decryption.shared_file]
+        self._check_seen({paths[0], paths[-1], *keys})
 
     def check_crcs(self, files: Sequence[CheckpointIndex]) -> Mapping[str, DamagedCheckpointError]:
         """Check the CRCs of source files, each in a task of its own; see `convert.Workers`."""
         paths = [_absolute(index.path) for index in files]
-        tasks = [(check_crc, path, self._options.max_memory) for path in paths]
+        key = packed(self._options.decryption)
+        tasks = [(check_crc, key, path, self._options.max_memory) for path in paths]
         damaged: dict[str, DamagedCheckpointError] = {}
         with Running(self._client, self._address, self._report, tasks) as running:
             for number, outcome in running.outcomes():

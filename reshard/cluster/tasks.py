@@ -56,9 +56,13 @@ class Work:
     fixed_jobs: bool
 
 
-def packed(work: Work) -> bytes:
-    """What all tasks are handed; Dask is not to unpack it, which a worker with another version could not."""
-    return zlib.compress(pickle.dumps(work))
+def packed(given: object) -> bytes:
+    """What tasks are handed; Dask is not to unpack it, which a worker with another version could not."""
+    return zlib.compress(pickle.dumps(given))
+
+
+def _unpacked(given: bytes) -> Any:
+    return pickle.loads(zlib.decompress(given))
 
 
 def unseen_paths(paths: Sequence[str]) -> list[str]:
@@ -76,16 +80,23 @@ def not_seen(paths: Sequence[str], worker: str) -> InputError:
     return InputError(
         f"Dask worker {worker} does not see {some_names(paths, 1)}",
         file=paths[0],
-        hint="SRC and DST must be there under the same paths on all workers, and on this machine",
+        hint="SRC, DST and the file of a key must be there under the same paths on all workers, and on this machine",
     )
 
 
-def check_crc(version: str, path: str, max_memory: int) -> Union[list[str], ReshardError]:
-    """Check a source file's CRC; returns what is to be noted, or the error where the file is damaged."""
+def check_crc(version: str, packed: bytes, path: str, max_memory: int) -> Union[list[str], ReshardError]:
+    """Check a source file's CRC; returns what is to be noted, or the error where the file is damaged.
+
+    Args:
+        version: the client's.
+        packed: the key of encrypted files, if there is one.
+        path: the file.
+        max_memory: bytes for all buffers.
+    """
 
     def check() -> list[str]:
         report = Report()
-        with FileHandles() as handles:
+        with FileHandles(decryption=_unpacked(packed)) as handles:
             indexes = [read_index(handles, path)]
             for error in damaged_files(indexes, ExecutionOptions(1, max_memory), handles, report, Progress()).values():
                 raise error
@@ -100,7 +111,7 @@ def write_targets(
     """Write target ranks; returns the sizes of their files in bytes."""
 
     def write() -> dict[int, int]:
-        work: Work = pickle.loads(zlib.decompress(packed))
+        work: Work = _unpacked(packed)
         worker = get_worker()
         if unseen_paths([os.path.dirname(work.sign)]):
             raise not_seen([os.path.dirname(work.sign)], worker.address)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints import Decryption
 from reshard.defaults import MAX_MEMORY
 
 
@@ -48,6 +49,7 @@ class Options:
         lost_only: when recovering, write only ranks that are lost or damaged.
         accept_changed_source: go on though existing targets were made of other source files.
         verify: whoever asks for the conversion compares the result with the source afterwards; it is recorded.
+        decryption: the key of encrypted source files; never recorded.
     """
 
     jobs: int = field(default_factory=usable_cpus)
@@ -64,3 +66,4 @@ class Options:
     lost_only: bool = False
     accept_changed_source: bool = False
     verify: bool = False
+    decryption: Optional[Decryption] = None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, read_index
+from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
 from reshard.errors import CheckpointError, ReshardError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 
@@ -27,14 +27,18 @@ class InspectedFile:
     findings: tuple[Finding, ...]
 
 
-def inspect_file(path: str) -> InspectedFile:
+def inspect_file(path: str, decryption: Optional[Decryption] = None) -> InspectedFile:
     """What is in a checkpoint file, from its headers.
+
+    Args:
+        path: the file.
+        decryption: the key, where it is encrypted.
 
     Raises:
         InputError: it is damaged, or none; says what it is instead where that can be told.
         RetryableError: reading failed.
     """
-    with FileHandles() as handles:
+    with FileHandles(decryption=decryption) as handles:
         try:
             index = read_index(handles, path)
         except CheckpointError as error:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, Step, find_checkpoints, reading_error
+from reshard.checkpoints import Decryption, FileHandles, SourceTree, Step, find_checkpoints, reading_error
 from reshard.checkpoints.steps import saved_at_fault
 from reshard.checkpoints.storage import storage_of
 from reshard.checkpoints.tree import find_rank, passed_over
@@ -120,7 +120,11 @@ class InspectedTree:
 
 
 def inspect_tree(
-    path: str, step: str = "latest", file_suffix: Optional[str] = None, strategy: Optional[Strategy] = None
+    path: str,
+    step: str = "latest",
+    file_suffix: Optional[str] = None,
+    strategy: Optional[Strategy] = None,
+    decryption: Optional[Decryption] = None,
 ) -> InspectedTree:
     """What is in a rank tree, or in the directory of one rank.
 
@@ -129,6 +133,7 @@ def inspect_tree(
         step: whose headers are read; ``"latest"`` for the newest.
         file_suffix: look only at files whose stem ends so.
         strategy: what the tree was saved with; it decides which steps are complete.
+        decryption: the key of encrypted files.
 
     Raises:
         InputError: there is nothing there to inspect, or no such step.
@@ -149,7 +154,7 @@ def inspect_tree(
             hint=f"name the directory that holds all ranks, {os.path.dirname(os.path.abspath(path))}",
         )
     named = None if step == "latest" else tree.named(step)
-    return _Inspection(tree, strategy, one_rank is not None).run(named)
+    return _Inspection(tree, strategy, one_rank is not None, decryption).run(named)
 
 
 def _other_directory(path: str) -> Optional[CheckpointError]:
@@ -180,8 +185,11 @@ def _converted(path: str) -> bool:
 class _Inspection:
     """One look at a tree."""
 
-    def __init__(self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool) -> None:
+    def __init__(
+        self, tree: SourceTree, strategy: Optional[Strategy], one_rank: bool, decryption: Optional[Decryption]
+    ) -> None:
         self._tree = tree
+        self._decryption = decryption
         self._one_rank = one_rank
         self._strategy = strategy
         self._groups: list[tuple[int, ...]] = []
@@ -201,7 +209,7 @@ class _Inspection:
         self._look_at_names()
         found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
         found.one_rank = self._one_rank
-        with FileHandles() as handles:
+        with FileHandles(decryption=self._decryption) as handles:
             if self._strategy is not None:
                 found.strategy = self._strategy.path
                 taken = self._judge(named, handles)

@@ -37,6 +37,10 @@ class ReadableFile(Protocol):
     def descriptor(self) -> Optional[int]:
         """What to map into memory; None where the bytes do not lie in a file as they are read."""
 
+    @property
+    def cipher(self) -> Optional[str]:
+        """How its bytes are encrypted where they lie, in MindSpore's words; None where they are not."""
+
     def size(self) -> int:
         """Bytes that it has at this moment."""
 
@@ -65,6 +69,11 @@ class LocalFile(NamedTuple):
 
     descriptor: int
     path: str
+
+    @property
+    def cipher(self) -> Optional[str]:
+        """None: its bytes are read as they lie."""
+        return None
 
     def size(self) -> int:
         """Bytes that it has at this moment."""

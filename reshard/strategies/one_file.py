@@ -17,7 +17,7 @@ from typing import Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
 from reshard.near_names import path_meant
-from reshard.other_files import kind_by_head
+from reshard.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.storage import LocalFile, UnfitError, opened_regular, read_range, too_long
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
@@ -27,9 +27,6 @@ LARGEST_PROTOBUF = 2**26
 LARGEST_JSON = 2**26
 LARGEST_GROUP_INFO = 2**23
 _HEAD = 32
-_CIPHER_MARKS = (b"\xd8\x5e\x3a\x7f", b"\xd9\x5e\x3a\x7f", b"\xda\x5e\x3a\x7f")
-# The bytes that begin the parts of a Checkpoint's Value: its tag, tensor or map tensor.
-_VALUE_PARTS = (b"\x0a", b"\x12", b"\x1a")
 _WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
@@ -159,12 +156,10 @@ def _must_be_one(path: str, data: bytes) -> bool:
 
 
 def _kind_by_head(head: bytes, size: int) -> Optional[str]:
-    if head.startswith(_CIPHER_MARKS):
+    if cipher_of(head) is not None:
         return "an encrypted checkpoint"
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return "a safetensors file"
-    if head[:1] == b"\x0a":
-        # A message in field 1, where a strategy has a number. Its length takes up to ten bytes.
-        length = next((position for position in range(1, 11) if head[position : position + 1] < b"\x80"), 10)
-        return "a checkpoint" if head[length + 1 : length + 2] in _VALUE_PARTS else None
+    if is_ckpt(head):
+        return "a checkpoint"
     return kind_by_head(head)

@@ -21,7 +21,7 @@ from tests.conformance.mindspore_files import (
     save_tree,
 )
 from tests.corpus import FIXTURES
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.trees import Value, layout, single, write_checkpoint, write_strategy
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -207,14 +207,21 @@ def test_a_deduplicated_save_is_read(form: str, tmp_path: Path) -> None:
     assert_same_ranks(load_tree(tmp_path / "out"), {0: saved, 1: saved})
 
 
-@pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC"])
-def test_an_encrypted_save_is_refused_by_its_cipher(mode: str, tmp_path: Path) -> None:
-    key = b"0123456789abcdef"
-    save({"w": np.arange(6, dtype=np.float32)}, tmp_path / "net.ckpt", enc_key=key, enc_mode=mode)
-    fails(
-        3, "transform-dir", tmp_path / "net.ckpt", tmp_path / "out", "--src-strategy", "none",
-        "--dst-strategy", "none", says=["net.ckpt", mode],
-    )  # fmt: skip
+@pytest.mark.parametrize("size", [16, 24, 32])
+@pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC"])
+def test_an_encrypted_save_is_read_with_its_key_alone(mode: str, size: int, tmp_path: Path) -> None:
+    if mode == "SM4-CBC" and size != 16:
+        pytest.skip("SM4 has keys of 16 bytes")
+    key = bytes(range(65, 65 + size))
+    # Two blocks of MindSpore's.
+    saved = {"w": np.arange(18 << 20, dtype=np.float32), "v": np.arange(6, dtype=np.float16)}
+    save(saved, tmp_path / "net.ckpt", enc_key=key, enc_mode=mode)
+    words: list[Argument] = ["transform-dir", tmp_path / "net.ckpt", tmp_path / "out"]
+    words += ["--src-strategy", "none", "--dst-strategy", "none"]
+    fails(3, *words, says=["net.ckpt", mode])
+    (tmp_path / "key").write_bytes(key)
+    done(*words, "--decrypt-key-file", tmp_path / "key")
+    assert_same_ranks(load_tree(tmp_path / "out"), {0: saved})
 
 
 def network(width: int) -> Any:

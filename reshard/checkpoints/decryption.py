@@ -1,0 +1,148 @@
+"""The key of encrypted `.ckpt` files, and which files are read with it.
+
+The key comes from a file or from standard input. It is never shown, never recorded, and handed to no other process:
+that gets the name of the file and reads it where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+from typing import Any, Optional
+
+from reshard.checkpoints.encrypted import Blocks, DecryptedFile, Key
+from reshard.errors import EncryptedCheckpointError, InputError, UsageError
+from reshard.other_files import CIPHERS, MARK_SIZE, cipher_of
+from reshard.storage import LocalFile, ReadableFile, read_range
+
+STANDARD_INPUT = "-"
+
+MODES = tuple(CIPHERS.values())
+"""MindSpore's names of the modes."""
+
+_KEY_SIZES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)}
+_LONGEST_KEY = max(map(max, _KEY_SIZES.values()))
+_LINE_ENDS = (b"\r\n", b"\n")
+_OPTION = "--decrypt-key-file"
+_CONTENT = "it is to hold the bytes of MindSpore's enc_key as they are, neither as hexadecimal digits nor in quotes"
+
+
+class Decryption:
+    """A key, and the mode that files must be encrypted in.
+
+    Pickled, it is the name of the key's file; whoever unpickles it reads the key there.
+
+    Attributes:
+        key_file: where the key came from; `STANDARD_INPUT` or a file.
+        mode: one of `MODES`; None for whatever each file says.
+        key: 16, 24 or 32 bytes.
+    """
+
+    def __init__(self, key_file: str, mode: Optional[str] = None) -> None:
+        """Read the key.
+
+        Args:
+            key_file: a file with nothing in it but the key and perhaps the end of a line, or `STANDARD_INPUT`.
+            mode: one of `MODES`, or None.
+
+        Raises:
+            InputError: there is no key.
+        """
+        self.key_file = key_file
+        self.mode = mode
+        self.key = _read_key(key_file)
+
+    def __repr__(self) -> str:
+        return f"Decryption(mode={self.mode!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Decryption, (self.shared_file, self.mode)
+
+    @property
+    def shared_file(self) -> str:
+        """Absolute path of the key's file, for other processes, which do not get the key.
+
+        Raises:
+            UsageError: there is no file.
+        """
+        if self.key_file == STANDARD_INPUT:
+            raise UsageError(
+                f"{_OPTION} - and --scheduler exclude each other: the key is not sent to Dask's workers",
+                hint="name a file with the key that is there under the same path on all workers",
+            )
+        return os.path.join(os.getcwd(), self.key_file)
+
+
+def _read_key(key_file: str) -> bytes:
+    # Whoever passes the key in place of its file is not to find it in a log: what was given is never repeated.
+    try:
+        with contextlib.ExitStack() as stack:
+            # A pipe, such as the shell's <(...), is a good place for a key.
+            file = sys.stdin.buffer if key_file == STANDARD_INPUT else stack.enter_context(open(key_file, "rb"))
+            data = file.read(_LONGEST_KEY + len(_LINE_ENDS[0]) + 1)
+    except FileNotFoundError as error:
+        hint = "the option takes the name of a file that holds the key, not the key"
+        raise InputError(f"{_OPTION}: there is no such file", hint=hint) from error
+    except OSError as error:
+        raise InputError(f"{_OPTION}: the file cannot be read: {error.strerror or error}") from error
+    sizes = _KEY_SIZES["AES-GCM"]
+    for end in (b"", *_LINE_ENDS):
+        if data.endswith(end) and len(data) - len(end) in sizes:
+            return data[: len(data) - len(end)]
+    where = "standard input" if key_file == STANDARD_INPUT else "the file"
+    amount = f"more than {_LONGEST_KEY}" if len(data) > _LONGEST_KEY else str(len(data))
+    raise InputError(f"{_OPTION}: {where} holds no key: a key has 16, 24 or 32 bytes, here are {amount}", hint=_CONTENT)
+
+
+class DecryptedFiles:
+    """Opens files so that encrypted ones are read as what was encrypted; for any number of threads.
+
+    What is known of a file is kept for when it is opened again, which its user sees to be the same file.
+
+    Args:
+        decryption: the key.
+    """
+
+    def __init__(self, decryption: Decryption) -> None:
+        self._decryption = decryption
+        self._keys: dict[str, Key] = {}
+        # None for files that are not encrypted.
+        self._known: dict[str, Optional[Blocks]] = {}
+
+    def open(self, file: LocalFile) -> ReadableFile:
+        """The file as it is to be read.
+
+        Raises:
+            DamagedCheckpointError: it is encrypted, and truncated or damaged.
+            EncryptedCheckpointError: it cannot be decrypted with this key and mode.
+            InputError: a package is missing.
+            OSError: reading failed.
+        """
+        if file.path not in self._known:
+            self._known[file.path] = self._find(file)
+        blocks = self._known[file.path]
+        return file if blocks is None else DecryptedFile(file, blocks)
+
+    def _find(self, file: LocalFile) -> Optional[Blocks]:
+        if not stat.S_ISREG(file.status().st_mode):
+            return None
+        mode = cipher_of(read_range(file, 0, min(file.size(), MARK_SIZE)))
+        if mode is None:
+            return None
+        key, wanted = self._decryption.key, self._decryption.mode
+        if wanted not in (mode, None):
+            raise EncryptedCheckpointError(
+                f"{file.path}: is encrypted with {mode}, not with {wanted}",
+                file=file.path,
+                hint="leave out --decrypt-mode to take whatever each file says",
+            )
+        if len(key) not in _KEY_SIZES[mode]:
+            raise EncryptedCheckpointError(
+                f"{file.path}: is encrypted with {mode}, of which a key has 16 bytes; the one given has {len(key)}",
+                file=file.path,
+                hint=f"name a file with the right key: {_OPTION} FILE",
+            )
+        found = self._keys.get(mode) or self._keys.setdefault(mode, Key(mode, key, file.path))
+        return Blocks(file, found)

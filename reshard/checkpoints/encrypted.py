@@ -1,0 +1,350 @@
+"""Encrypted `.ckpt` files: their blocks, read from any place on in constant memory.
+
+MindSpore encrypts a `.ckpt` in blocks, 64 MiB of it each, and writes these one after the other:
+
+    mark (4 bytes, of the mode), with AES-GCM a tag (16), length of all that follows (4),
+    length of the IV (4), IV (16), length of the cipher text (4), cipher text
+
+Numbers are little-endian. A CRC of zero may follow the last block; it says nothing.
+
+* AES-GCM takes the first 12 bytes of the IV. Its cipher text is that of counter mode, so any range can be decrypted
+  by itself, but a tag is of a whole block. So a block is read once to compare its tag, before anything of it is used.
+* AES-CBC and SM4-CBC fill the last 16 bytes up (PKCS #7). Every 16 bytes are decrypted with the 16 before them, so
+  any range can be had by itself, too. Nothing authenticates them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
+from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError, InputError
+from reshard.other_files import CIPHERS, is_ckpt
+from reshard.storage import LocalFile, fill, read_range
+
+GCM = "AES-GCM"
+SM4 = "SM4-CBC"
+
+# Bytes decrypted at a time, of which each thread has two buffers.
+_CHUNK = 256 << 10
+_UNIT = 16
+_IV_SIZE = 16
+_NONCE_SIZE = 12
+# Counter 1 is for the tag.
+_FIRST_COUNTER = 2
+# Mark, tag, length of the rest, length of the IV, IV, length of the cipher text.
+_GCM_HEADER = struct.Struct("<4s16sII16sI")
+_CBC_HEADER = struct.Struct("<4s0sII16sI")
+_TAG_BEFORE_CIPHER_TEXT = _GCM_HEADER.size - 4
+_REST_OF_HEADER = 4 + _IV_SIZE + 4
+# 64 TiB in blocks of MindSpore's.
+_MOST_BLOCKS = 1 << 20
+
+
+class Key:
+    """A key for one mode; for any number of threads.
+
+    Args:
+        mode: MindSpore's name of it.
+        key: as many bytes as the mode takes.
+        path: the file that it is wanted for, for messages.
+
+    Raises:
+        InputError: a package is missing, or cannot do this.
+    """
+
+    def __init__(self, mode: str, key: bytes, path: str) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"{path}: is encrypted; to decrypt it takes the package cryptography, which is not installed",
+                file=path,
+                hint="pip install 'reshard[crypto]'; in the clone of reshard: pip install '.[crypto]'",
+            ) from error
+        self.mode = mode
+        self._modes = modes
+        self._cipher: Callable[..., Any] = Cipher
+        self._wrong_tag = InvalidTag
+        try:
+            # Versions before 35 do not know SM4 by name.
+            self._algorithm = (algorithms.SM4 if mode == SM4 else algorithms.AES)(key)
+            self.cbc(bytes(_IV_SIZE))
+        except (AttributeError, UnsupportedAlgorithm) as error:
+            raise InputError(
+                f"{path}: is encrypted with {mode}, which the OpenSSL of the package cryptography cannot do here",
+                file=path,
+                hint="install a newer cryptography, or one whose OpenSSL has SM4",
+            ) from error
+        # Free buffers; threads that find none make some.
+        self._rooms: list[tuple[memoryview, memoryview]] = []
+
+    def cbc(self, iv: bytes) -> Any:
+        """What decrypts whole units of 16 bytes after ``iv``, the unit before them."""
+        return self._cipher(self._algorithm, self._modes.CBC(iv)).decryptor()
+
+    def counter(self, iv: bytes, unit: int) -> Any:
+        """What decrypts AES-GCM's cipher text from a unit of 16 bytes on, whatever its tag."""
+        start = iv[:_NONCE_SIZE] + (_FIRST_COUNTER + unit).to_bytes(_UNIT - _NONCE_SIZE, "big")
+        return self._cipher(self._algorithm, self._modes.CTR(start)).decryptor()
+
+    def has_tag(self, file: LocalFile, offset: int, size: int, iv: bytes, tag: bytes) -> bool:
+        """Whether cipher text of AES-GCM in a file has a tag."""
+        decryptor = self._cipher(self._algorithm, self._modes.GCM(iv[:_NONCE_SIZE], tag)).decryptor()
+        for _ in self.plain(decryptor, file, offset, size):
+            pass
+        try:
+            decryptor.finalize()
+        except self._wrong_tag:
+            return False
+        return True
+
+    def plain(self, decryptor: Any, file: LocalFile, offset: int, size: int) -> Iterator[memoryview]:
+        """What a range of a file says, in pieces that are gone when the next one is asked for.
+
+        Args:
+            decryptor: of `cbc`, then for a range of whole units; of `counter` or for a tag.
+            file: the file.
+            offset: where the cipher text begins in it.
+            size: bytes.
+        """
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            # The package wants to see more room than it fills.
+            room = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK + _UNIT))
+        cipher_text, plain = room
+        try:
+            for done in range(0, size, _CHUNK):
+                count = min(_CHUNK, size - done)
+                fill(file, offset + done, cipher_text[:count])
+                decryptor.update_into(cipher_text[:count], plain)
+                yield plain[:count]
+        finally:
+            self._rooms.append(room)
+
+
+class Blocks:
+    """Where the blocks of a file lie, and which tags were compared; for any number of threads.
+
+    Attributes:
+        size: bytes that were encrypted.
+        mode: how.
+    """
+
+    def __init__(self, file: LocalFile, key: Key) -> None:
+        """Find the blocks by their headers.
+
+        Args:
+            file: the file.
+            key: its key, presumably.
+
+        Raises:
+            DamagedCheckpointError: it is truncated, or damaged.
+            EncryptedCheckpointError: its key seems to be another one.
+        """
+        self.size = 0
+        self.mode = key.mode
+        self._path = file.path
+        self._key = key
+        # Of each block: where it begins in what was encrypted, where its cipher text begins in the file, and its IV.
+        self._starts = array("Q")
+        self._places = array("Q")
+        self._ivs = bytearray()
+        self._find(file)
+        self._sound = bytearray(len(self._starts))
+        self._lock = threading.Lock()
+        self._turns: dict[int, threading.Lock] = {}
+        # The tags will tell of AES-GCM; of others this is all that there is.
+        if self.mode != GCM and not self._begins_well(file):
+            raise self._failed(file, "what it is then is no checkpoint")
+
+    def _find(self, file: LocalFile) -> None:
+        size = file.size()
+        header = _GCM_HEADER if self.mode == GCM else _CBC_HEADER
+        position = 0
+        while position < size:
+            if size - position == TRAILER_SIZE and read_range(file, position, len(CRC_MARK)) == CRC_MARK:
+                break
+            if len(self._starts) == _MOST_BLOCKS:
+                raise self._damaged(f"it has more than {_MOST_BLOCKS} encrypted blocks")
+            if size - position < header.size:
+                raise self._damaged(f"its last block has no more than {size - position} bytes: it is truncated")
+            mark, _, rest, iv_size, iv, length = header.unpack(read_range(file, position, header.size))
+            units = self.mode == GCM or length % _UNIT == 0
+            if CIPHERS.get(mark) != self.mode or (iv_size, rest) != (_IV_SIZE, _REST_OF_HEADER + length) or not units:
+                raise self._damaged(f"at byte {position} there is no block of {self.mode} as MindSpore writes it")
+            position += header.size
+            if not length or length > size - position:
+                raise self._damaged(
+                    f"its block at byte {position - header.size} has {length} bytes, of which {size - position} are "
+                    "there: it is truncated"
+                )
+            self._starts.append(self.size)
+            self._places.append(position)
+            self._ivs += iv
+            self.size += length if self.mode == GCM else self._without_padding(file, length)
+            position += length
+
+    def _without_padding(self, file: LocalFile, length: int) -> int:
+        """Bytes of the block that was found last, of CBC, which has so many encrypted."""
+        number = len(self._starts) - 1
+        last = self._some(file, number, length - _UNIT, _UNIT)
+        padding = last[-1]
+        if not 1 <= padding <= _UNIT or last[_UNIT - padding :] != bytes([padding]) * padding:
+            raise self._failed(file, "the end of a block is not padded as it should be")
+        return length - padding
+
+    def read_into(self, file: LocalFile, offset: int, out: memoryview) -> int:
+        """Fill ``out``, or as much of it as there is, with what was encrypted, from an offset on; how much.
+
+        Raises:
+            DamagedCheckpointError: a tag is another one.
+            EncryptedCheckpointError: likewise, and the key seems to be another one.
+            RetryableError: the file became shorter.
+            OSError: reading failed.
+        """
+        count = max(0, min(len(out), self.size - offset))
+        done = 0
+        while done < count:
+            number = bisect_right(self._starts, offset + done) - 1
+            inside = offset + done - self._starts[number]
+            length = min(self._length(number) - inside, count - done)
+            if self.mode == GCM:
+                self._check(file, number)
+            self._copy(file, number, inside, out[done : done + length])
+            done += length
+        return count
+
+    def _length(self, number: int) -> int:
+        """Bytes that were encrypted in a block."""
+        stop = self._starts[number + 1] if number + 1 < len(self._starts) else self.size
+        return stop - self._starts[number]
+
+    def _copy(self, file: LocalFile, number: int, inside: int, out: memoryview) -> None:
+        """Fill ``out`` from an offset in a block on."""
+        skip = inside % _UNIT
+        size = skip + len(out)
+        if self.mode != GCM:
+            size = -(-size // _UNIT) * _UNIT
+        done = 0
+        for piece in self._units(file, number, inside - skip, size):
+            piece = piece[skip : skip + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            skip = 0
+
+    def _units(self, file: LocalFile, number: int, inside: int, size: int) -> Iterator[memoryview]:
+        """What a range of a block's cipher text says that begins with a unit, and in CBC ends with one."""
+        iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
+        place = self._places[number] + inside
+        if self.mode == GCM:
+            decryptor = self._key.counter(iv, inside // _UNIT)
+        else:
+            decryptor = self._key.cbc(iv if inside == 0 else read_range(file, place - _UNIT, _UNIT))
+        return self._key.plain(decryptor, file, place, size)
+
+    def _some(self, file: LocalFile, number: int, inside: int, size: int) -> bytes:
+        return b"".join(map(bytes, self._units(file, number, inside, size)))
+
+    def check_all(self, file: LocalFile, on_block: Callable[[int], None]) -> None:
+        """Compare every tag that was not compared before.
+
+        Args:
+            file: the file, encrypted with AES-GCM.
+            on_block: called after every block with its number of bytes.
+
+        Raises:
+            DamagedCheckpointError: one is another.
+        """
+        for number in range(len(self._starts)):
+            self._check(file, number)
+            on_block(self._length(number))
+
+    def _check(self, file: LocalFile, number: int) -> None:
+        """See that a block of AES-GCM has its tag, once."""
+        if self._sound[number]:
+            return
+        with self._lock:
+            turn = self._turns.setdefault(number, threading.Lock())
+        # Who else wants the block waits for the answer; other blocks are checked meanwhile.
+        with turn:
+            if not self._sound[number]:
+                place = self._places[number]
+                iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
+                tag = read_range(file, place - _TAG_BEFORE_CIPHER_TEXT, _UNIT)
+                if not self._key.has_tag(file, place, self._length(number), iv, tag):
+                    raise self._failed(file, f"the tag of block {number + 1} of {len(self._starts)} is another one")
+                self._sound[number] = True
+        with self._lock:
+            self._turns.pop(number, None)
+
+    def _begins_well(self, file: LocalFile) -> bool:
+        """Whether it is a checkpoint by its first bytes, which are used for nothing else; so a key can be told."""
+        size = min(_UNIT, self._length(0)) if self.mode == GCM else _UNIT
+        return is_ckpt(self._some(file, 0, 0, size))
+
+    def _failed(self, file: LocalFile, how: str) -> CheckpointError:
+        """The error for what cannot be decrypted: the file is damaged if the key is the right one."""
+        if self._begins_well(file):
+            return self._damaged(f"{how} ({self.mode})")
+        return EncryptedCheckpointError(
+            f"{self._path}: cannot be decrypted with {self.mode}: {how}; the key is not the one that it was encrypted "
+            "with, or the file is damaged",
+            file=self._path,
+            hint="see what --decrypt-key-file names; if that is the key, take the file from a copy, or move it away, "
+            "so that it counts as absent",
+        )
+
+    def _damaged(self, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(f"{self._path}: is damaged: {what}", file=self._path)
+
+
+class DecryptedFile:
+    """What an encrypted file says, read as if it lay in a file.
+
+    Args:
+        file: the encrypted file.
+        blocks: its blocks.
+    """
+
+    descriptor: Optional[int] = None
+
+    def __init__(self, file: LocalFile, blocks: Blocks) -> None:
+        self.path = file.path
+        self.cipher: Optional[str] = blocks.mode
+        self._file = file
+        self._blocks = blocks
+
+    def size(self) -> int:
+        """Bytes that were encrypted."""
+        return self._blocks.size
+
+    def status(self) -> os.stat_result:
+        """What the file system says of the encrypted file."""
+        return self._file.status()
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from an offset on; fewer at the end."""
+        out = memoryview(bytearray(max(0, min(count, self._blocks.size - offset))))
+        self.read_into(offset, out)
+        return bytes(out)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+        return self._blocks.read_into(self._file, offset, out)
+
+    def check(self, on_block: Callable[[int], None]) -> None:
+        """Compare all tags with the cipher texts.
+
+        Raises:
+            DamagedCheckpointError: one is another.
+        """
+        self._blocks.check_all(self._file, on_block)

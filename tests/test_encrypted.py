@@ -1,0 +1,423 @@
+"""Encrypted sources: whatever mode and blocks, they are read as what was encrypted, or an error says why not."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Optional
+
+import pytest
+
+from reshard.checkpoints import Decryption, FileHandles, read_index
+from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
+from tests.corpus import FIXTURES
+from tests.encryption import KEY, MODES, encrypt_file, encrypt_tree, encrypted, with_key
+from tests.running import Argument, done, fails, reshard, warns
+from tests.small import World, tensors
+from tests.trees import ckpt_bytes, read_checkpoint, scalar, tree_bytes, value
+
+ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
+
+FULL = tensors()
+FILES = FIXTURES / "ckpt_files"
+OTHER_KEY = b"fedcba9876543210"
+# The small files have some hundred bytes: one block, a few, many that end anywhere, and one for every unit.
+BLOCKS = [1 << 20, 160, 37, 16]
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    return path
+
+
+def contents(path: Path, decryption: Optional[Decryption] = None) -> dict[str, bytes]:
+    """Every tensor's bytes, by way of what reads files."""
+    with FileHandles(decryption=decryption) as handles:
+        index = read_index(handles, str(path))
+        with handles.borrow(str(path)) as file:
+            return {
+                name: b"".join(file.read(*extent) for extent in tensor.extents)
+                for name, tensor in index.tensors.items()
+            }
+
+
+def save_twice(world: World, how: object, block: int) -> dict[str, bytes]:
+    """What a conversion makes of the plain tree, which is encrypted then."""
+    world.save(FULL)
+    world.convert()
+    made = tree_bytes(world.dst)
+    shutil.rmtree(world.dst)
+    encrypt_tree(world.src, how, block)  # type: ignore[arg-type]
+    return made
+
+
+# What MindSpore wrote.
+
+
+@pytest.mark.parametrize("name", ["encrypted_gcm.ckpt", "encrypted_cbc.ckpt"])
+def test_files_that_mindspore_encrypted_are_converted(name: str, key_file: Path, tmp_path: Path) -> None:
+    expected = json.loads((FILES / "expected.json").read_text())["files"][name]
+    assert expected["enc_key"].encode() == KEY
+    words: list[Argument] = [FILES / name, tmp_path / "out", "--src-strategy", "none", "--dst-strategy", "none"]
+    done("transform-dir", *words, "--decrypt-key-file", key_file)
+    found = read_checkpoint(tmp_path / "out" / "rank_0" / "checkpoint_0.ckpt")
+    assert sorted(found) == sorted(parameter["name"] for parameter in expected["params"])
+    for parameter in expected["params"]:
+        tensor = found[parameter["name"]]
+        assert (tensor.dtype, list(tensor.array.shape)) == (parameter["dtype"], parameter["shape"])
+        assert hashlib.sha256(tensor.array.tobytes()).hexdigest() == parameter["sha256"]
+
+
+# Conversions.
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_encrypted_tree_gives_the_same_bytes_as_the_plain_one(
+    world: World, mode: str, block: int, key_file: Path
+) -> None:
+    made = save_twice(world, mode, block)
+    world.convert("--decrypt-key-file", key_file)
+    assert tree_bytes(world.dst) == made
+
+
+@pytest.mark.parametrize("io_", ["mmap", "pread"])
+def test_plain_files_and_all_modes_may_be_mixed(world: World, io_: str, key_file: Path) -> None:
+    made = save_twice(world, {0: "AES-GCM", 1: "AES-CBC", 3: "SM4-CBC"}, 100)
+    world.convert("--decrypt-key-file", key_file, "--io", io_, "--verify")
+    assert tree_bytes(world.dst) == made
+
+
+@pytest.mark.parametrize("size", [16, 24, 32])
+@pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC"])
+def test_keys_of_every_length_fit_aes(mode: str, size: int, tmp_path: Path) -> None:
+    key = bytes(range(size))
+    data = ckpt_bytes({"w": value("w", (5, 7))})
+    (tmp_path / "net.ckpt").write_bytes(encrypted(data, mode, key, 40))
+    (tmp_path / "key").write_bytes(key)
+    (tmp_path / "plain.ckpt").write_bytes(data)
+    assert contents(tmp_path / "net.ckpt", Decryption(str(tmp_path / "key"))) == contents(tmp_path / "plain.ckpt")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_crc_after_the_last_block_says_nothing(world: World, mode: str, key_file: Path) -> None:
+    made = save_twice(world, mode, 64)
+    for path in world.src.glob("*/*.ckpt"):
+        path.write_bytes(path.read_bytes() + b"crc_num" + bytes(10))
+    world.convert("--decrypt-key-file", key_file)
+    assert tree_bytes(world.dst) == made
+
+
+def test_commands_say_the_same_of_an_encrypted_tree_as_of_the_plain_one(plain: World, key_file: Path) -> None:
+    plain.save(FULL)
+    plain.convert()
+    strategies: list[Argument] = ["--src-strategy", plain.old, "--dst-strategy", plain.new]
+    commands: list[list[Argument]] = [
+        ["plan", plain.src, plain.root / "nothing", *strategies, "--json"],
+        ["fingerprint", plain.src, "--strategy", plain.old],
+        ["verify", plain.dst, "--src", plain.src, *strategies],
+        ["verify", plain.src, "--replicas", "--strategy", plain.old],
+        ["strategy", "check", plain.old, plain.src, "--all"],
+        ["by-rank", 1, plain.src, plain.root / "one", *strategies, "--dry-run", "--json"],
+        ["recover", plain.src, plain.root / "all", "--strategy", plain.old, "--dry-run", "--json"],
+    ]
+    file = plain.src / "rank_1" / "net-1_10.ckpt"
+    inspected = done("inspect", file, "--json").json
+    before = [done(*words).out for words in commands]
+    encrypt_tree(plain.src, {0: "AES-CBC", 1: "AES-GCM", 2: "SM4-CBC"}, 100)
+    for words, said in zip(commands, before):
+        assert timeless(done(*words, "--decrypt-key-file", key_file).out) == timeless(said)
+        fails(3, *words, says=["rank_0", "is encrypted with", "--decrypt-key-file FILE"])
+    assert done("inspect", file, "--json", "--decrypt-key-file", key_file).json == inspected
+    steps = done("inspect", plain.src, "--strategy", plain.old, "--decrypt-key-file", key_file, "--json").json["steps"]
+    assert [step["complete"] for step in steps] == [True]
+    assert "is encrypted with" in done("inspect", plain.src).out
+
+
+def timeless(said: str) -> object:
+    """What was said, but for how long it took and how much memory there was."""
+    try:
+        found = json.loads(said)
+    except ValueError:
+        return said
+    return {name: part for name, part in found.items() if name not in ("seconds", "phases", "memory", "space")}
+
+
+def test_lost_ranks_are_recovered_from_encrypted_replicas(plain: World, key_file: Path) -> None:
+    plain.save(FULL, ranks=[0, 1, 3])
+    expected = read_checkpoint(plain.src / "rank_0" / "net-1_10.ckpt")
+    encrypt_tree(plain.src, "AES-GCM", 50)
+    words: list[Argument] = ["recover", plain.src, plain.dst, "--strategy", plain.old]
+    done(*words, "--decrypt-key-file", key_file)
+    # What is written is not encrypted.
+    found = read_checkpoint(plain.dst / "rank_2" / "net-1_10.ckpt")
+    assert {name: tensor.array.tobytes() for name, tensor in found.items()} == {
+        name: tensor.array.tobytes() for name, tensor in expected.items()
+    }
+
+
+# Reading anywhere.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", [16, 100, 70_000, 300_000, 600_000])
+def test_any_range_is_read_as_what_was_encrypted(mode: str, block: int, tmp_path: Path) -> None:
+    data = ckpt_bytes({"w": value("w", (3, 57_000 if mode != "SM4-CBC" else 9_000))})
+    data = data[:40_000] if block == 16 else data
+    path = tmp_path / "net.ckpt"
+    path.write_bytes(encrypted(data, mode, block=block))
+    (tmp_path / "key").write_bytes(KEY)
+    picked = random.Random(block)
+    with FileHandles(decryption=Decryption(str(tmp_path / "key"))) as handles:
+        with handles.borrow(str(path)) as file:
+            assert (file.size(), file.cipher, file.descriptor) == (len(data), mode, None)
+            assert file.read(0, len(data)) == data
+            assert file.read(0, len(data) + 99) == data
+            assert file.read(len(data), 1) == file.read(len(data) + 50, 1) == file.read(5, 0) == b""
+        failures: list[tuple[int, int]] = []
+
+        def read_some(ranges: list[tuple[int, int]]) -> None:
+            for start, stop in ranges:
+                out = bytearray(stop - start)
+                with handles.borrow(str(path)) as file:
+                    done = file.read_into(start, memoryview(out))
+                if done != stop - start or bytes(out) != data[start:stop]:
+                    failures.append((start, stop))
+
+        threads = []
+        for _ in range(3):
+            ends = [sorted(picked.sample(range(len(data)), 2)) for _ in range(30)]
+            near = [(start, min(start + picked.randint(0, 40), len(data))) for start, _ in ends]
+            threads.append(threading.Thread(target=read_some, args=([*map(tuple, ends), *near],)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+# What is wrong.
+
+
+def small_file(tmp_path: Path, mode: str, block: int = 50) -> tuple[Path, Decryption, dict[str, bytes]]:
+    data = ckpt_bytes({"w": value("w", (3, 5)), "v": value("v", (4,)), "step": scalar(7)})
+    plain = tmp_path / "plain.ckpt"
+    plain.write_bytes(data)
+    path = tmp_path / "net.ckpt"
+    path.write_bytes(encrypted(data, mode, block=block))
+    (tmp_path / "key").write_bytes(KEY)
+    return path, Decryption(str(tmp_path / "key")), contents(plain)
+
+
+@pytest.mark.parametrize("block", [50, 1000])
+def test_a_byte_that_is_changed_anywhere_is_noticed_with_aes_gcm(block: int, tmp_path: Path) -> None:
+    path, decryption, expected = small_file(tmp_path, "AES-GCM", block)
+    assert contents(path, decryption) == expected
+    data = path.read_bytes()
+    # The last bytes of the IV are not used, by MindSpore neither.
+    size = len(encrypted(b"x" * block, "AES-GCM")) if block < 100 else len(data)
+    unused = {start + 40 + byte for start in range(0, len(data), size) for byte in range(4)}
+    for position in range(len(data)):
+        for bit in (1, 0x80):
+            path.write_bytes(data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :])
+            if position in unused:
+                assert contents(path, decryption) == expected
+                continue
+            with pytest.raises(CheckpointError) as caught:
+                contents(path, decryption)
+            assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_cut_short_anywhere_is_an_error(mode: str, tmp_path: Path) -> None:
+    path, decryption, _ = small_file(tmp_path, mode)
+    data = path.read_bytes()
+    # With less than the mark there is nothing to tell that it was encrypted.
+    for size in range(4, len(data)):
+        path.write_bytes(data[:size])
+        with pytest.raises(CheckpointError) as caught:
+            contents(path, decryption)
+        assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize("mode", ["AES-CBC", "SM4-CBC"])
+def test_damage_of_cbc_is_told_from_a_wrong_key_where_the_beginning_is_right(mode: str, tmp_path: Path) -> None:
+    path, decryption, _ = small_file(tmp_path, mode)
+    data = path.read_bytes()
+    # The padding of the last block.
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DamagedCheckpointError, match="padded"):
+        contents(path, decryption)
+    # The first bytes: nothing tells whether it is the key.
+    path.write_bytes(data[:32] + bytes(16) + data[48:])
+    with pytest.raises(EncryptedCheckpointError, match="the key is not"):
+        contents(path, decryption)
+
+
+def test_a_structure_that_breaks_after_cbc_says_that_nothing_authenticates_it(tmp_path: Path) -> None:
+    path, decryption, _ = small_file(tmp_path, "AES-CBC", 1000)
+    data = bytearray(path.read_bytes())
+    data[32 + 16] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="AES-CBC"):
+        contents(path, decryption)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block", [1 << 20, 50])
+def test_a_wrong_key_is_an_error_that_names_the_file_and_no_key(world: World, mode: str, block: int) -> None:
+    world.save(FULL)
+    encrypt_tree(world.src, mode, block)
+    wrong = with_key(world.root / "key", OTHER_KEY)
+    path = str(world.src / "rank_0" / "net-1_10.ckpt")
+    result = world.refuses(3, path, mode, "the key is not the one", options=tuple(wrong))
+    assert OTHER_KEY.decode() not in result.err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_wrong_key_of_many_passes_for_the_right_one(mode: str, tmp_path: Path) -> None:
+    path, _, _ = small_file(tmp_path, mode)
+    picked = random.Random(mode)
+    for _ in range(300):
+        (tmp_path / "key").write_bytes(bytes(picked.randrange(256) for _ in range(16)))
+        with pytest.raises(EncryptedCheckpointError):
+            contents(path, Decryption(str(tmp_path / "key")))
+
+
+def test_another_mode_than_the_one_asked_for_is_an_error(world: World, key_file: Path) -> None:
+    world.save(FULL)
+    encrypt_file(world.src / "rank_1" / "net-1_10.ckpt", "AES-CBC")
+    asked = ("--decrypt-key-file", key_file, "--decrypt-mode", "AES-GCM")
+    world.refuses(3, "rank_1", "encrypted with AES-CBC, not with AES-GCM", options=asked)
+    world.convert(*asked[:3], "AES-CBC")
+
+
+def test_an_sm4_key_has_16_bytes(world: World) -> None:
+    world.save(FULL)
+    encrypt_tree(world.src, "SM4-CBC")
+    world.refuses(3, "16 bytes", "has 24", options=tuple(with_key(world.root / "key", bytes(24))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_the_key_the_option_is_named(world: World, mode: str) -> None:
+    world.save(FULL)
+    encrypt_tree(world.src, {3: mode})
+    world.refuses(3, "rank_3", f"encrypted with {mode}", "--decrypt-key-file FILE")
+
+
+def test_a_damaged_replica_counts_as_absent(plain: World, key_file: Path) -> None:
+    made = save_twice(plain, "AES-GCM", 60)
+    path = plain.src / "rank_0" / "net-1_10.ckpt"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    warns(plain.convert("--decrypt-key-file", key_file), path, "tag of block", "rank 0 counts as absent")
+    assert tree_bytes(plain.dst) == made
+
+
+# The key.
+
+
+def test_the_key_may_come_from_standard_input(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = save_twice(world, "AES-GCM", 100)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(KEY + b"\n")))
+    world.convert("--decrypt-key-file", "-", "--verify")
+    assert tree_bytes(world.dst) == made
+
+
+def test_the_key_may_come_through_a_pipe(key_file: Path) -> None:
+    receiver, sender = os.pipe()
+    os.write(sender, KEY)
+    os.close(sender)
+    try:
+        assert Decryption(f"/proc/self/fd/{receiver}").key == KEY
+    finally:
+        os.close(receiver)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("key", [KEY, KEY[:15] + b"\n", bytes(24), bytes(range(32))])
+def test_the_end_of_a_line_is_no_part_of_the_key(key: bytes, end: bytes, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(key + end)
+    assert Decryption(str(tmp_path / "key")).key == key
+
+
+@pytest.mark.parametrize("content", [b"", KEY[:15], KEY + b"0", KEY + b"\n\n", b"00" * 17, b"x" * 5000])
+def test_what_is_no_key_is_an_error_that_does_not_show_it(world: World, content: bytes) -> None:
+    world.save(FULL)
+    result = world.refuses(3, "--decrypt-key-file", "16, 24 or 32", options=tuple(with_key(world.root / "k", content)))
+    assert not content.strip() or content.decode() not in result.err
+
+
+def test_a_key_in_place_of_its_file_is_not_repeated(world: World) -> None:
+    world.save(FULL)
+    result = world.refuses(3, "no such file", options=("--decrypt-key-file", KEY.decode()))
+    assert KEY.decode() not in result.err + result.out
+
+
+def test_a_directory_is_no_key(world: World) -> None:
+    world.save(FULL)
+    world.refuses(3, "--decrypt-key-file", "directory", options=("--decrypt-key-file", world.src))
+
+
+def test_a_mode_without_a_key_is_wrong_usage(world: World) -> None:
+    world.save(FULL)
+    world.refuses(2, "--decrypt-key-file FILE", options=("--decrypt-mode", "AES-GCM"))
+
+
+def test_neither_the_key_nor_its_file_is_recorded_or_shown(world: World, tmp_path: Path) -> None:
+    save_twice(world, "AES-GCM", 100)
+    options = with_key(tmp_path / "a-telling-name")
+    results = [world.convert("--ranks", "0", *options), done("resume", world.dst, *options)]
+    results.append(reshard("status", world.dst))
+    for path in world.dst.rglob("*"):
+        for secret in ("a-telling-name", KEY.decode()):
+            assert secret not in path.name
+            assert not path.is_file() or secret.encode() not in path.read_bytes()
+    for result in results:
+        assert KEY.decode() not in result.err + result.out and "a-telling-name" not in result.err + result.out
+    decryption = Decryption(str(tmp_path / "a-telling-name"))
+    assert KEY.decode() not in repr(decryption) and KEY not in pickle.dumps(decryption)
+    assert pickle.loads(pickle.dumps(decryption)).key == KEY
+
+
+def test_a_conversion_is_resumed_with_the_key_given_again(world: World, key_file: Path) -> None:
+    made = save_twice(world, "AES-CBC", 100)
+    world.convert("--ranks", "0", "--decrypt-key-file", key_file)
+    world.run("--decrypt-key-file", key_file, "--dry-run")
+    begun = world.run("--decrypt-key-file", key_file, "--jobs", "1", "--shard", "0/2")
+    assert begun.status == 0
+    shutil.rmtree(world.dst / "rank_1", ignore_errors=True)
+    fails(3, "resume", world.dst, says=["is encrypted with AES-CBC", "--decrypt-key-file FILE"])
+    done("resume", world.dst, "--decrypt-key-file", key_file)
+    assert tree_bytes(world.dst) == made
+
+
+def test_workers_do_not_get_a_key_from_standard_input(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.save(FULL)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(KEY)))
+    options = ("--decrypt-key-file", "-", "--scheduler", "tcp://127.0.0.1:1")
+    world.refuses(2, "--decrypt-key-file -", "--scheduler", options=options)
+
+
+def test_sm4_that_openssl_lacks_is_said(world: World, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    world.save(FULL)
+    encrypt_tree(world.src, "SM4-CBC")
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedAlgorithm("no SM4")
+
+    monkeypatch.setattr(ciphers, "Cipher", refuse)
+    world.refuses(3, "SM4-CBC", "OpenSSL", options=("--decrypt-key-file", key_file))
