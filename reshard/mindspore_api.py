@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
+from reshard.checkpoints.naming import as_prefix
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
 from reshard.plan.replicas import ReplicaChoice
@@ -46,7 +47,7 @@ def transform_checkpoints(
         dst=str(dst_checkpoints_dir),
         source=read_strategy(_path(src_strategy_file)),
         target=read_strategy(_path(dst_strategy_file)),
-        prefix=ckpt_prefix,
+        prefix=as_prefix(ckpt_prefix),
         format=_format(output_format),
     )
     transform(request, Options(jobs=process_num if process_num > 1 else usable_cpus()), _logged())

@@ -30,7 +30,7 @@ LEAVE_OUT = re.compile(r"leave out (--.*?);")
 # How a conversion differs from one without options, or from one of an older step.
 OTHERWISE = [
     SAFE,
-    ("--prefix", "net {0}"),
+    ("--prefix", "net {{0}}"),
     ("--exclude", "m.*"),
     ("--include", "w", "--include", "v"),
     ("--exclude", "v", *SAFE, "--prefix", ""),

@@ -206,11 +206,10 @@ def test_names_in_records_never_lead_out_of_the_directory() -> None:
                 FileNames.from_fields(Fields(broken, "names"))
 
 
-@pytest.mark.parametrize("prefix", ["checkpoint_", "", "{x}", "a{rank}", "{{", "rank_1"])
+@pytest.mark.parametrize("prefix", ["checkpoint_", "", "{{x}}", "a{rank:02}", "a{rank}b", "{{", "rank_1"])
 def test_a_prefix_is_told_from_the_names_that_it_makes(prefix: str) -> None:
-    names = FileNames.numbered(prefix)
-    assert names.of(7) == f"rank_7/{prefix}7"
-    assert names.prefix == prefix
+    assert FileNames.of_prefix(prefix).prefix == prefix
+    assert FileNames.of_prefix("a{rank}").prefix == "a"
     assert FileNames("rank_{rank}/net-1_10").prefix is None
 
 

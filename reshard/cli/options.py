@@ -416,7 +416,7 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
         metavar="TEXT",
         default=default,
         show_default=shown or True,
-        help="Target file names begin so.",
+        help="Target file names begin so; with {rank}, {epoch} or {step} in it, the whole name.",
     )
 
 

@@ -53,7 +53,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     rank holds any more is listed by parameter and rank, and nothing is written.
 
     Files are named as in SRC, those of lost ranks as their siblings (rank_3/llama_rank_3-1_200.ckpt), so
-    that what --lost-only writes can be copied over SRC; with --prefix: rank_{r}/{prefix}{r}.
+    that what --lost-only writes can be copied over SRC; --prefix names them as in a conversion.
     """
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")

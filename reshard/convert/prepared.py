@@ -11,6 +11,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.naming import check_prefix
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.convert.options import Options
 from reshard.convert.summary import Phases, Summary
@@ -33,8 +34,6 @@ from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.swapped import SwapTest
 from reshard.target_directory import TargetDirectory
 from reshard.wording import plural, rank_ranges
-
-_LONGEST_NAME = 255
 
 
 def transform(
@@ -76,7 +75,8 @@ def prepare(
         ReshardError: the conversion cannot be made; nothing has been written.
     """
     check_target_ranks(request)
-    _check_prefix(request)
+    if request.prefix is not None:
+        check_prefix(request.prefix)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles(decryption=options.decryption) as handles:
@@ -417,18 +417,4 @@ def check_target_ranks(request: Request) -> None:
             f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "
             f"({request.target.path}) has {plural(count, 'rank')}, 0 to {count - 1}",
             rank=beyond[0],
-        )
-
-
-def _check_prefix(request: Request) -> None:
-    """Refuse a prefix with which target files could not be written, or not be found again."""
-    prefix = request.prefix
-    if prefix is None:
-        return
-    longest = len(os.fsencode(f"{prefix}{request.target.device_count}.safetensors"))
-    if "/" in prefix or "\0" in prefix or prefix.startswith(".") or longest > _LONGEST_NAME:
-        shown = prefix if len(prefix) < 40 else f"{prefix[:40]}..."
-        raise UsageError(
-            f"prefix {shown!r} is not the beginning of a file name: it must not hold a '/', begin with a '.', or be "
-            f"too long for names of {_LONGEST_NAME} bytes"
         )

@@ -153,4 +153,4 @@ def _names(request: Request, checkpoint: RankCheckpoint) -> FileNames:
     found = checkpoint.source.found.names
     if request.recover and request.prefix is None and found is not None:
         return found
-    return FileNames.numbered(DEFAULT_PREFIX if request.prefix is None else request.prefix)
+    return FileNames.of_prefix(DEFAULT_PREFIX if request.prefix is None else request.prefix, checkpoint.source.step)
