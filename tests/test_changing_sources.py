@@ -16,7 +16,9 @@ from typing import Callable
 import pytest
 
 from reshard.execute import writing
-from tests.running import LAUNCHER, Result, done, fails, reshard, warns
+from reshard.source_replicas import samples
+from reshard.verification import reading as sums
+from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
 from tests.trees import Value, layout, read_tree, scalar, single, value
 
@@ -127,6 +129,55 @@ def test_a_process_that_is_killed_by_a_source_that_was_cut_short_leaves_nothing_
     world.convert()
     assert sorted(world.found()) == [0, 1]
     assert not list(world.dst.rglob(".reshard-tmp-*"))
+
+
+@pytest.mark.parametrize("command", ["fingerprint", "verify --src", "verify --replicas", "--verify"])
+def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
+    command: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fingerprint of half of each of two checkpoints is worse than none, and so is a difference from it."""
+    world.save(NEW)
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    words: dict[str, list[Argument]] = {
+        "fingerprint": ["fingerprint", world.src, "--strategy", world.old],
+        "verify --src": ["verify", world.dst, *world.words()[1:2], *world.words()[3:]],
+        "verify --replicas": ["verify", world.src, "--replicas", "--strategy", world.old],
+        "--verify": world.words("--verify"),
+    }
+    words["verify --src"].insert(2, "--src")
+    if command == "verify --src":
+        world.convert()
+    original = sums._BoxReader.read
+    read_before: list[str] = []
+
+    def read(self: sums._BoxReader, offset: int, out: memoryview) -> None:
+        original(self, offset, out)
+        if str(path) in self._part.path and not read_before:
+            read_before.append(self._part.path)
+            in_place(path, path.read_bytes()[:1])
+
+    monkeypatch.setattr(sums._BoxReader, "read", read)
+    fails(1, *words[command], says=[path, "replaced or changed"])
+    assert read_before
+
+
+@pytest.mark.parametrize("command", ["transform-dir", "strategy check"])
+def test_a_strategy_is_not_blamed_for_replicas_that_are_being_written_anew(
+    command: str, plain: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain.save(OTHER)
+    other = {path: path.read_bytes() for path in plain.src.glob("rank_[01]/*")}
+    plain.save(NEW)
+    original = samples.Samples.run
+
+    def run(self: samples.Samples) -> None:
+        for path, content in other.items():
+            in_place(path, content)
+        original(self)
+
+    monkeypatch.setattr(samples.Samples, "run", run)
+    words = plain.words() if command == "transform-dir" else ["strategy", "check", plain.old, plain.src]
+    fails(1, *words, says=["replaced or changed"])
 
 
 def test_targets_that_need_no_changed_source_are_finished(

@@ -38,9 +38,9 @@ _LASTING = {
 def changed_meanwhile(path: str, how: str) -> RetryableError:
     """The error to show for a file that is no longer what was read of it."""
     return RetryableError(
-        f"{path}: {how}; nothing that was made of it is kept",
+        f"{path}: {how}",
         file=path,
-        hint="wait until nothing writes the source any more, then give the same command again",
+        hint="wait until nothing writes to it any more, then give the same command again",
     )
 
 
@@ -191,10 +191,6 @@ class FileHandles:
             first_seen = self._first_seen.setdefault(path, seen)
         if seen != first_seen:
             raise OSError(errno.ESTALE, _CHANGED, path)
-
-    def version(self, path: str) -> Optional[FileVersion]:
-        """A file as it was when it was first opened here; None where it never was."""
-        return self._first_seen.get(path)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """Insist that files are still what they were when they were first opened, by name and where they are open.

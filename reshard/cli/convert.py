@@ -142,7 +142,7 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
     report = Report()
     with FileHandles(decryption=how.decryption) as handles:
         means = Means(handles, how.jobs, how.max_memory, progress)
-        return verify_conversion(
+        found = verify_conversion(
             request.src,
             request.source,
             summary.target_files,
@@ -156,6 +156,8 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
             crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
             known=request.damaged,
         )
+        means.check_unchanged()
+        return found
 
 
 def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -> None:

@@ -108,6 +108,7 @@ def fingerprint(
                     report.warn(f"{why}; rank {rank} counts as absent")
             warn_of_unmatched(filters, (source.parameters, tree.names), report)
             result = fingerprints(tree, means)
+            means.check_unchanged()
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
     elif ranks is not None or strategy is not None:

@@ -156,6 +156,7 @@ def verify(
             if unchecked:
                 verdict = f"no differences in sizes and headers; contents of {rank_ranges(unchecked)} were not compared"
                 _warn_of_changed(out, unchecked, report)
+        means.check_unchanged()
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
     if unchecked and not found and not headers_only:

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Callable, NamedTuple, Protocol, TypeVar
 
@@ -43,7 +44,8 @@ class Progress(Protocol):
         """Nothing more will come."""
 
 
-class Means(NamedTuple):
+@dataclass(frozen=True)
+class Means:
     """What may be used for reading.
 
     Attributes:
@@ -51,12 +53,22 @@ class Means(NamedTuple):
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: told how much has been read.
+        summed: files of which contents were read so far.
     """
 
     handles: FileHandles
     jobs: int
     max_memory: int
     progress: Progress
+    summed: set[str] = field(default_factory=set)
+
+    def check_unchanged(self) -> None:
+        """Insist that nobody has written to files of which contents were read: what was compared is of one version.
+
+        Raises:
+            RetryableError: somebody has.
+        """
+        self.handles.check_unchanged(sorted(self.summed))
 
 
 class Part(NamedTuple):
@@ -111,6 +123,7 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
     sums = [0] * len(parts)
     if not parts:
         return sums
+    means.summed.update(part.path for part in parts)
     storage = storage_of(parts[0].path)
     in_flight = means.jobs * storage.in_flight
     threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
