@@ -218,7 +218,7 @@ def _differences(change: Change) -> list[str]:
 
 def _movement(move: Move) -> Iterator[str]:
     if move.kept:
-        yield "every rank keeps its slice"
+        yield "every rank has its slice already"
         return
     whole = True
     for dimension, (joined, divided) in enumerate(zip(move.joined, move.divided)):
