@@ -159,6 +159,17 @@ def test_slices_of_few_different_elements_may_agree_by_chance(tmp_path: Path) ->
     world.convert()
 
 
+def test_a_few_parameters_of_equal_parts_do_not_speak_against_a_strategy(tmp_path: Path) -> None:
+    """Experts that were copied from one, beside weights that were not."""
+    strategy = single({name: layout([4], [0, -1]) for name in ("experts", "w")})
+    world = World(tmp_path, strategy, single({name: layout([1], [-1, -1]) for name in ("experts", "w")}))
+    copies = np.tile(value("expert", (2, 6)).array, (4, 1))
+    full = {"experts": Value("Float32", copies), "w": value("w", (8, 6))}
+    write_tree(world.src, cut_ranks(strategy, full, COPIED))
+    world.convert()
+    same_ranks(world.found(), world.expected(full))
+
+
 def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
     names = ["a", "b"]
     fine = single({name: layout([4], [0, -1]) for name in names})
