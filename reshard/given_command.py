@@ -8,7 +8,7 @@ from typing import Optional
 from reshard.convert.options import Options
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
-from reshard.strategies import NONE, Strategy
+from reshard.strategies import NONE, SAME, Strategy
 from reshard.wording import number_ranges
 
 # What is recorded of a request and of options, and what is not: the rest is how much of the machine is used, what
@@ -25,8 +25,10 @@ RECORDED_OF_REQUEST = (
     "filters",
     "strict",
     "recover",
+    "to",
+    "max_shard_size",
 )
-NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged")
+NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged", "form")
 RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "lost_only", "share", "adding")
 NOT_RECORDED_OF_OPTIONS = (
     "jobs",
@@ -75,8 +77,10 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         verify=options.verify,
         ranks=None if request.ranks is None or several else number_ranges(request.ranks),
         lost_only=options.lost_only,
+        to=request.to,
+        max_shard_size=request.max_shard_size,
     )
 
 
 def _path(strategy: Strategy) -> str:
-    return NONE if strategy.is_none else os.path.abspath(strategy.path)
+    return NONE if strategy.is_none else SAME if strategy.path == SAME else os.path.abspath(strategy.path)

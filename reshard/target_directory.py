@@ -14,7 +14,9 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
+from reshard import temporary
 from reshard.checkpoints import crc_of_file
+from reshard.checkpoints.forms import RANKS
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.plan.pieces import TargetFile
@@ -37,6 +39,7 @@ from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
 from reshard.report import Report
 from reshard.storage import exists, is_regular_file, status_at
+from reshard.target import TargetForm
 from reshard.wording import rank_ranges
 
 
@@ -119,6 +122,8 @@ class TargetDirectory:
             format=plan.form.format,
             names=plan.form.names,
             task="recover" if request.recover else "convert",
+            form=plan.form.name,
+            division=_division(plan.form),
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
@@ -210,7 +215,7 @@ class TargetDirectory:
             anew = self._anew
             self._ledger.begin(self._replacing)
             if left:
-                Manifest.remove(self._root)
+                self._unfinish()
             if anew:
                 self._ledger.begin_replacing(self._asked, self._sources)
                 if not self._ledger.done():
@@ -333,7 +338,7 @@ class TargetDirectory:
                 found = self._all_done()
                 if found is None:
                     # Of another rank, which somebody has removed.
-                    Manifest.remove(self._root)
+                    self._unfinish()
                     break
                 if self._lacking(found).issubset(computed):
                     manifest = self._write_manifest(found, computed)
@@ -377,6 +382,26 @@ class TargetDirectory:
         for other in others:
             other.remove()
 
+    def _unfinish(self) -> None:
+        """Take away what says that the directory is complete, the last that was written first."""
+        Manifest.remove(self._root)
+        for file in reversed(self._plan.form.finishing()):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._root, file.name))
+
+    def _finish(self) -> None:
+        """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
+
+        Raises:
+            RetryableError: something cannot be written.
+        """
+        for file in self._plan.form.finishing():
+            path = os.path.join(self._root, file.name)
+            try:
+                temporary.write_whole(path, file.make())
+            except OSError as error:
+                raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
         for rank, record in found.items():
@@ -385,6 +410,7 @@ class TargetDirectory:
                 self._ledger.record(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
+        self._finish()
         return Manifest(self._ledger.identity, tuple(files)).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
@@ -487,3 +513,14 @@ class TargetDirectory:
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
                     f"convert everything again with {self._refusals.replace_all}"
                 )
+
+
+def _division(form: TargetForm) -> str:
+    """Which tensors are in which file of a form, in a few characters."""
+    if form.name == RANKS:
+        return ""
+    told = []
+    for file in range(form.count):
+        names = form.names_in(file)
+        told.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
+    return short_digest(*told)

@@ -24,6 +24,9 @@ from reshard.wording import quoted
 RECORD_LIMIT = 512 << 20
 """Most bytes of a tensor in one `.ckpt` record, as MindSpore writes them."""
 
+MINDSPORE_METADATA = {"format": "ms", "remove_redundancy": "False"}
+"""Metadata of safetensors files that hold all that they should."""
+
 _ALIGNMENT = 8
 
 
@@ -154,7 +157,7 @@ def lay_out_ckpt(tensors: Iterable[OutputTensor], record_limit: int = RECORD_LIM
 
 
 def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapping[str, str]] = None) -> OutputLayout:
-    """Lay out a safetensors file as MindSpore marks them: metadata ``format: ms`` and Int4 marks.
+    """Lay out a safetensors file, by default as MindSpore marks them: metadata ``format: ms``, and Int4 marks.
 
     The data begins at a multiple of 8 bytes. Tensors keep their order, unless one of them would then
     begin where its elements are not aligned, which some readers refuse: then the types of larger
@@ -162,12 +165,12 @@ def lay_out_safetensors(tensors: Sequence[OutputTensor], metadata: Optional[Mapp
 
     Args:
         tensors: what to write; names must differ.
-        metadata: further entries of the metadata.
+        metadata: the metadata, but for Int4 marks; by default as MindSpore writes it.
 
     Raises:
         CheckpointError: safetensors has no such type, or a name that collides with the metadata.
     """
-    known = {"format": "ms", "remove_redundancy": "False", **(metadata or {})}
+    known = MINDSPORE_METADATA if metadata is None else metadata
     for tensor in _checked(tensors, "safetensors"):
         if tensor.name in known or tensor.name == METADATA:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Forms of checkpoints that are known but not read yet, so that they are refused by name."""
+"""Forms of checkpoints that are no trees of ranks, so that they are refused by name where one is asked for."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def refuse_other_forms(src: str) -> None:
     form = _form_of_directory(os.listdir(src)) if is_directory(src) else _form_of_file(src)
     if form is not None:
         raise CheckpointError(
-            f"{src}: is {form}, which is not supported yet",
+            f"{src}: is {form}, not a tree of ranks",
             file=src,
-            hint="give a checkpoint saved per rank (rank_0/, rank_1/ ...) or one .ckpt or .safetensors file",
+            hint="`reshard convert` takes the whole directory, and asks for no source strategy",
         )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from reshard.cli import options
+from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
 from reshard.messages import listing
@@ -21,18 +21,6 @@ _LEAST_TOTAL = 2.0
 _LEAST_SHOWN = 0.1
 
 
-def read_strategies(typed: Mapping[str, Any]) -> tuple[Strategy, Strategy, Report]:
-    """The source's and the target's strategy, and a report that has been told what was noted of them.
-
-    Raises:
-        ReshardError: one is missing or cannot be read.
-    """
-    report = Report(listener(typed["quiet"]))
-    paths = options.required_strategies(typed["src_strategy"], typed["dst_strategy"])
-    source, target = (strategy_of(path, report) for path in paths)
-    return source, target, report
-
-
 def strategy_of(path: str, report: Report) -> Strategy:
     """The strategy that a path names; what was noted of it is told.
 
@@ -43,6 +31,30 @@ def strategy_of(path: str, report: Report) -> Strategy:
     for note in strategy.notes:
         report.note(note)
     return strategy
+
+
+def request_between(
+    src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]
+) -> tuple[Request, Report]:
+    """What the options of a conversion ask for, and a report that has been told what was noted of strategies.
+
+    Raises:
+        ReshardError: options are missing or contradict each other, or a strategy cannot be read.
+    """
+    report = Report(listener(typed["quiet"]))
+    ends = read_ends(src, typed, report)
+    request = request_of(
+        src,
+        dst,
+        ends.source,
+        ends.target,
+        ranks,
+        typed,
+        form=ends.form,
+        to=ends.to,
+        max_shard_size=typed["max_shard_size"],
+    )
+    return request, report
 
 
 def request_of(

@@ -1,4 +1,4 @@
-"""transform-dir and by-rank."""
+"""convert, which is transform-dir too, and by-rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from reshard.cli.command import argument, command
 from reshard.cli.conversion import (
     options_of,
     phases_line,
-    read_strategies,
-    request_of,
+    request_between,
     summary_json,
     summary_lines,
 )
@@ -31,21 +30,21 @@ if TYPE_CHECKING:
 
 
 @command(
-    "transform-dir",
+    "convert",
     """
-reshard transform-dir ckpt/ out/ \\
+reshard convert ckpt/ out/ \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 
 Into one file without optimizer state, proven afterwards:
-reshard transform-dir ckpt/ full/ --exclude 'adam_*' --format safetensors \\
+reshard convert ckpt/ full/ --exclude 'adam_*' --format safetensors \\
     --verify --src-strategy strategy/ --dst-strategy none
 
 As a task of a Slurm array; the last one writes the manifest:
-reshard transform-dir ckpt/ out/ --shard auto \\
+reshard convert ckpt/ out/ --shard auto \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 
 On the workers of a Dask cluster that see ckpt/ and out/:
-reshard transform-dir ckpt/ out/ --scheduler tcp://host:8786 \\
+reshard convert ckpt/ out/ --scheduler tcp://host:8786 \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
@@ -54,7 +53,7 @@ reshard transform-dir ckpt/ out/ --scheduler tcp://host:8786 \\
 @options.strategies
 @options.targets
 @options.conversion
-def transform_dir(
+def convert(
     src: str,
     dst: str,
     ranks: Optional[tuple[int, ...]],
@@ -62,10 +61,11 @@ def transform_dir(
     scheduler: Optional[str],
     **typed: Any,
 ) -> None:
-    """Convert the checkpoint in SRC for every rank of the target strategy.
+    """Convert the checkpoint in SRC to another layout, or to another form.
 
-    SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), or a path
-    with {rank} in it, wildcards allowed. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}.
+    SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), a path with
+    {rank} in it, wildcards allowed; or, without --src-strategy, a directory of Checkpoint 2.0, of unified
+    or of Hugging Face weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or what --to names.
     """
     _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
 
@@ -102,8 +102,7 @@ def _convert(
     share: Optional[Share] = None,
     scheduler: Optional[str] = None,
 ) -> None:
-    source, target, report = read_strategies(typed)
-    request = request_of(src, dst, source, target, ranks, typed)
+    request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
     progress = progress_of(typed["quiet"], typed["progress"])
     with (

@@ -15,9 +15,9 @@ from reshard.cli.errors import ReshardGroup, set_debug
 
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
-    "transform-dir": ("convert", "transform_dir", "Convert a checkpoint for every rank of a target strategy."),
+    "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
-    "plan": ("plan", "plan", "Print what transform-dir would do: ranks, files, bytes, memory."),
+    "plan": ("plan", "plan", "Print what convert would do: ranks, files, bytes, memory."),
     "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
@@ -31,7 +31,7 @@ _COMMANDS = {
     "strategy": ("strategy_group", "strategy", "Show what strategy files say."),
     "help": ("help", "show_help", "Show the help of a command."),
 }
-_ALIASES = {"transform-all": "transform-dir", "transform-by-rank": "by-rank"}
+_ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
 
 
 class LazyGroup(ReshardGroup):

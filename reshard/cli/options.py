@@ -45,6 +45,18 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return tuple(sorted(ranks))
 
 
+class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A number of bytes as at Hugging Face: ``5GB`` is decimal, ``5GiB`` binary."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
+        """The number of bytes."""
+        from reshard.target.full_files import parse_size
+
+        return value if isinstance(value, int) else parse_size(str(value))
+
+
 class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number of bytes in binary units: ``512M``."""
 
@@ -87,9 +99,9 @@ def strategies(command: F) -> F:
             option(
                 "Strategies",
                 "--dst-strategy",
-                metavar="FILE|DIR|none",
+                metavar="FILE|DIR|none|same",
                 shell_complete=completion.strategies,
-                help="Strategy of the target; none for one unsharded rank.",
+                help="Strategy of the target; none for one unsharded rank, same for the source's.",
             ),
         ],
     )
@@ -421,10 +433,25 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
 
 
 def conversion(command: F) -> F:
-    """Options of transform-dir and by-rank alike."""
+    """Options of convert and by-rank alike."""
     return _all(
         command,
         [
+            option(
+                "Target",
+                "--to",
+                type=Choice(["ranks", "checkpoint2", "unified", "huggingface"]),
+                show_default="ranks, with --dst-strategy",
+                help="Form of the target.",
+            ),
+            option(
+                "Target",
+                "--max-shard-size",
+                type=ShardSize(),
+                metavar="SIZE",
+                show_default="that of the form",
+                help="Bytes in a file of full weights: 5GB, 5GiB.",
+            ),
             prefix(DEFAULT_PREFIX),
             option(
                 "Target",

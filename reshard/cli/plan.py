@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import options_of, read_strategies, request_of, summary_json, summary_lines
+from reshard.cli.conversion import options_of, request_between, summary_json, summary_lines
 from reshard.cli.output import echo_json, say, table, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
@@ -51,8 +51,7 @@ def plan(
     out and missing, memory, and what is done already. Headers are read and everything is checked, by
     the code that a conversion runs. With --json, the same for scripts.
     """
-    source, target, report = read_strategies(typed)
-    request = request_of(src, dst, source, target, ranks, typed)
+    request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, share=shard, dry_run=True)
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
         tell_plan(

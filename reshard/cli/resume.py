@@ -12,6 +12,7 @@ from typing import Any, Optional
 import click
 from click.core import ParameterSource
 
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.checkpoints.path_pattern import RANK, fixed_directory
 from reshard.cli import completion, options
 from reshard.cli.command import command
@@ -25,7 +26,7 @@ from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory
-from reshard.strategies import read_strategy
+from reshard.strategies import SAME, read_strategy
 from reshard.wording import counted_ranks, number_ranges, rank_ranges
 
 
@@ -183,7 +184,7 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
         (given.target_strategy, found.plan.target_strategy),
     )
     for path, digest in dict(strategies).items():
-        if strategy_digest(read_strategy(path)) != digest:
+        if path != SAME and strategy_digest(read_strategy(path)) != digest:
             raise InputError(
                 f"{path}: says something else than the strategy that what is in {dst} was begun with",
                 file=path,
@@ -197,8 +198,14 @@ def _words(given: Given, dst: str) -> list[str]:
     if given.task == "recover":
         words = ["recover", given.src, target, f"--strategy={given.source_strategy}"]
     else:
-        words = ["transform-dir", given.src, target, f"--src-strategy={given.source_strategy}"]
-        words += [f"--dst-strategy={given.target_strategy}", f"--format={given.format}"]
+        words = ["convert", given.src, target]
+        if form_of(given.src) == RANKS:
+            words.append(f"--src-strategy={given.source_strategy}")
+        words += [f"--to={given.to}"] if given.to != RANKS else []
+        if given.to in (RANKS, CHECKPOINT2):
+            words.append(f"--dst-strategy={given.target_strategy}")
+        words += [f"--max-shard-size={given.max_shard_size}"] if given.max_shard_size is not None else []
+        words.append(f"--format={given.format}")
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
     words += [f"--include={pattern}" for pattern in given.include]

@@ -11,6 +11,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.forms import RANKS
 from reshard.checkpoints.naming import check_prefix
 from reshard.checkpoints.storage import LOCAL, storage_of
 from reshard.convert.options import Options
@@ -74,7 +75,8 @@ def prepare(
     Raises:
         ReshardError: the conversion cannot be made; nothing has been written.
     """
-    check_target_ranks(request)
+    if request.to == RANKS:
+        check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
     if isinstance(request.src, str):
@@ -135,6 +137,8 @@ class _Preparation:
 
     def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block say so if the two strategies are swapped."""
+        if self.request.form != RANKS or self.request.to != RANKS:
+            return contextlib.nullcontext()
         return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
 
     def state(self) -> State:
@@ -386,7 +390,8 @@ class Prepared:
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
-        preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
+        if request.to == RANKS:
+            preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
     def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.checkpoints import can_hold
+from reshard.checkpoints.forms import CHECKPOINT2
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import listing
@@ -14,6 +15,7 @@ from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.values import CopiedValues
 from reshard.report import Report
 from reshard.target import Section
+from reshard.target.checkpoint2_metadata import check_described
 from reshard.wording import number_ranges, plural, quoted
 
 # Pairs of pipeline stages that are told of one by one.
@@ -116,6 +118,20 @@ def _plain(plan: Plan, name: str, section: Section) -> bool:
     return plan.checkpoint.tensors[name].shards.plain or (
         section.layouts[name].shards != plan.cut_of(name, section).target.shards
     )
+
+
+def problems_of_form(plan: Plan) -> list[InputError]:
+    """Tensors that the target form cannot say."""
+    if plan.form.name != CHECKPOINT2:
+        return []
+    problems: list[InputError] = []
+    for section in plan.sections:
+        for name in plan.names_of(section):
+            try:
+                check_described(name, plan.cut_of(name, section).target)
+            except InputError as error:
+                problems.append(error)
+    return problems
 
 
 def problems_of_unlisted(plan: Plan, checkpoint: RankCheckpoint, report: Report) -> list[InputError]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
-from reshard.errors import CheckpointError, IncompleteSourceError, LayoutError
+from reshard.errors import CheckpointError, LayoutError
 from reshard.layout import Layout, Overlap
-from reshard.target import Section
-from reshard.wording import quoted, rank_ranges
+from reshard.target import Section, layout_in
+from reshard.wording import quoted
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cuts:
 
     def _make(self, tensor: GlobalTensor, section: Section) -> Cut:
         try:
-            layout = _layout_of(tensor, section.layouts[tensor.name], section.in_pipeline)
+            layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
             # Told apart by identity, and kept, likewise.
             key = (section.number, tensor.shape, *map(id, tensor.shardings), layout)
             if key not in self._cuts:
@@ -73,46 +73,3 @@ class Cuts:
                 parameter=tensor.name,
                 hint="the target strategy has to be of the same model, and every dimension to divide by its slices",
             ) from error
-
-
-def _layout_of(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layout:
-    """The layout that a tensor gets where a strategy records ``recorded``.
-
-    Accumulated gradients are written the way they were stored. Where the source cannot tell,
-    because it records no shard, a target with a pipeline has none either: the compiler records
-    but does not make it there.
-
-    Args:
-        tensor: the tensor.
-        recorded: what the target's strategy says.
-        in_pipeline: the target has several pipeline stages.
-
-    Raises:
-        LayoutError: the recorded layout does not fit the tensor.
-        IncompleteSourceError: what decides it is in files that were not read.
-    """
-    plain, unsharded, undecided = tensor.shards
-    if undecided and recorded.shards > 1:
-        raise IncompleteSourceError(
-            f"{quoted(tensor.name)}: whether its optimizer shards are made is told by the files of "
-            f"{rank_ranges(undecided)} only",
-            rank=undecided[0],
-            parameter=tensor.name,
-            hint=f"bring one of {rank_ranges(undecided)}",
-        )
-    if plain or (unsharded and in_pipeline):
-        recorded = recorded.without_shards()
-    fitting = [
-        layout
-        for layout in recorded.regroupings()
-        if len(layout.cuts) == len(tensor.shape) and layout.recorded_shape in (None, tensor.shape)
-    ]
-    if not fitting:
-        told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
-        raise LayoutError(
-            f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
-            f"{list(tensor.shape)}"
-        )
-    for dimension, size in enumerate(tensor.shape):
-        fitting[0].check_size(dimension, size)
-    return fitting[0]

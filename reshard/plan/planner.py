@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import Callable, Optional
 
-from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints, format_of
+from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.forms import RANKS, read_checkpoint
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.errors import CheckpointError
-from reshard.plan.checks import check, problems_of_unlisted
+from reshard.errors import CheckpointError, UsageError
+from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
 from reshard.plan.rank_checkpoint import RankCheckpoint
@@ -20,14 +21,12 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
+from reshard.plan.written_form import format_asked, written_form
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import exists
-from reshard.target import RankFiles, TargetForm
-from reshard.wording import rank_ranges
-
-_CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
-_NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
+from reshard.target import TargetForm
+from reshard.wording import plural, rank_ranges
 
 
 def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
@@ -36,21 +35,42 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
     """
+    if request.recover:
+        return _recovery(request, handles, report)
+    if request.form == RANKS:
+        return _of_ranks(request, handles, report)
+    checkpoint = read_checkpoint(
+        request.form, str(request.src), request.step, handles, report, request.damaged, _wanted_by(request)
+    )
+    form = written_form(request, checkpoint, handles, report)
+    # What such a source does not lay out is known to be whole.
+    values = CopiedValues(checkpoint, form, request.filters, False, handles)
+    plan = _plan(request, checkpoint, checkpoint.tensors.keys(), form, values, values, None, report)
+    check(plan, values, problems_of_form(plan), report)
+    return plan
+
+
+def _of_ranks(request: Request, handles: FileHandles, report: Report) -> Plan:
+    """The plan where the source is a tree of ranks."""
     checkpoint = _rank_checkpoint(request, handles, report)
-    format = _format(request, checkpoint)
-    names = _names(request, checkpoint)
-    choice = ReplicaChoice(request.source, request.target)
-    sliced = request.source.device_count > 1
-    if not request.recover:
-        form = RankFiles(request.target, checkpoint.tensors, format, names)
-        values = CopiedValues(checkpoint, form, request.filters, sliced, handles)
-        plan = _plan(request, checkpoint, form, values, values, choice, report)
-        check(plan, values, problems_of_unlisted(plan, checkpoint, report), report)
-        return plan
+    form = written_form(request, checkpoint, handles, report)
+    values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
+    choice = ReplicaChoice(request.source, request.target) if request.to == RANKS else None
+    plan = _plan(request, checkpoint, checkpoint.listed, form, values, values, choice, report)
+    check(plan, values, [*problems_of_unlisted(plan, checkpoint, report), *problems_of_form(plan)], report)
+    return plan
+
+
+def _recovery(request: Request, handles: FileHandles, report: Report) -> Plan:
+    """The plan of a recovery: the same ranks again, intact ones as they are."""
+    checkpoint = _rank_checkpoint(request, handles, report)
+    format = format_asked(request, checkpoint)
     recovery = Recovery(request, checkpoint, format, handles)
-    form = RecoveredFiles(request, checkpoint, format, names, recovery)
-    values = CopiedValues(checkpoint, form, request.filters, sliced, handles)
-    plan = _plan(request, checkpoint, form, values, RecoveredValues(values, recovery), choice, report)
+    form = RecoveredFiles(request, checkpoint, format, _names(request, checkpoint), recovery)
+    values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
+    copied = RecoveredValues(values, recovery)
+    choice = ReplicaChoice(request.source, request.target)
+    plan = _plan(request, checkpoint, checkpoint.listed, form, values, copied, choice, report)
     check(plan, values, recovery.problems(plan.asked), report)
     recovery.tell(plan.asked, form, values, report)
     return plan
@@ -58,16 +78,33 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 def _plan(
     request: Request,
-    checkpoint: RankCheckpoint,
+    checkpoint: Checkpoint,
+    listed: Collection[str],
     form: TargetForm,
     values: CopiedValues,
     copied: Values,
     choice: Optional[ReplicaChoice],
     report: Report,
 ) -> Plan:
+    beyond = [file for file in request.ranks or () if not 0 <= file < form.count]
+    if beyond:
+        raise UsageError(
+            f"file {beyond[0]} (--ranks) is out of range: {plural(form.count, 'file')} would be written, numbered from "
+            "0 on",
+            rank=beyond[0],
+        )
     values.warn_of_differing(report)
-    sorted = sort(request, checkpoint, form, values, checkpoint.listed)
-    return Plan(request, checkpoint, form, copied, sorted, Cuts(), choice)
+    return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values, listed), Cuts(), choice)
+
+
+def _wanted_by(request: Request) -> Callable[[str], bool]:
+    """Whether a tensor is written at all."""
+    listed = set(request.target.parameters)
+
+    def wanted(name: str) -> bool:
+        return request.filters.admit(name) and (request.target.is_none or name in listed)
+
+    return wanted
 
 
 def sort(
@@ -134,18 +171,6 @@ def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) ->
     for candidate in candidates:
         known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
         yield replace(candidate, damaged=known)
-
-
-def _format(request: Request, checkpoint: Checkpoint) -> str:
-    if request.format != "same":
-        return request.format
-    formats = {format_of(path): path for path in checkpoint.files.values()}
-    if len(formats) > 1:
-        raise CheckpointError(
-            f"source files have different formats: {' and '.join(sorted(formats.values()))}",
-            hint=_NAME_FORMAT if request.recover else _CHOOSE_FORMAT,
-        )
-    return next(iter(formats))
 
 
 def _names(request: Request, checkpoint: RankCheckpoint) -> FileNames:

@@ -31,6 +31,9 @@ class Request:
         exact_file: ``dst`` is the file itself.
         damaged: source files that count as absent whatever their headers say, and why, by path.
         recover: source and target are the same strategy, and intact files stay as they are.
+        form: of the source; see `checkpoints.forms`.
+        to: form that is written.
+        max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -48,3 +51,6 @@ class Request:
     exact_file: bool = False
     damaged: Mapping[str, str] = field(default_factory=dict)
     recover: bool = False
+    form: str = "ranks"
+    to: str = "ranks"
+    max_shard_size: Optional[int] = None

@@ -20,13 +20,14 @@ from typing import Any, Optional
 
 from reshard import temporary
 from reshard.checkpoints import Step
+from reshard.checkpoints.forms import FORMS
 from reshard.checkpoints.open import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
 from reshard.storage import names_in, read_small
 from reshard.storage.json_text import parse_json
-from reshard.strategies import NONE
+from reshard.strategies import NONE, SAME
 from reshard.wording import number_ranges
 
 VERSION = 1
@@ -44,11 +45,13 @@ _CHOICES = {
     "crc": ("auto", "never"),
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
+    "to": FORMS,
 }
 _TEXTS = ("src", "source_strategy", "target_strategy", "host")
 _OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks")
 _FLAGS = ("strict", "verify", "lost_only")
 _PATTERNS = ("include", "exclude")
+_NUMBERS = ("max_shard_size",)
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Given:
         verify: the result is compared with the source afterwards.
         ranks: the target ranks asked for, such as ``0-7,12``; None for all, or a run that is one of several.
         lost_only: when recovering, only ranks that are lost or damaged.
+        to: form that is written.
+        max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
         host: where it was typed.
     """
 
@@ -93,12 +98,14 @@ class Given:
     verify: bool
     ranks: Optional[str]
     lost_only: bool
+    to: str = "ranks"
+    max_shard_size: Optional[int] = None
     host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths that were typed, each once."""
-        strategies = (path for path in (self.source_strategy, self.target_strategy) if path != NONE)
+        strategies = (path for path in (self.source_strategy, self.target_strategy) if path not in (NONE, SAME))
         return tuple(dict.fromkeys((self.src, *strategies)))
 
     @property
@@ -180,6 +187,8 @@ def _parsed(said: Any) -> Given:
             fits = isinstance(value, bool)
         elif name in _CHOICES:
             fits = value in _CHOICES[name]
+        elif name in _NUMBERS:
+            fits = value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63)
         elif name in _PATTERNS:
             fits = isinstance(value, list) and all(_is_text(item) for item in value)
         else:
@@ -187,11 +196,11 @@ def _parsed(said: Any) -> Given:
         if not fits:
             raise ValueError(f"{name} is {value!r}"[:200])
     for name in ("src", "source_strategy", "target_strategy"):
-        if not os.path.isabs(said[name]) and (name == "src" or said[name] != NONE):
+        if not os.path.isabs(said[name]) and (name == "src" or said[name] not in (NONE, SAME)):
             raise ValueError(f"{name} is no absolute path")
     if said["ranks"] is not None:
         _numbers(said["ranks"])
-    if said["step"] is not None:
+    if said["step"] is not None and not re.fullmatch("[0-9]{1,18}", said["step"]):
         try:
             Step.parse(said["step"])
         except UsageError as error:

@@ -48,6 +48,8 @@ class Identity:
         format: of the target files.
         names: of the target files.
         task: ``convert`` or ``recover``.
+        form: that is written.
+        division: digest of which tensors are in which file, where the strategy does not tell.
     """
 
     source_strategy: str
@@ -59,6 +61,8 @@ class Identity:
     format: str
     names: FileNames
     task: str = "convert"
+    form: str = "ranks"
+    division: str = ""
 
     @property
     def digest(self) -> str:

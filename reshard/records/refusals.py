@@ -22,6 +22,8 @@ _SAID = {
     "format": "the format",
     "names": "the names of the files",
     "task": "what is done",
+    "form": "the form (--to)",
+    "division": "what is in which file (--max-shard-size)",
 }
 
 

@@ -8,12 +8,13 @@ knows of checkpoints.
 
 from reshard.strategies.groups import GroupInfo, read_group_info
 from reshard.strategies.merge import merge_pipeline
-from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
+from reshard.strategies.model import NONE, SAME, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
 from reshard.strategies.one_file import read_strategy_file
 from reshard.strategies.read import read_strategy
 
 __all__ = [
     "NONE",
+    "SAME",
     "GroupInfo",
     "RecordedLayout",
     "Stage",

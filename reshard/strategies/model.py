@@ -30,6 +30,9 @@ _MOST_ELEMENTS = 2**62
 NONE = "none"
 """What is typed for a strategy of one device that holds everything whole."""
 
+SAME = "same"
+"""What is typed for the strategy that the source was saved with."""
+
 
 @dataclass(frozen=True)
 class RecordedLayout:

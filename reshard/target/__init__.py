@@ -4,6 +4,7 @@ A form knows names and layouts; nothing of where bytes come from or how they are
 """
 
 from reshard.target.form import FinishingFile, Section, TargetForm, WholeLayouts
+from reshard.target.layouts import layout_in
 from reshard.target.rank_files import RankFiles, stage_sections
 
-__all__ = ["FinishingFile", "RankFiles", "Section", "TargetForm", "WholeLayouts", "stage_sections"]
+__all__ = ["FinishingFile", "RankFiles", "Section", "TargetForm", "WholeLayouts", "layout_in", "stage_sections"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Protocol
+from typing import Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -17,10 +17,11 @@ class Section:
 
     Attributes:
         number: numbers the sections of a form.
-        files: its files' numbers; the first is device 0 of the layouts.
+        files: its files' numbers.
         layouts: layout by name of what these files are to hold, as recorded or whole.
         in_pipeline: whether it is one of several stages.
         label: what it is, in messages.
+        devices: which device of the layouts each of its files is; None where they count alike.
     """
 
     number: int
@@ -28,10 +29,12 @@ class Section:
     layouts: Mapping[str, Layout]
     in_pipeline: bool = False
     label: str = ""
+    devices: Optional[tuple[int, ...]] = None
 
     def position(self, file: int) -> int:
         """Which device of the layouts a file is."""
-        return file - self.files.start
+        number = file - self.files.start
+        return number if self.devices is None else self.devices[number]
 
 
 class FinishingFile(NamedTuple):
@@ -39,11 +42,11 @@ class FinishingFile(NamedTuple):
 
     Attributes:
         name: relative to the target directory.
-        data: its bytes.
+        make: its bytes, once all other files are there.
     """
 
     name: str
-    data: bytes
+    make: Callable[[], bytes]
 
 
 class TargetForm(Protocol):
@@ -83,6 +86,9 @@ class TargetForm(Protocol):
 
     def taken_over(self, file: int) -> Optional[CheckpointIndex]:
         """The source file that a file is a copy of, byte for byte; None where it is made anew."""
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        """What is written when all files are there, in this order: what makes the directory complete comes last."""
 
 
 class WholeLayouts(Mapping[str, Layout]):

@@ -8,7 +8,7 @@ from typing import Optional
 from reshard.checkpoints import CheckpointIndex, FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.strategies import Strategy
-from reshard.target.form import Section, WholeLayouts
+from reshard.target.form import FinishingFile, Section, WholeLayouts
 
 
 class RankFiles:
@@ -52,6 +52,10 @@ class RankFiles:
     def taken_over(self, file: int) -> Optional[CheckpointIndex]:
         """None is."""
         return None
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        """Nothing more is needed."""
+        return ()
 
 
 def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> list[Section]:

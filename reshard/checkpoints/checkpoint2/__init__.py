@@ -8,6 +8,7 @@ are cut and which file holds which slice. Reading goes from `recognise` and `fin
 from reshard.checkpoints.checkpoint2.checkpoint2 import Checkpoint2, Lost
 from reshard.checkpoints.checkpoint2.iterations import Iteration, find_iterations, recognise
 from reshard.checkpoints.checkpoint2.reading import read_checkpoint2, read_iteration
+from reshard.checkpoints.checkpoint2.strategy import strategy_of
 
 __all__ = [
     "Checkpoint2",
@@ -17,4 +18,5 @@ __all__ = [
     "read_checkpoint2",
     "read_iteration",
     "recognise",
+    "strategy_of",
 ]

@@ -1,0 +1,68 @@
+"""Which form of checkpoint a source is, and reading those that say themselves how they are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Callable
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint2 import read_checkpoint2, recognise
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
+from reshard.checkpoints.path_pattern import RANK
+from reshard.errors import UsageError
+from reshard.report import Report
+from reshard.storage import is_directory
+
+RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
+FORMS = (RANKS, CHECKPOINT2, UNIFIED, HUGGINGFACE)
+"""Forms of checkpoints, as --to names them."""
+
+
+def form_of(src: str) -> str:
+    """The form of a source, by names alone; what is no other form is `RANKS`, be it there or not.
+
+    Args:
+        src: a directory, a file, or a path with ``{rank}`` in it.
+
+    Raises:
+        ReshardError: nobody can tell what is there.
+    """
+    if "\0" in src or RANK in src:
+        return RANKS
+    if is_directory(src) and recognise(src):
+        return CHECKPOINT2
+    return full_weights_form(src) or RANKS
+
+
+def read_checkpoint(
+    form: str,
+    src: str,
+    step: str,
+    handles: FileHandles,
+    report: Report,
+    damaged: Mapping[str, str],
+    wanted: Callable[[str], bool],
+) -> Checkpoint:
+    """Read a source of any form but rank trees, from metadata and headers alone.
+
+    Args:
+        form: its form.
+        src: the source.
+        step: ``latest``, or the number of an iteration.
+        handles: open files.
+        report: told of what is passed over.
+        damaged: files that count as absent, and why, by path.
+        wanted: says of a name whether the tensor has to be there whole.
+
+    Raises:
+        UsageError: there are no steps in a source of this form.
+        InputError: it is not complete, damaged, or contradicts itself.
+        RetryableError: reading failed in a way that may pass.
+    """
+    if form == CHECKPOINT2:
+        return read_checkpoint2(src, step, handles, report, damaged, wanted)
+    if step != "latest":
+        raise UsageError(f"{src}: is of the form {form}, which has no steps", hint="leave out --step")
+    read = read_unified if form == UNIFIED else read_huggingface
+    return read(src, handles, report, damaged)

@@ -1,0 +1,91 @@
+"""From the options of a conversion to the forms and strategies of its source and target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.cli import options
+from reshard.errors import UsageError
+from reshard.report import Report
+from reshard.strategies import NONE, SAME, Strategy, read_strategy
+
+_WITH_STRATEGY = (RANKS, CHECKPOINT2)
+
+
+class Ends(NamedTuple):
+    """Where a conversion begins and where it ends.
+
+    Attributes:
+        form: of the source.
+        source: its strategy; `none` where its form tells the layouts.
+        to: form of the target.
+        target: its strategy; `none` where it is written in full.
+    """
+
+    form: str
+    source: Strategy
+    to: str
+    target: Strategy
+
+
+def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
+    """The forms and strategies of source and target.
+
+    Raises:
+        UsageError: options are missing, or do not go together.
+        ReshardError: a strategy cannot be read.
+    """
+    form = form_of(src)
+    source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
+    to = typed["to"] or (RANKS if target_path is not None or form == RANKS else None)
+    if to is None:
+        raise UsageError(
+            f"{src} is of the form {form}: what it is converted to is missing",
+            hint="name a strategy with --dst-strategy, or a form with --to checkpoint2, unified or huggingface",
+        )
+    _check(src, form, to, typed)
+    if to in _WITH_STRATEGY:
+        source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
+    elif form == RANKS:
+        source_path, _ = options.required_strategies(source_path, NONE)
+    source = _strategy(source_path, report) if form == RANKS else Strategy.none()
+    if to not in _WITH_STRATEGY:
+        return Ends(form, source, to, Strategy.none())
+    if target_path != SAME:
+        return Ends(form, source, to, _strategy(target_path, report))
+    if form == RANKS:
+        return Ends(form, source, to, source)
+    with FileHandles() as handles:
+        checkpoint = read_checkpoint2(src, typed["step"], handles, Report(), wanted=lambda name: False)
+        return Ends(form, source, to, strategy_of(checkpoint))
+
+
+def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
+    """Refuse options that make no sense with a form."""
+    source, target = typed["src_strategy"], typed["dst_strategy"]
+    if form == CHECKPOINT2 and source is not None:
+        raise UsageError(f"{src}: its own metadata says the layouts", hint="leave out --src-strategy")
+    if form not in _WITH_STRATEGY and source not in (None, NONE, "None"):
+        raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
+    if form != RANKS and typed["file_suffix"] is not None:
+        raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
+    if to not in _WITH_STRATEGY and target not in (None, NONE, "None"):
+        raise UsageError(f"--to {to} writes full weights, which have no strategy", hint="leave out --dst-strategy")
+    if target == SAME and form not in _WITH_STRATEGY:
+        raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the target", hint=None)
+    if to != RANKS and typed["format"] == "ckpt":
+        raise UsageError(f"--to {to} writes .safetensors files", hint="leave out --format")
+    if to in _WITH_STRATEGY and typed["max_shard_size"] is not None:
+        raise UsageError("--max-shard-size goes with --to unified and --to huggingface", hint="leave it out")
+
+
+def _strategy(path: Optional[str], report: Report) -> Strategy:
+    assert path is not None
+    strategy = read_strategy(path)
+    for note in strategy.notes:
+        report.note(note)
+    return strategy

@@ -1,0 +1,149 @@
+"""The target form that a request asks for, of what a source holds."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from reshard.checkpoints import FileHandles, FileNames, format_of, reading_error
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint2 import Checkpoint2
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS
+from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.checkpoints.name_order import layers_in_order
+from reshard.defaults import DEFAULT_PREFIX
+from reshard.errors import CheckpointError
+from reshard.plan.request import Request
+from reshard.report import Report
+from reshard.storage import read_range, read_small
+from reshard.target import FinishingFile, RankFiles, TargetForm
+from reshard.target.checkpoint2_common import COMMON_NAME, common_json
+from reshard.target.checkpoint2_files import Checkpoint2Files
+from reshard.target.full_directory import FullDirectory
+
+_CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
+_NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
+# Of a file beside the weights, such as a tokenizer's.
+_LARGEST_OTHER = 1 << 30
+_INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
+
+
+def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles, report: Report) -> TargetForm:
+    """What is to be written.
+
+    Raises:
+        ReshardError: it cannot be told, or not be read what it has to say.
+    """
+    if request.to == RANKS:
+        names = FileNames.numbered(DEFAULT_PREFIX if request.prefix is None else request.prefix)
+        return RankFiles(request.target, checkpoint.tensors, format_asked(request, checkpoint), names)
+    admit = request.filters.admit
+    order = layers_in_order(name for name in _in_order(checkpoint) if admit(name))
+    tensors = {name: checkpoint.tensors[name] for name in order}
+    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
+    if request.to != CHECKPOINT2:
+        return FullDirectory(
+            request.to, tensors, values, request.max_shard_size, _others(request, checkpoint, handles, report)
+        )
+    said = _said_of_training(checkpoint, handles)
+    if said.get("global_batch_size") is None:
+        report.warn(
+            f"nothing tells the global batch size, so {COMMON_NAME} does not: training that goes on from it asks for "
+            "global_batch_size there"
+        )
+    prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
+    iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
+    common = FinishingFile(COMMON_NAME, lambda: common_json(said))
+    return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
+
+
+def format_asked(request: Request, checkpoint: Checkpoint) -> str:
+    """The format of rank files.
+
+    Raises:
+        CheckpointError: it is to be the source's, which has several.
+    """
+    if request.format != "same":
+        return request.format
+    formats = {format_of(path): path for path in checkpoint.files.values()}
+    if len(formats) > 1:
+        raise CheckpointError(
+            f"source files have different formats: {' and '.join(sorted(formats.values()))}",
+            hint=_NAME_FORMAT if request.recover else _CHOOSE_FORMAT,
+        )
+    return next(iter(formats))
+
+
+def _in_order(checkpoint: Checkpoint) -> list[str]:
+    """Names of all tensors, in the order in which files hold them."""
+    if isinstance(checkpoint, FullWeights):
+        return checkpoint.order
+    found: dict[str, None] = {}
+    known: set[int] = set()
+    for holder in sorted(checkpoint.indexes):
+        tensors = checkpoint.indexes[holder].tensors
+        if id(tensors) not in known:
+            known.add(id(tensors))
+            found.update(dict.fromkeys(tensors))
+    return [name for name in found if name in checkpoint.tensors]
+
+
+def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:
+    """Bytes of every value that safetensors can hold."""
+    found = {}
+    for name in names:
+        tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        if tensor.dtype not in ("str", "MapTensor"):
+            found[name] = tensor.nbytes
+    return found
+
+
+def _others(request: Request, checkpoint: Checkpoint, handles: FileHandles, report: Report) -> list[FinishingFile]:
+    """Files beside the weights that a Hugging Face directory takes over from another."""
+    if not isinstance(checkpoint, FullWeights) or not checkpoint.others:
+        return []
+    if request.to != HUGGINGFACE:
+        report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
+        return []
+    place = checkpoint.place
+
+    def reader(name: str) -> FinishingFile:
+        return FinishingFile(name, lambda: read_small(os.path.join(place, name), _LARGEST_OTHER))
+
+    return [reader(name) for name in checkpoint.others]
+
+
+def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
+    """What a checkpoint says of the training that saved it, as common.json does."""
+    if isinstance(checkpoint, Checkpoint2) and checkpoint.common:
+        return checkpoint.common
+    said: dict[str, Optional[int]] = {
+        name: _integer(checkpoint, name, handles) for name in ("global_step", "epoch_num", "step_num")
+    }
+    epoch, _, step = (checkpoint.step or "").partition("_")
+    if epoch.isdigit() and step.isdigit():
+        said["epoch_num"] = said["epoch_num"] if said["epoch_num"] is not None else int(epoch)
+        said["step_num"] = said["step_num"] if said["step_num"] is not None else int(step)
+    if said["global_step"] is None:
+        said["global_step"] = said["step_num"]
+    if said["step_num"] is None:
+        said["step_num"] = said["global_step"]
+    return {**said, "loss_scale": None}
+
+
+def _integer(checkpoint: Checkpoint, name: str, handles: FileHandles) -> Optional[int]:
+    """A value of one integer; None where there is none of this name."""
+    for holder in checkpoint.holders(name)[:1]:
+        tensor = checkpoint.indexes[holder].tensors[name]
+        form = _INTEGERS.get(tensor.dtype)
+        if form is None or tensor.nbytes != struct.calcsize(form) or len(tensor.extents) != 1:
+            return None
+        path = checkpoint.files[holder]
+        try:
+            with handles.borrow(path) as file:
+                return int(struct.unpack(form, read_range(file, *tensor.extents[0]))[0])
+        except OSError as error:
+            raise reading_error(path, error) from error
+    return None

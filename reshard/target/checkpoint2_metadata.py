@@ -1,0 +1,129 @@
+"""metadata.json of Checkpoint 2.0, as the loaders of MindFormers 1.8.0 to 2.1.0 all take it.
+
+The layout has exactly five members in a fixed order, because loaders take them by their places, and is never
+null; slices are numbered in C order; every stored slice names all ranks that are said to hold it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.errors import CheckpointError, LayoutError
+from reshard.layout import Layout, shape_of
+from reshard.names import as_pattern
+from reshard.target.rank_layouts import plain_layout
+from reshard.wording import quoted
+
+
+class Described(NamedTuple):
+    """A tensor of a checkpoint that is complete.
+
+    Attributes:
+        tensor: the tensor.
+        layout: how it is cut over the ranks of its stage.
+        ranks: these ranks, ascending.
+        files: the file of every rank that stores a slice, by its place among them.
+    """
+
+    tensor: GlobalTensor
+    layout: Layout
+    ranks: tuple[int, ...]
+    files: Mapping[int, str]
+
+
+def metadata_json(tensors: Iterable[Described]) -> bytes:
+    """The content of metadata.json.
+
+    Raises:
+        CheckpointError: it cannot say how a tensor is laid out.
+    """
+    described: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
+    for tensor in tensors:
+        described[tensor.tensor.name] = _described(tensor)
+        stored.update(_stored(tensor))
+    said = {"state_dict_metadata": described, "storage_data": stored}
+    return json.dumps(said, separators=(",", ":")).encode()
+
+
+def tracker_text(iteration: int) -> bytes:
+    """The content of latest_checkpointed_iteration.txt."""
+    return str(iteration).encode()
+
+
+def check_described(name: str, layout: Layout) -> None:
+    """Insist that metadata.json can say what a tensor is called and how it is laid out.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if "," in name:
+        raise CheckpointError(
+            f"{quoted(name)}: loaders of Checkpoint 2.0 cannot read a name with a comma",
+            parameter=name,
+            hint=f"leave it out with --exclude {as_pattern(name)}",
+        )
+    try:
+        plain_layout(layout)
+    except LayoutError as error:
+        raise CheckpointError(
+            f"{quoted(name)}: Checkpoint 2.0 cannot say its layout: {error.message}",
+            parameter=name,
+            hint="choose a target strategy without it, or write rank files, which keep the strategy beside them",
+        ) from error
+
+
+def _described(tensor: Described) -> dict[str, Any]:
+    (name, dtype, _, shape, *_), layout = tensor.tensor, tensor.layout
+    check_described(name, layout)
+    plain = plain_layout(layout)
+    grid = layout.grid(shape)
+    place = {
+        rank: at for number in range(layout.slice_count) for at, rank in enumerate(layout.holders(number).tolist())
+    }
+    return {
+        "properties": {
+            "dtype": dtype.lower(),
+            "replica_id": [place[rank] for rank in range(len(tensor.ranks))],
+            "allow_shape_mismatch": False,
+            "allow_to_save": True,
+        },
+        "global_shape": list(shape),
+        "axis_fragmentations": list(layout.cuts),
+        "layout": {
+            "device_matrix": list(plain.device_matrix),
+            "tensor_map": [_entry(axes) for axes in plain.tensor_map],
+            "interleaved_parallel": False,
+            "alias_name": list(itertools.islice(_aliases(), len(plain.device_matrix))),
+            "rank_list": list(tensor.ranks),
+        },
+        "chunk": [
+            {"global_offset": [number], "local_shape": list(shape_of(grid.slice_box(number)))}
+            for number in range(grid.slice_count)
+        ],
+    }
+
+
+def _stored(tensor: Described) -> Iterator[tuple[str, Any]]:
+    slices = tensor.layout.slice_of_rank
+    for device, file in sorted(tensor.files.items()):
+        number = int(slices[device])
+        group = [tensor.ranks[rank] for rank in tensor.layout.holders(number).tolist()]
+        # Loaders look for what Python writes of this tuple.
+        key = str((tensor.tensor.name, (number,)))
+        yield key, [{"file_name": file, "storage_rank": tensor.ranks[device], "rank_group": group}]
+
+
+def _entry(axes: tuple[int, ...]) -> Any:
+    return -1 if not axes else axes[0] if len(axes) == 1 else list(axes)
+
+
+def _aliases() -> Iterator[str]:
+    """a, b ... z, aa, ab ..."""
+    for length in itertools.count(1):
+        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
