@@ -84,7 +84,7 @@ def test_another_conversion_says_what_to_type_to_go_on(
     done(*as_advised(words, told))
     assert done("status", world.dst, "--json").json["complete"]
     assert len(tree_bytes(world.dst)) == 2
-    by_rank = "transform-dir " if part == "by-rank" else ""
+    by_rank = "convert " if part == "by-rank" else ""
     every = "" if part in ("by-rank", "whole") else " for all ranks"
     warns(told, f"replace all of it with {by_rank}--overwrite{every}")
     replaced_with_a_run_for_all(world, *second)
@@ -275,7 +275,7 @@ def test_a_source_that_has_changed_is_converted_anew(part: str, world: World) ->
     words = world.words(*position, command=command)
     if part == "--shard":
         words[-1] = next(shard for shard in ("0/2", "1/2") if "changed" in reshard(*words[:-1], shard).err)
-    says = "transform-dir --overwrite" if part == "by-rank" else "--overwrite"
+    says = "convert --overwrite" if part == "by-rank" else "--overwrite"
     fails(3, *words, says=["are not those that", "choose another DST", f"convert everything again with {says}"])
     elsewhere = list(words)
     elsewhere[3 if part == "by-rank" else 2] = world.root / "elsewhere"
@@ -293,7 +293,7 @@ def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) ->
     world.by_rank(0)
     for path in world.src.rglob("*.ckpt"):
         os.utime(path, (1, 1))
-    warns(world.by_rank(1), "another time", "convert everything again with transform-dir --overwrite")
+    warns(world.by_rank(1), "another time", "convert everything again with convert --overwrite")
     assert "another time" not in world.convert("--overwrite").err
 
 
@@ -323,7 +323,7 @@ def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
         told = fails(3, *world.words(), says=["another run is writing", "wait until it has ended", "--overwrite"])
-    assert "transform-dir" not in told.err
+    assert "convert --" not in told.err
     world.convert("--overwrite")
 
 

@@ -31,7 +31,7 @@ def test_every_command_has_help(words: list[str]) -> None:
 def test_the_help_of_all_names_every_command() -> None:
     shown = done("--help").out
     for command in (
-        "transform-dir",
+        "convert",
         "by-rank",
         "rank-list",
         "merge-pipeline",
@@ -45,7 +45,7 @@ def test_the_help_of_all_names_every_command() -> None:
 def test_no_command_shows_what_there_is() -> None:
     result = reshard()
     assert result.status in (0, 2)
-    assert "transform-dir" in result.out + result.err
+    assert "convert" in result.out + result.err
 
 
 def test_the_version_is_told() -> None:

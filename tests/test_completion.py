@@ -112,4 +112,4 @@ def test_completing_a_command_loads_nothing_heavy() -> None:
     out = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, **asked}, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "plain,transform-dir" in out and out[-1] == "[]"
+    assert "plain,convert" in out and out[-1] == "[]"

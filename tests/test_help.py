@@ -62,7 +62,7 @@ def test_every_option_has_a_group_and_help_and_shows_its_default(path: tuple[str
         (["transform-dir", "a", "b", "--src_strateg", "x"], "--src_strateg. Did you mean --src-strategy"),
         (["transform-dir", "a", "b", "--format", "safetensor"], "Did you mean safetensors?"),
         (["transform-dir", "a", "b", "--available", "1"], "It is an option of rank-list"),
-        (["--max-memory", "1G", "transform-dir"], "It is an option of transform-dir"),
+        (["--max-memory", "1G", "transform-dir"], "It is an option of convert"),
         (["transform-dir", "a", "b", "--world_size=8"], "No such option: --world_size. Not needed"),
         (["transform-dir", "a", "b", "--rank_id", "0"], "--shard I/N"),
         (["transform-dir", "a", "b", "--transform_process_num", "2"], "--jobs N"),
@@ -103,7 +103,7 @@ def test_behind_two_hyphens_nothing_is_an_option(world: World) -> None:
           says=["--src_checkpoint: does not exist"])  # fmt: skip
 
 
-MEANT = [("convert", "transform-dir"), ("diff", "strategy diff"), ("plna", "plan")]
+MEANT = [("transform", "convert"), ("diff", "strategy diff"), ("plna", "plan")]
 
 
 @pytest.mark.parametrize(("typed", "meant"), MEANT)

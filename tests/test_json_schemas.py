@@ -57,8 +57,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         # A dry run prints the plan.
         printed.setdefault("reshard plan" if "--dry-run" in words else command, []).append(result.json)
 
-    add("transform-dir", source, whole, *STRATEGIES, "--verify", "--checksum", "crc32")
-    add("transform-dir", source, out / "text", *STRATEGIES, "--dry-run", "--exclude", "*bias*")
+    add("convert", source, whole, *STRATEGIES, "--verify", "--checksum", "crc32")
+    add("convert", source, out / "text", *STRATEGIES, "--dry-run", "--exclude", "*bias*")
     add("by-rank", 1, source, out / "one", *STRATEGIES, "--dry-run")
     add("by-rank", 1, source, out / "one", *STRATEGIES)
     add("plan", source, out / "one", *STRATEGIES)
@@ -92,7 +92,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("strategy", "make", rules, out / "made.ckpt", *said, "--sizes", "dp=2,mp=2,pp=2")
     add("strategy", "check", DEMO / "dst_strategy.ckpt", source, "--all", status=4)
     done(
-        "transform-dir",
+        "convert",
         source,
         out / "dp2",
         STRATEGIES[0],

@@ -248,7 +248,7 @@ def test_one_of_several_runs_that_replace_targets_is_not_guessed(world: World, m
     world.convert()
     monkeypatch.setattr("reshard.convert.writing.convert", stopped)
     assert reshard(*world.words(1, "--overwrite", command="by-rank")).status == 130
-    fails(3, "resume", world.dst, says=["by-rank or --shard, with --overwrite", "transform-dir"])
+    fails(3, "resume", world.dst, says=["by-rank or --shard, with --overwrite", "convert"])
 
 
 def stopped(*_: Any) -> None:
@@ -281,7 +281,7 @@ def test_a_dry_run_shows_what_would_be_done(world: World) -> None:
     world.by_rank(0)
     before = tree_bytes(world.dst)
     shown = done("resume", world.dst, "-n")
-    assert "goes on with reshard transform-dir" in shown.err and "1 file" in shown.out
+    assert "goes on with reshard convert" in shown.err and "1 file" in shown.out
     assert tree_bytes(world.dst) == before
     assert "goes on" not in done("-q", "resume", world.dst, "-n").err
 

@@ -21,7 +21,7 @@ What `--help` prints, for every command. The rules behind the options: [rules.md
 `--json`: [json.md](json.md). Exit statuses: [troubleshooting.md](troubleshooting.md#exit-statuses).
 
 Commands and options may be typed with `_` for `-`; `-v`, `-q` and `--debug` may stand before the command.
-`transform-all` is `transform-dir`, `transform-by-rank` is `by-rank`.
+`transform-dir` and `transform-all` are `convert`, `transform-by-rank` is `by-rank`.
 """
 
 

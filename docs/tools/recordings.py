@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "screens.md"
 _COLUMNS = 100
 _PARAMETERS = 24
 _SHAPE = (2048, 2048)
-_CONVERT = "transform-dir ckpt out --src-strategy four.json --dst-strategy eight.json"
+_CONVERT = "convert ckpt out --src-strategy four.json --dst-strategy eight.json"
 _GO_ON = "resume out"
 # Bars, sizes, rates and times differ from run to run, and from one size of the checkpoint to another.
 _VARYING = re.compile(r"[█▏▎▍▌▋▊▉]+ *|\d+(\.\d+)?( [KMGT]?i?B)?")

@@ -25,14 +25,14 @@ SPELLINGS = {
 _ELSEWHERE = {
     "--world-size": "Not needed: the strategies say how many ranks there are.",
     "--device-num": "Not needed: the strategies say how many ranks there are.",
-    "--npu-num-per-node": "Not needed: which machine writes which ranks is free; see transform-dir --shard I/N.",
+    "--npu-num-per-node": "Not needed: which machine writes which ranks is free; see convert --shard I/N.",
     "--rank-id": (
-        "The I-th of N processes takes its part of the target ranks with transform-dir --shard I/N; "
+        "The I-th of N processes takes its part of the target ranks with convert --shard I/N; "
         "by-rank RANK converts one target rank."
     ),
     "--transform-process-num": (
         "One process keeps all CPUs busy (--jobs N says how many); "
-        "several processes, on one machine or many, divide the work with transform-dir --shard I/N."
+        "several processes, on one machine or many, divide the work with convert --shard I/N."
     ),
     "--transform-by-rank": "For one target rank there is the command by-rank.",
     "--process-num": "--jobs N says how many CPUs are kept busy.",
@@ -44,8 +44,7 @@ _ELSEWHERE = {
 
 # What somebody may look for under another name.
 _COMMANDS = {
-    "convert": "transform-dir",
-    "transform": "transform-dir",
+    "transform": "convert",
     "merge": "merge-pipeline",
     "show": "strategy show",
     "diff": "strategy diff",

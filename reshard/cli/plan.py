@@ -45,7 +45,7 @@ def plan(
     svg: Optional[str],
     **typed: Any,
 ) -> None:
-    """Print what transform-dir would do with the same arguments and options, and write nothing to DST.
+    """Print what convert would do with the same arguments and options, and write nothing to DST.
 
     Ranks, files and bytes read and written, which step, what stands in for lost ranks, parameters left
     out and missing, memory, and what is done already. Headers are read and everything is checked, by

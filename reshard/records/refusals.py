@@ -49,7 +49,7 @@ class Refusals:
         if self._whole:
             return "--overwrite"
         by_rank = self._adding and self._mine.task == "convert"
-        return "transform-dir --overwrite" if by_rank else "--overwrite for all ranks"
+        return "convert --overwrite" if by_rank else "--overwrite for all ranks"
 
     def another_conversion(self, others: Sequence[Identity], in_the_way: Sequence[str]) -> TargetError:
         """Other conversions were begun in the directory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
@@ -16,6 +17,7 @@ from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.messages import listing
+from reshard.names import OTHER
 from reshard.report import Report
 from reshard.storage import is_regular_file
 from reshard.wording import one_line, plural, quoted, some_names
@@ -154,7 +156,16 @@ class Contents:
             shown.append(f"{quoted(name)} in {files}")
         return some_names(shown)
 
-    def tensors(self, count: int) -> Mapping[str, GlobalTensor]:
-        """All tensors of the first so many files, in the order in which to write them."""
-        held = {name: number for number in range(count) for name in self.indexes[number].tensors}
-        return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)})
+    def tensors(self, count: int) -> tuple[Mapping[str, GlobalTensor], dict[str, int]]:
+        """All tensors of the first so many files, in the order in which to write them.
+
+        Returns:
+            The tensors, and the values among them that are no part of the model, such as ``global_step``, with the
+            file that holds each.
+        """
+        held: dict[str, int] = {}
+        values: dict[str, int] = {}
+        for number in range(count):
+            for name, tensor in self.indexes[number].tensors.items():
+                (values if math.prod(tensor.shape) == 1 and tensor.kind == OTHER else held)[name] = number
+        return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)}), values

@@ -61,7 +61,8 @@ def read_unified(
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
     say_unread(directory, names, files, PART, map_path, report)
     contents.check(map_path, weight_map, len(files), scalars, report)
-    return FullWeights(UNIFIED, directory, contents.paths, contents.indexes, contents.tensors(len(files)), scalars)
+    tensors, values = contents.tensors(len(files))
+    return FullWeights(UNIFIED, directory, contents.paths, contents.indexes, tensors, {**values, **scalars})
 
 
 def read_huggingface(
@@ -98,9 +99,9 @@ def read_huggingface(
     contents = Contents.read(directory, files, handles, damaged)
     say_unread(directory, names, files, NUMBERED, index_path, report)
     contents.check(index_path or directory, weight_map, len(files), {}, report)
-    tensors = contents.tensors(len(files))
+    tensors, values = contents.tensors(len(files))
     others = others_in(directory, names, files)
-    return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, others=others)
+    return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, values, others)
 
 
 def _scalars(index: CheckpointIndex, report: Report) -> list[str]:

@@ -1,0 +1,96 @@
+"""Every form of checkpoint to every other and back: the same values, whatever lies between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+from tests.trees import read_tree, same_ranks
+
+FULL = tensors()
+FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
+
+LAST = {
+    "checkpoint2": "latest_checkpointed_iteration.txt",
+    "unified": "param_name_map.json",
+    "huggingface": "model.safetensors.index.json",
+}
+
+
+def to(form: str, world: World) -> list[Argument]:
+    """The options that write a form, cut as the target strategy where it has one."""
+    words: list[Argument] = ["--to", form]
+    if form in ("ranks", "checkpoint2"):
+        words += ["--dst-strategy", world.new]
+    return words
+
+
+def back(form: str, world: World) -> list[Argument]:
+    """The options that make rank directories of the target strategy of a form."""
+    words: list[Argument] = ["--dst-strategy", world.new, "--format", "ckpt"]
+    return [*words, "--src-strategy", world.new] if form == "ranks" else words
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
+def test_every_form_becomes_every_other(first: str, second: str, world: World) -> None:
+    world.save(FULL)
+    one, two, ranks = world.root / "one", world.root / "two", world.root / "ranks"
+    done("convert", world.src, one, "--src-strategy", world.old, "--format", "safetensors", *to(first, world))
+    source: list[Argument] = ["--src-strategy", world.new] if first == "ranks" else []
+    done("convert", one, two, *source, "--format", "safetensors", *to(second, world))
+    done("convert", two, ranks, *back(second, world))
+    same_ranks(read_tree(ranks), world.expected(FULL))
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_what_is_written_does_not_depend_on_jobs_shares_and_interruptions(form: str, world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
+    if form not in ("ranks", "checkpoint2"):
+        words += ["--max-shard-size", "300"]
+    one, two = world.root / "one", world.root / "two"
+    done("convert", world.src, one, *words, "--jobs", 1)
+    files = len(json.loads((one / "reshard-manifest.json").read_text())["files"])
+    assert files > 1
+    for number in reversed(range(files)):
+        assert not list(two.rglob("*.json")) or all(".reshard" in str(path) for path in two.rglob("*.json"))
+        assert not list(two.rglob("latest_*"))
+        done("by-rank", number, world.src, two, *words, "--jobs", 4)
+    for path in sorted(one.rglob("*")):
+        if path.is_file() and ".reshard" not in path.parts:
+            assert (two / path.relative_to(one)).read_bytes() == path.read_bytes(), path
+    done("convert", world.src, two, *words)
+
+
+def test_options_that_a_form_has_no_use_for_are_wrong_usage(world: World) -> None:
+    world.save(FULL)
+    hf, new = world.root / "hf", world.root / "new"
+    done("convert", world.src, hf, "--src-strategy", world.old, "--to", "huggingface")
+    fails(2, "convert", hf, new, says=["--dst-strategy", "--to checkpoint2"])
+    fails(2, "convert", hf, new, "--src-strategy", world.old, "--dst-strategy", world.new, says=["full weights"])
+    fails(2, "convert", hf, new, "--to", "unified", "--dst-strategy", world.new, says=["leave out --dst-strategy"])
+    fails(2, "convert", hf, new, "--to", "unified", "--format", "ckpt", says=[".safetensors"])
+    fails(2, "convert", hf, new, "--dst-strategy", "same", says=["no strategy"])
+    fails(2, "convert", hf, new, "--to", "unified", "--step", "3_10", says=["no steps"])
+    fails(2, "convert", hf, new, "--dst-strategy", world.new, "--max-shard-size", "5GB", says=["--max-shard-size"])
+    fails(2, "by-rank", 7, hf, new, "--to", "unified", says=["out of range"])
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_what_one_run_began_resume_ends(form: str, world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["--src-strategy", world.old, *to(form, world)]
+    if form != "checkpoint2":
+        words += ["--max-shard-size", "300"]
+    whole = world.root / "whole"
+    done("convert", world.src, whole, *words)
+    done("by-rank", 1, world.src, world.dst, *words)
+    done("resume", world.dst)
+    assert {path.name: path.read_bytes() for path in world.dst.rglob("*.safetensors")} == {
+        path.name: path.read_bytes() for path in whole.rglob("*.safetensors")
+    }
+    assert (world.dst / LAST[form]).read_bytes() == (whole / LAST[form]).read_bytes()
