@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from reshard.cli import options
 from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus

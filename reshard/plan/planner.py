@@ -10,7 +10,6 @@ from typing import Callable, Optional
 from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.forms import RANKS, read_checkpoint
-from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
@@ -21,7 +20,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
-from reshard.plan.written_form import format_asked, written_form
+from reshard.plan.written_form import format_asked, rank_names, written_form
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
 from reshard.storage import exists
@@ -178,4 +177,4 @@ def _names(request: Request, checkpoint: RankCheckpoint) -> FileNames:
     found = checkpoint.source.found.names
     if request.recover and request.prefix is None and found is not None:
         return found
-    return FileNames.of_prefix(DEFAULT_PREFIX if request.prefix is None else request.prefix, checkpoint.source.step)
+    return rank_names(request, checkpoint)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from reshard.checkpoints import FileHandles, FileNames, format_of, reading_error
+from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
@@ -37,8 +37,9 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         ReshardError: it cannot be told, or not be read what it has to say.
     """
     if request.to == RANKS:
-        names = FileNames.numbered(DEFAULT_PREFIX if request.prefix is None else request.prefix)
-        return RankFiles(request.target, checkpoint.tensors, format_asked(request, checkpoint), names)
+        return RankFiles(
+            request.target, checkpoint.tensors, format_asked(request, checkpoint), rank_names(request, checkpoint)
+        )
     admit = request.filters.admit
     order = layers_in_order(name for name in _in_order(checkpoint) if admit(name))
     tensors = {name: checkpoint.tensors[name] for name in order}
@@ -57,6 +58,17 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
     common = FinishingFile(COMMON_NAME, lambda: common_json(said))
     return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
+
+
+def rank_names(request: Request, checkpoint: Checkpoint) -> FileNames:
+    """Of the files of ranks.
+
+    Raises:
+        ReshardError: no file can be named as was asked for.
+    """
+    epoch, _, number = (checkpoint.step or "").partition("_")
+    step = Step(int(epoch), int(number)) if number else None
+    return FileNames.of_prefix(DEFAULT_PREFIX if request.prefix is None else request.prefix, step)
 
 
 def format_asked(request: Request, checkpoint: Checkpoint) -> str:
