@@ -137,6 +137,21 @@ def test_latest_falls_back_to_an_older_step_with_warnings(fallen: World) -> None
     same_ranks(fallen.found(), fallen.expected(OLD))
 
 
+@pytest.mark.parametrize("part", ["by-rank", "--ranks"])
+def test_some_ranks_do_not_fall_back_by_themselves(part: str, fallen: World) -> None:
+    """Rank 0 is made of files that are sound: it would be of another step."""
+    words: dict[str, list[Argument]] = {
+        "by-rank": fallen.words(1, command="by-rank"),
+        "--ranks": fallen.words("--ranks", "1"),
+    }
+    told = fails(3, *words[part], says=["step 1_10 is damaged", "rank 1", "give every rank --step 1_9"])
+    assert not fallen.dst.exists()
+    assert "may take step 1_10" in told.err
+    for rank in (0, 1):
+        fallen.by_rank(rank, "--step", "1_9")
+    same_ranks(fallen.found(), fallen.expected(OLD))
+
+
 def test_the_same_command_goes_on_with_the_step_it_fell_back_to(fallen: World, checked: Counter[Path]) -> None:
     fallen.convert()
     whole = tree_bytes(fallen.dst)

@@ -356,7 +356,26 @@ class Prepared:
             if not preparation.crcs.find(plan.checkpoint, whole, check):
                 preparation.crcs.note_unchecked(path for path, all_of_it in read.items() if not all_of_it)
                 return
-            self.state = preparation.state()
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """Plan without files that turned out to be damaged.
+
+        Raises:
+            IncompleteSourceError: an older step would be taken, by some of the target ranks only.
+        """
+        before = self.plan.checkpoint
+        self.state = self._preparation.state()
+        request, after = self.plan.request, self.plan.checkpoint
+        if request.ranks is None or request.step != "latest" or before.step == after.step:
+            return
+        # Other ranks read other files; whether these are sound nobody tells them.
+        raise IncompleteSourceError(
+            f"{before.label} is damaged in what {rank_ranges(request.ranks)} would be made of, and {after.label} would "
+            f"be taken; other target ranks are made of other files, and may take {before.label}",
+            hint=f"give every rank --step {after.step}, so that all of them take the same; with --crc never CRCs are "
+            "not checked",
+        )
 
     def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
         """Compare what ranks of the source should hold alike, unless another run has done so.
@@ -382,7 +401,7 @@ class Prepared:
             doubtful = [checkpoint.indexes[rank] for rank in sorted(comparison.always)]
             check = preparation.check(plan, progress, workers)
             if options.crc != "never" and preparation.crcs.find(checkpoint, doubtful, check):
-                self.state = preparation.state()
+                self._plan_again()
                 if not options.dry_run:
                     self._settle(progress, workers)
                 return self._check_replicas(progress, workers)
