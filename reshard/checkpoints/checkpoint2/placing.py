@@ -68,7 +68,7 @@ class Placement:
         """The shape of every slice."""
         return _slice_shape(self.grid)
 
-    @property
+    @cached_property
     def lost(self) -> list[int]:
         """Slices with elements that no readable file is said to hold."""
         return [
