@@ -18,6 +18,10 @@ from tests.corpus import CORPUS, FIXTURES
 
 RULES = FIXTURES / "rules"
 ROOTS = (FIXTURES / "strategies", FIXTURES, CORPUS.parent / "corpus_strategies", CORPUS)
+_VARIANTS = (
+    *("net", "embedding", "parallel_optimizer_false", "tied", "kv_cap", "vocab_emb_dp", "norm_opt", "seq_parallel"),
+    *("frozen", "moe"),
+)
 _NAMED = ("dp", "mp", "pp", "cp", "ep")
 
 
@@ -31,11 +35,17 @@ class MadeCase(NamedTuple):
     shards: ShardSetting
     layers_per_stage: Optional[tuple[int, ...]]
     tensors: tuple[FullTensor, ...]
+    own: Optional[str]
 
     @property
-    def network(self) -> str:
-        """What cases of the same network have in common."""
-        return network(self.name)
+    def same_network(self) -> object:
+        """Equal for compiles of one network that differ in parallelism alone."""
+        if self.own is not None:
+            return self.own
+        config = json.loads((self.path / "case.json").read_text())["config"]
+        model = self.model
+        weights = frozenset((name, tensor.shape, tensor.dtype) for name, tensor in model.weights.items())
+        return weights, frozenset(model.states.values()), tuple(str(config.get(key)) for key in _VARIANTS)
 
     @property
     def model(self) -> ModelTensors:
@@ -91,15 +101,7 @@ def load(name: str) -> MadeCase:
     else:
         sizes = {key: config[key] for key in _NAMED if config.get(key, 1) > 1} or {"dp": 1}
         rules = _rules(config)
-    return MadeCase(name, path, rules, sizes, _shards(said["auto_parallel_context"]), layers, tensors)
-
-
-def network(name: str) -> str:
-    """The network of a case by its name."""
-    number = name.split("_")[0]
-    if number in ("10", "10o"):
-        return "10"
-    return "_".join(name.split("_")[:2]) if number.isdigit() and int(number) >= 20 else name
+    return MadeCase(name, path, rules, sizes, _shards(said["auto_parallel_context"]), layers, tensors, own)
 
 
 def _shards(context: dict[str, Any]) -> ShardSetting:

@@ -163,7 +163,7 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
     failed = fails(
         3,
         *making(tmp_path, rules, shapes, *said),
-        says=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.wo", "layers.*.norm"]'],
+        says=["6 parameters", "no rule fits (shape [8, 8])", 'match = ["layers.*.norm", "layers.*.wo"]'],
     )
     lines = [line.strip() for line in failed.err.splitlines()]
     pasted = "\n".join(lines[lines.index("[[parameter]]") :][:3])
@@ -183,7 +183,7 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmatrix = ["dp"]\nmap = ["mp", "None"]\n', "mp=4", "is not the 4 devices"),
         ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size"),
         ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is no axis of the matrix"),
-        ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "shown to be true for mp<=2 only"),
+        ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "shows nothing beyond mp<=2"),
         ('[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n', "mp=4", "can mean 2 layouts"),
         ('[[parameter]]\nmatch = "*"\nmap = ["None|mp", "None"]\n', "mp=4", 'map = ["mp", "None"]'),
         (

@@ -1,4 +1,4 @@
-"""The strategy group: seeing what strategies say."""
+"""The strategy group: seeing what strategies say, and making those that nobody has compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from reshard.cli.command import Group
 from reshard.cli.strategy_check import strategy_check
+from reshard.cli.strategy_derive import strategy_derive, strategy_rules
 from reshard.cli.strategy_diff import strategy_diff
 from reshard.cli.strategy_make import strategy_make
 from reshard.cli.strategy_show import strategy_show
@@ -13,10 +14,12 @@ from reshard.cli.strategy_show import strategy_show
 
 @click.group("strategy", cls=Group)
 def strategy() -> None:
-    """Show what strategy files say, and check them against a checkpoint."""
+    """Show what strategy files say, check them against a checkpoint, and make new ones."""
 
 
 strategy.add_command(strategy_show)
 strategy.add_command(strategy_diff)
 strategy.add_command(strategy_check)
 strategy.add_command(strategy_make)
+strategy.add_command(strategy_derive)
+strategy.add_command(strategy_rules)

@@ -147,6 +147,9 @@ def finish(
     from reshard.strategies.rules.write import record_path
 
     sizes, shards = target.sizes, target.shards
+    assumed = list(more.get("assumed", ()))
+    if typed["optimizer_shards"] is None and not target.weights_only:
+        assumed.append("the optimizer does not shard, since --optimizer-shards is not given")
     record = {
         "reshard": __version__,
         "command": command,
@@ -158,6 +161,7 @@ def finish(
         "weights_only": target.weights_only,
         "rules": rules.text,
         **more,
+        "assumed": assumed,
     }
     files = write_strategy(out, stages, record, typed["overwrite"])
     parameters = {name for stage in stages for name in stage.layouts}
@@ -179,7 +183,7 @@ def finish(
                     }
                     for stage in stages
                 ],
-                "assumed": more.get("assumed", []),
+                "assumed": assumed,
             }
         )
         return
@@ -193,7 +197,7 @@ def finish(
             + (f", {sharded} with optimizer shards" if sharded else "")
         )
     lines.append(f"optimizer shards: {_shards_in_words(target)}")
-    lines += [f"assumed: {said}" for said in more.get("assumed", [])]
+    lines += [f"assumed: {said}" for said in assumed]
     lines.append(f"how it was made: {record_path(out)}")
     say("\n".join(lines))
 

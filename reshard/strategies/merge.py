@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
@@ -19,7 +18,7 @@ from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
-from reshard.strategies.stages import StageRecord, records_of
+from reshard.strategies.stages import StageRecord, preferred, records_of
 from reshard.temporary import write_whole
 from reshard.wording import quoted
 
@@ -60,7 +59,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
     layouts: dict[str, RecordedLayout] = {}
     nested: list[str] = []
     for number in sorted(found.records):
-        record = _preferred(found.records[number], form)
+        record = preferred(found.records[number], form)
         items.extend(record.items)
         for name, recorded in record.recorded.items():
             written = _expressed(recorded, form, record, name)
@@ -102,10 +101,6 @@ def _check_replaceable(target: str) -> None:
             file=target,
             hint="give the merged file another name",
         )
-
-
-def _preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
-    return next((record for record in records if record.file.form == form), records[0])
 
 
 def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.storage import is_directory
 from reshard.strategies.directory import check_gaps, find_stages
-from reshard.strategies.model import NONE, Strategy
+from reshard.strategies.model import NONE, RecordedLayout, Strategy
 from reshard.strategies.one_file import read_strategy_file
-from reshard.strategies.stages import agreed_stages, records_of
+from reshard.strategies.stages import agreed_stages, preferred, records_of
 
 
 def read_strategy(path: Optional[str]) -> Strategy:
@@ -27,11 +28,22 @@ def read_strategy(path: Optional[str]) -> Strategy:
     """
     if path is None or path in (NONE, "None"):
         return Strategy.none()
+    return read_recorded(path)[0]
+
+
+def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedLayout]]]:
+    """Read a strategy, and per stage what a file of it records, word for word; protobuf where there is one.
+
+    Raises:
+        StrategyError, RetryableError: as `read_strategy`.
+    """
     if not path:
         raise StrategyError("the strategy's path is empty", hint="pass none for an unsharded checkpoint")
     if is_directory(path):
         found = find_stages(path)
-        return Strategy(found.stages, path, found.notes)
+        recorded = {number: preferred(records, "protobuf").recorded for number, records in found.records.items()}
+        return Strategy(found.stages, path, found.notes), recorded
     record = records_of(read_strategy_file(path))
     check_gaps(record)
-    return Strategy(agreed_stages({stage.number or 0: [stage] for stage in record.stages}), path)
+    stages = agreed_stages({stage.number or 0: [stage] for stage in record.stages})
+    return Strategy(stages, path), {stage.number or 0: stage.recorded for stage in record.stages}

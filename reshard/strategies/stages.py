@@ -145,6 +145,11 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
     return tuple(stages)
 
 
+def preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
+    """Of several files of a stage one of a form, or else the first."""
+    return next((record for record in records if record.file.form == form), records[0])
+
+
 def same_content(one: FileRecord, stages: Iterable[Stage]) -> bool:
     """True where a merged file says the same as ``stages``."""
     of_stage = {record.number: record.layouts for record in one.stages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from reshard.errors import StrategyError
 from reshard.near_names import near_names
@@ -42,8 +43,7 @@ def rules_named(named: str) -> Rules:
                 hint="reshard strategy rules --list names the built-in ones",
             )
         return read_rules(named)
-    found = read_rules(_path(named))
-    return Rules(named, found.rules, found.pipeline, found.optimizer_states, found.shown_for, found.dtype, found.text)
+    return replace(read_rules(_path(named)), path=named)
 
 
 def _path(name: str) -> str:

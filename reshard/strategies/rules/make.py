@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -19,7 +19,7 @@ from reshard.layout import Layout
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.communication import SERVER, device_count_allowed, forbidden_group
-from reshard.strategies.rules.model import WHOLE, Cut, Matrix, Rule, Rules, merged
+from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Reading, Rule, Rules, merged
 from reshard.strategies.rules.optimizer_shards import (
     NO_SHARDS,
     ShardSetting,
@@ -29,7 +29,7 @@ from reshard.strategies.rules.optimizer_shards import (
 from reshard.strategies.rules.pipeline import stages_of
 from reshard.strategies.rules.placement import Axis, Placement, place, strided_cuts
 from reshard.strategies.rules.problems import Problems, UnsettledError
-from reshard.strategies.rules.sizes import EXPERTS, STAGES, ExpressionError, Sizes, product
+from reshard.strategies.rules.sizes import EXPERTS, ExpressionError, NoReadingError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
 from reshard.strategies.rules.toml_text import quoted_list, toml_string
 from reshard.wording import rank_ranges
@@ -105,7 +105,7 @@ def make_strategy(rules: Rules, tensors: ModelTensors, target: Target, where: st
             rule = _rule_of(rules, tensor, known)
             key = (id(rule), tensor.shape)
             if key not in cache:
-                cache[key] = _placement(rule, tensor, target.sizes)
+                cache[key] = _placement(rule, tensor, target.sizes, rules.shown_with)
             placed[name] = cache[key][0], rule
             cut_by |= cache[key][1]
         except UnsettledError as problem:
@@ -152,16 +152,16 @@ def _check_devices(target: Target) -> None:
 
 def _check_shown(rules: Rules, sizes: Sizes) -> None:
     """See that the target is not beyond what the rules' sources showed."""
-    for one in rules.shown_for:
+    for one, hint in rules.shown_for:
         try:
             holds = one.holds(sizes)
         except ExpressionError as error:
             raise StrategyError(f"{rules.path}: shown_for: {one.text}: {error}", file=rules.path) from error
         if not holds:
             raise StrategyError(
-                f"{rules.path} is shown to be true for {one.text} only, and the target has {sizes.text}",
+                f"{rules.path} shows nothing beyond {one.text}, and the target has {sizes.text}",
                 file=rules.path,
-                hint=f"if its cuts are the same there, take {toml_string(one.text)} out of shown_for",
+                hint=hint or f"if its cuts are the same there, take {toml_string(one.text)} out of shown_for",
             )
 
 
@@ -207,7 +207,9 @@ def _rule_of(rules: Rules, tensor: FullTensor, known: dict[tuple[int, ...], Rule
     )
 
 
-def _placement(rule: Rule, tensor: FullTensor, sizes: Sizes) -> tuple[Placement, frozenset[str]]:
+def _placement(
+    rule: Rule, tensor: FullTensor, sizes: Sizes, shown_with: Sequence[Sizes]
+) -> tuple[Placement, frozenset[str]]:
     """Where the slices lie, and which sizes cut.
 
     Raises:
@@ -215,6 +217,33 @@ def _placement(rule: Rule, tensor: FullTensor, sizes: Sizes) -> tuple[Placement,
     """
     if rule.recorded is not None:
         return _as_recorded(rule.recorded), frozenset(sizes.named)
+    found: dict[object, tuple[Reading, Placement]] = {}
+    refused: dict[str, None] = {}
+    impossible: dict[str, None] = {}
+    for reading in _allowed(list(_readings(rule, tensor, sizes)), rule, tensor, shown_with):
+        try:
+            placed = place(reading.matrix, reading.cuts, tensor.shape, sizes, reading.nested, rule.split_sizes)
+        except NoReadingError as error:
+            impossible[str(error)] = None
+        except ExpressionError as error:
+            refused[str(error)] = None
+        else:
+            found.setdefault(strided_cuts(placed.layout), (reading, placed))
+    ways = [reading for reading, _ in found.values()]
+    if refused or not found:
+        # A way that does not compile may be the true one.
+        raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", _ways(ways), "if it is cut otherwise")
+    if len(found) > 1:
+        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", _ways(ways), "either")
+    ((reading, placed),) = found.values()
+    return placed, frozenset(name for cut in reading.cuts for factor in cut.factors for name in factor.names)
+
+
+def _readings(rule: Rule, tensor: FullTensor, sizes: Sizes) -> Iterator[Reading]:
+    """All ways in which a rule can be meant, the one that is written first first."""
+    if rule.readings:
+        yield from rule.readings
+        return
     entries = ((WHOLE,),) * len(tensor.shape) if rule.entries is None else rule.entries
     if len(entries) != len(tensor.shape):
         raise UnsettledError(
@@ -222,41 +251,52 @@ def _placement(rule: Rule, tensor: FullTensor, sizes: Sizes) -> tuple[Placement,
             f"(shape {list(tensor.shape)})"
         )
     alternatives = [_everything(sizes) if entry is None else entry for entry in entries]
-    readings: dict[object, tuple[Matrix, tuple[Cut, ...], Placement]] = {}
-    refused: dict[str, None] = {}
-    for number, (matrix, chosen) in enumerate(itertools.product(rule.matrices, itertools.product(*alternatives))):
+    for number, (matrix, cuts) in enumerate(itertools.product(rule.matrices, itertools.product(*alternatives))):
         if number >= _MOST_READINGS:
             raise UnsettledError(f"{rule.where} can mean more than {_MOST_READINGS} layouts")
-        try:
-            found = place(matrix, chosen, tensor.shape, sizes, rule.nested, rule.split_sizes)
-        except ExpressionError as error:
-            refused[str(error)] = None
-            continue
-        readings.setdefault(strided_cuts(found.layout), (matrix, chosen, found))
-    if not readings:
-        raise UnsettledError(f"{rule.where}: {'; '.join(refused)}")
-    if len(readings) > 1:
-        ways = [(matrix, chosen) for matrix, chosen, _ in readings.values()]
-        raise UnsettledError(f"{rule.where} can mean {len(readings)} layouts", tuple(_ways(ways)), "either")
-    ((_, chosen, found),) = readings.values()
-    used = {name for cut in chosen for factor in cut.factors for name in factor.names}
-    return found, frozenset(used)
+        yield Reading(matrix, cuts, rule.nested)
+
+
+def _allowed(
+    readings: Sequence[Reading], rule: Rule, tensor: FullTensor, shown_with: Sequence[Sizes]
+) -> Sequence[Reading]:
+    """Those of several readings that come to what was shown: to the same slices as the first."""
+    if len(readings) == 1 or rule.readings:
+        return readings
+    kept = list(readings)
+    for sizes in shown_with:
+        shown = [_slices_of(reading, rule, tensor, sizes) for reading in kept]
+        kept = [reading for reading, slices in zip(kept, shown) if slices == shown[0]]
+    return kept
+
+
+def _slices_of(reading: Reading, rule: Rule, tensor: FullTensor, sizes: Sizes) -> object:
+    try:
+        found = place(reading.matrix, reading.cuts, tensor.shape, sizes, reading.nested, rule.split_sizes)
+    except ExpressionError:
+        return None
+    return strided_cuts(found.layout)
 
 
 def _everything(sizes: Sizes) -> tuple[Cut, ...]:
-    """What a dimension of which nothing is shown may be cut over."""
-    names = [name for name in sizes.named if name not in (STAGES, "dp") and sizes[name] > 1]
-    return (WHOLE, *(Cut((product(name),), where_divides=True) for name in names))
+    """What a dimension of which nothing is shown may be cut over, as far as is known from the field."""
+    names = [MODEL, EXPERTS, f"{MODEL}*cp"] if sizes["cp"] > 1 else [MODEL, EXPERTS]
+    cuts = [Cut((product(name),), where_divides=True) for name in names if product(name).whole(sizes) > 1]
+    return (WHOLE, *cuts)
 
 
-def _ways(ways: Iterable[tuple[Matrix, tuple[Cut, ...]]]) -> Iterable[tuple[str, ...]]:
-    found = list(ways)
-    several = len({matrix for matrix, _ in found}) > 1
-    for matrix, chosen in found:
-        lines = [f"map = {quoted_list([cut.text for cut in chosen])}"]
-        if several:
-            lines.insert(0, f"matrix = {quoted_list([axis.text for axis in matrix])}")
-        yield tuple(lines)
+def _ways(readings: Sequence[Reading]) -> Iterator[list[str]]:
+    several = len({reading.matrix for reading in readings}) > 1
+    for matrix, cuts, nested in readings:
+        yield [
+            *(
+                [f"matrix = {quoted_list([axis.text for axis in matrix])}"]
+                if several or matrix != DEFAULT_MATRIX
+                else []
+            ),
+            f"map = {quoted_list([cut.text for cut in cuts])}",
+            *(["nested = true"] if nested else []),
+        ]
 
 
 def _as_recorded(recorded: RecordedLayout) -> Placement:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from reshard.globs import Glob
 from reshard.strategies.model import RecordedLayout
@@ -52,6 +52,21 @@ class Cut:
 
 WHOLE = Cut()
 
+
+class Reading(NamedTuple):
+    """One way in which a tensor may be cut.
+
+    Attributes:
+        matrix: the axes of the device matrix, slowest first.
+        cuts: one per dimension.
+        nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
+    """
+
+    matrix: Matrix
+    cuts: tuple[Cut, ...]
+    nested: bool = False
+
+
 Entry = Optional[tuple[Cut, ...]]
 """The cut of a dimension, or several of which it is not known which; None where it is not shown at all."""
 
@@ -71,7 +86,9 @@ class Rule:
         dtype: MindSpore's name of the element type in training, where it is not that of the shapes' file.
         split_sizes: sizes of dimension 0's slices where the table is split by hand.
         trained: whether it has optimizer state, where the shapes' file has none at all.
+        readings: all ways in which strategies allow it to be cut, in place of ``matrices`` and ``entries``.
         recorded: exactly this layout, of a strategy whose sizes are the target's.
+        shard_shown_for: what must be true of sizes for ``optimizer_shard`` to be shown; nothing if None.
         said: what it says, if it is only a part and rules after it say the rest.
     """
 
@@ -85,7 +102,9 @@ class Rule:
     dtype: Optional[str] = None
     split_sizes: tuple[int, ...] = ()
     trained: bool = True
+    readings: tuple[Reading, ...] = ()
     recorded: Optional[RecordedLayout] = None
+    shard_shown_for: Optional[Condition] = None
     said: Optional[frozenset[str]] = None
 
     @cached_property
@@ -99,16 +118,18 @@ class Rule:
     @property
     def says_cuts(self) -> bool:
         """Whether it says how parameters are cut, and not only what else is true of them."""
-        return self.entries is not None or self.every_dimension_whole or self.recorded is not None
+        return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.readings)
 
     def may_shard(self, sizes: Sizes) -> Optional[bool]:
         """Whether the optimizer may shard its parameters; None where that is not shown."""
+        if self.shard_shown_for is not None and not self.shard_shown_for.holds(sizes):
+            return None
         if isinstance(self.optimizer_shard, Condition):
             return self.optimizer_shard.holds(sizes)
         return self.optimizer_shard
 
 
-_CUTS = ("entries", "every_dimension_whole", "recorded", "nested", "split_sizes", "matrices")
+_CUTS = ("entries", "every_dimension_whole", "readings", "recorded", "nested", "split_sizes", "matrices")
 
 
 def merged(rules: Sequence[Rule]) -> Rule:
@@ -119,10 +140,14 @@ def merged(rules: Sequence[Rule]) -> Rule:
     for rule in reversed(rules[:-1]):
         said = rule.said or frozenset()
         fields = [field for field in said if field not in _CUTS]
+        if "optimizer_shard" in said:
+            fields.append("shard_shown_for")
         if rule.says_cuts:
             fields += _CUTS
         elif "matrices" in said:
             fields.append("matrices")
+            kept = tuple(reading for reading in found.readings if reading.matrix in rule.matrices)
+            found = replace(found, readings=kept or found.readings)
         found = replace(
             found, patterns=rule.patterns, where=rule.where, **{field: getattr(rule, field) for field in fields}
         )
@@ -144,6 +169,18 @@ class Pipeline:
     layers: tuple[str, ...] = ()
 
 
+class Shown(NamedTuple):
+    """A comparison of sizes that must hold, since nothing is shown of others.
+
+    Attributes:
+        condition: the comparison.
+        hint: what to do where it does not; the usual, if None.
+    """
+
+    condition: Condition
+    hint: Optional[str] = None
+
+
 @dataclass(frozen=True)
 class Rules:
     """All that is said of a model.
@@ -154,7 +191,9 @@ class Rules:
         pipeline: stages.
         optimizer_states: what stands before a weight's name in those of its optimizer state; None where the
             shapes' file tells.
-        shown_for: what must be true of the target's sizes, with why.
+        shown_for: what must be true of the target's sizes.
+        shown_with: sizes of the strategies that rules were read from. Of several cuts that a rule leaves open, those
+            that differ from the first at these sizes are out.
         dtype: element type of parameters of which neither the rule nor the shapes' file says it.
         text: the file's content.
     """
@@ -163,6 +202,7 @@ class Rules:
     rules: tuple[Rule, ...]
     pipeline: Pipeline = field(default_factory=Pipeline)
     optimizer_states: Optional[tuple[str, ...]] = None
-    shown_for: tuple[Condition, ...] = ()
+    shown_for: tuple[Shown, ...] = ()
+    shown_with: tuple[Sizes, ...] = ()
     dtype: Optional[str] = None
     text: str = ""

@@ -70,6 +70,11 @@ def stages_of(
     return found
 
 
+def is_numbered(name: str) -> bool:
+    """Whether a name has a part that is a number, as those of layers have."""
+    return _LAYER_NUMBER.search(name) is not None
+
+
 def layer_numbers(names: Iterable[str], pipeline: Pipeline, path: str) -> dict[str, int]:
     """The layer of every parameter of a layer."""
     return _layers(list(names), pipeline, Globs(pipeline.first), Globs(pipeline.last), path)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.model import Cut, Matrix
-from reshard.strategies.rules.sizes import ExpressionError, Product, Sizes
+from reshard.strategies.rules.sizes import ExpressionError, NoReadingError, Product, Sizes
 
 # What repeats over these is written as one axis, since operators do not tell samples from parts of a sequence.
 _SAMPLES = frozenset(("dp", "cp"))
@@ -155,7 +155,7 @@ class _Grid:
         run = self._run(factor)
         for start, stop in self._runs:
             if run[0] < stop and start < run[1]:
-                raise ExpressionError(f"{factor.text} cuts two dimensions")
+                raise NoReadingError(f"{factor.text} cuts two dimensions")
         self._runs[run] = (dimension, slices)
         self._cut_by.setdefault(dimension, []).append(run)
 
@@ -168,7 +168,7 @@ class _Grid:
                 if stop < len(self._matrix):
                     found = found * self._matrix[stop]
         axes = ", ".join(axis.text for axis in self._matrix)
-        raise ExpressionError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
+        raise NoReadingError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
 
     def placement(self, dimensions: int, nested: bool, split_sizes: tuple[int, ...]) -> Placement:
         axes: list[Axis] = []

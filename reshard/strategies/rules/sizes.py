@@ -17,6 +17,7 @@ EXPERTS = "ep"
 NAMES = ("dp", "mp", "pp", "cp", "ep")
 """Data, model (tensor), pipeline, context and expert parallel: what is 1 unless it is said."""
 
+_WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _ELSEWHERE = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "pipeline": "pp", "sp": "cp"}
 _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
@@ -31,6 +32,10 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
 
 class ExpressionError(ValueError):
     """A text that is no product of sizes, or no comparison of them."""
+
+
+class NoReadingError(ExpressionError):
+    """Cuts that a matrix cannot have, whatever the sizes."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,19 @@ def parse_sizes(text: str) -> Sizes:
     return sizes
 
 
+def _order(power: tuple[str, int]) -> tuple[int, str]:
+    """Sizes as they are mostly written, then others by name."""
+    name = power[0]
+    return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
+
+
 @dataclass(frozen=True)
 class Product:
     """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``.
 
     Attributes:
         number: the numbers in it.
-        powers: how often every size is in it, ascending by name; negative where it is divided by.
+        powers: how often every size is in it; negative where it is divided by.
     """
 
     number: Fraction
@@ -119,7 +130,7 @@ class Product:
         for name, power in other.powers:
             powers[name] = powers.get(name, 0) + power
         return Product(
-            self.number * other.number, tuple(sorted((name, power) for name, power in powers.items() if power))
+            self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
         )
 
     @property

@@ -9,7 +9,8 @@ from typing import NamedTuple, Optional
 
 from reshard.names import ACCUMULATED_GRADIENTS
 
-_NUMBER = re.compile(r"(?<![0-9])[0-9]+(?![0-9])")
+# A part of a name that is a number, as those of layers and experts are.
+_NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
 
 
 class FullTensor(NamedTuple):
@@ -76,7 +77,14 @@ def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
         else:
             found += [_literal(name) for name in fitting]
     # A star stands for more than numbers: what fits besides is named one by one.
-    return found if _fits_only(found, wanted, known) else [_literal(name) for name in names]
+    return _natural(found if _fits_only(found, wanted, known) else [_literal(name) for name in names])
+
+
+def _natural(patterns: Sequence[str]) -> list[str]:
+    return sorted(
+        patterns,
+        key=lambda text: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", text)],
+    )
 
 
 def numberless(name: str) -> str:

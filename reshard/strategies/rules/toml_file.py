@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
-from reshard.errors import StrategyError
+from reshard.errors import StrategyError, UsageError
 from reshard.near_names import near_names
 from reshard.storage import UnfitError, read_small
 from reshard.strategies.one_file import read_error
@@ -21,12 +21,13 @@ from reshard.strategies.rules.model import (
     Pipeline,
     Rule,
     Rules,
+    Shown,
 )
-from reshard.strategies.rules.sizes import Condition, ExpressionError, condition, product
+from reshard.strategies.rules.sizes import Condition, ExpressionError, condition, parse_sizes, product
 from reshard.wording import quoted
 
 LARGEST = 1 << 22
-_TOP = ("pipeline", "parameter", "optimizer_states", "shown_for", "dtype", "matrix", "optimizer_shard")
+_TOP = ("pipeline", "parameter", "optimizer_states", "shown_for", "shown_with", "dtype", "matrix", "optimizer_shard")
 _PIPELINE = ("first", "last", "layers")
 _PARAMETER = ("match", "matrix", "map", "optimizer_shard", "nested", "dtype", "split_sizes", "trained")
 
@@ -82,9 +83,13 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
     shard = file.optimizer_shard(content, "rules", True)
     rules = tuple(_rule(file, table, number, matrices, shard, partial) for number, table in enumerate(tables, 1))
     states = file.texts(content, "optimizer_states", "rules") if "optimizer_states" in content else None
-    conditions = tuple(file.condition(said, "shown_for") for said in file.texts(content, "shown_for", "rules"))
+    conditions = tuple(Shown(file.condition(said, "shown_for")) for said in file.texts(content, "shown_for", "rules"))
+    try:
+        shown_with = tuple(map(parse_sizes, file.texts(content, "shown_with", "rules")))
+    except UsageError as error:
+        raise file.wrong("shown_with", error.message) from error
     dtype = file.text(content, "dtype", "rules")
-    return Rules(path, rules, Pipeline(first, last, layers), states, conditions, dtype, text)
+    return Rules(path, rules, Pipeline(first, last, layers), states, conditions, shown_with, dtype, text)
 
 
 def _loaded(text: str, path: str) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""strategy rules and strategy derive: what strategies show of a model, as rules or as the strategy of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import Choice, command, option
+from reshard.cli.output import say, show_notes
+from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
+from reshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from reshard.strategies.rules import ModelTensors
+    from reshard.strategies.rules.shown import Source
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SHAPES = "Full shapes, if SRC does not tell: a checkpoint, also of SRC's ranks, its index, a JSON strategy."
+
+
+def _also(command: F) -> F:
+    """Further strategies."""
+    for decorator in (
+        option(
+            "Source", "--also-sizes", multiple=True, type=SizesType(), metavar=SIZES, help="Devices of --also's run."
+        ),
+        option(
+            "Source",
+            "--also",
+            multiple=True,
+            metavar="FILE|DIR",
+            shell_complete=completion.strategies,
+            help="One more strategy of the model (repeatable, with --also-sizes).",
+        ),
+    ):
+        command = decorator(command)
+    return command
+
+
+@command(
+    "derive",
+    """
+reshard strategy derive src.ckpt inference.ckpt --shapes ckpt/ \\
+    --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
+
+A larger mp, where another strategy shows that cuts grow:
+reshard strategy derive src.json dst.ckpt --src-sizes dp=4,mp=2 \\
+    --also wide.json --also-sizes mp=8 --dst-sizes dp=2,mp=8
+""",
+)
+@click.argument("src", metavar="SRC", shell_complete=completion.strategies)
+@click.argument("out", metavar="OUT", shell_complete=completion.paths)
+@option("Source", "--src-sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
+@_also
+@shapes(_SHAPES)
+@option(
+    "Parameters",
+    "--rules",
+    "stated",
+    metavar="FILE",
+    shell_complete=completion.paths,
+    help="Rules that state what the strategies do not show.",
+)
+@option(
+    "Parameters",
+    "--assume",
+    multiple=True,
+    type=Choice(["growth", "dp-outermost"]),
+    help="growth: cuts by mp grow beyond what was shown. dp-outermost: data parallel is outermost in the device "
+    "matrix; where it is not, ranks silently get slices that are others'.",
+)
+@option("Target", "--dst-sizes", type=SizesType(), metavar=SIZES, help="Devices of OUT's run.")
+@making
+def strategy_derive(
+    src: str,
+    out: str,
+    src_sizes: Any,
+    also: tuple[str, ...],
+    also_sizes: tuple[Any, ...],
+    shapes: Optional[str],
+    stated: Optional[str],
+    assume: tuple[str, ...],
+    dst_sizes: Any,
+    **typed: Any,
+) -> None:
+    """Derive the strategy of another run from that of one at hand.
+
+    SRC is the strategy of a run whose sizes are said; OUT is what a compile with other sizes would write,
+    as with make. Only what SRC, and the strategies of --also, show is taken for true: whatever they leave open
+    is an error that prints the lines that would settle it, for a file that --rules names.
+    """
+    from dataclasses import replace
+
+    from reshard.strategies.rules import make_strategy, read_rules
+    from reshard.strategies.rules.learn import ASSUMPTIONS, check_explained, learn, uneven_source
+    from reshard.strategies.rules.pipeline import layer_numbers
+    from reshard.strategies.rules.shown_shards import has_shards
+
+    missing = [name for name, value in (("--src-sizes", src_sizes), ("--dst-sizes", dst_sizes)) if value is None]
+    sources = _sources(src, src_sizes, also, also_sizes, missing)
+    if typed["optimizer_shards"] is None and not typed["weights_only"] and any(map(has_shards, sources)):
+        raise UsageError(
+            "--optimizer-shards is missing: a source's optimizer shards, and whether the target's does is not known",
+            hint="say off, -1 for all replicas, or N",
+        )
+    said = read_rules(stated, partial=True) if stated is not None else None
+    known = _shapes(sources, shapes, typed)
+    if known is None:
+        raise UsageError(
+            f"--shapes is missing: {src} does not say how large the tensors are",
+            hint="pass the checkpoint that was saved with it, or an index of full weights",
+        )
+    from reshard.strategies.rules.shown import model_of
+
+    model = model_of(sources[0], known)
+    learned = learn(sources, model, assume, dst_sizes)
+    check_explained(learned, said.rules if said is not None else (), sources)
+    rules = learned.rules
+    if said is not None:
+        pipeline = said.pipeline
+        # What is stated takes the place of what is shown, for each weight.
+        first, last = (*pipeline.first, *pipeline.last), rules.pipeline
+        rules = replace(
+            rules,
+            rules=(*said.rules, *rules.rules),
+            pipeline=replace(
+                pipeline,
+                first=(*pipeline.first, *_others(last.first, first)),
+                last=(*pipeline.last, *_others(last.last, first)),
+            ),
+            dtype=said.dtype,
+            optimizer_states=said.optimizer_states,
+            text=said.text,
+        )
+    target = target_of(dst_sizes, typed)
+    if target.sizes.stages > 1 and target.layers_per_stage is None:
+        uneven = uneven_source(sources, layer_numbers(model.weights, rules.pipeline, rules.path))
+        if uneven is not None:
+            raise UsageError(f"{uneven}, so even ones are not taken for granted", hint="say --layers-per-stage N,N")
+    where = stated if stated is not None else "a file, which --rules names"
+    stages = make_strategy(rules, model, target, where)
+    more = {
+        "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],
+        "rules_file": stated,
+        "assumed": [f"{name}: {ASSUMPTIONS[name]}" for name in dict.fromkeys(assume)],
+    }
+    finish("derive", out, stages, rules, model, target, more, typed)
+
+
+@command(
+    "rules",
+    """
+reshard strategy rules src.ckpt --sizes dp=2,mp=4 > model.toml
+
+The rules that come with the program, and one of them to start from:
+reshard strategy rules --list
+reshard strategy rules llama > model.toml
+""",
+)
+@click.argument("src", metavar="[SRC|NAME]", required=False, shell_complete=completion.strategies)
+@option("Source", "--sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
+@_also
+@shapes(f"{_SHAPES} Without, more is left open.")
+@option("Output", "--list", "listed", is_flag=True, help="List the built-in rules.")
+@options.names_in_full
+@options.debug
+def strategy_rules(
+    src: Optional[str],
+    sizes: Any,
+    also: tuple[str, ...],
+    also_sizes: tuple[Any, ...],
+    shapes: Optional[str],
+    listed: bool,
+    **typed: Any,
+) -> None:
+    """Print what strategies show of a model as rules for make.
+
+    SRC is a strategy whose run's sizes are said. What it does not show is marked: "?" where nothing is known,
+    "None|mp?" where one of several cuts is meant, and shown_for tells up to which sizes anything is. NAME, of
+    built-in rules, prints these.
+    """
+    from reshard.strategies.rules.builtin_rules import builtin_names, builtin_title, rules_named
+    from reshard.strategies.rules.learn import learn
+    from reshard.strategies.rules.rules_text import rules_text
+    from reshard.strategies.rules.shown import model_of
+
+    if listed:
+        width = max(map(len, builtin_names()))
+        say("\n".join(f"{name:{width}}  {builtin_title(name)}" for name in builtin_names()))
+        return
+    if src is None:
+        raise UsageError("SRC is missing", hint="name a strategy, with --sizes, or built-in rules; --list lists these")
+    if src in builtin_names() and sizes is None:
+        click.echo(rules_named(src).text, nl=False)
+        return
+    sources = _sources(src, sizes, also, also_sizes, ["--sizes"] if sizes is None else [])
+    known = _shapes(sources, shapes, typed)
+    model = model_of(sources[0], known, sources[1:])
+    click.echo(rules_text(learn(sources, model), sources, model, known is not None), nl=False)
+
+
+def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
+    """The names that no pattern fits."""
+    from reshard.globs import Globs
+
+    globs = Globs(stated)
+    return tuple(name for name in names if not globs.match(name))
+
+
+def _sources(src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any], missing: list[str]) -> list[Source]:
+    """The strategies with their sizes.
+
+    Raises:
+        UsageError: sizes were not said.
+    """
+    from reshard.strategies.read import read_recorded
+    from reshard.strategies.rules.shown import Source
+
+    if len(also) != len(also_sizes):
+        missing.append("--also" if len(also) < len(also_sizes) else "--also-sizes")
+    if missing:
+        raise UsageError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            hint="device counts do not tell data from model parallelism; say the sizes of each run: dp=4,mp=2",
+        )
+    found = []
+    for path, of_run in zip((src, *also), (sizes, *also_sizes)):
+        strategy, recorded = read_recorded(path)
+        show_notes(strategy.notes)
+        found.append(Source(strategy, recorded, of_run))
+    return found
+
+
+def _shapes(sources: Sequence[Source], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
+    """Full shapes, from where they are said, or from the strategies; None where nothing tells them."""
+    from reshard.model_shapes import strategy_shapes
+
+    if path is not None:
+        return shapes_of(path, sources[0].strategy, typed)
+    return next((found for source in sources if (found := strategy_shapes(source.strategy)) is not None), None)
