@@ -40,6 +40,7 @@ from reshard.records.refusals import Refusals
 from reshard.report import Report
 from reshard.storage import exists, is_regular_file, status_at
 from reshard.target import TargetForm
+from reshard.target.marks import marks_of
 from reshard.wording import rank_ranges
 
 
@@ -162,6 +163,9 @@ class TargetDirectory:
         if foreign:
             raise self._refusals.foreign(foreign, recorded)
         self._destination.check(writing)
+        marks = [name for name in _marks(self._ledger.identity) if exists(os.path.join(self._root, name))]
+        if marks and not seen.going_on and not self._overwrite:
+            raise self._refusals.foreign(set(marks), set())
         done = self._done()
         left = [rank for rank in self._asked if rank not in done]
         in_the_way = [rank for rank in left if self._name(rank) in seen.present]
@@ -215,7 +219,10 @@ class TargetDirectory:
             anew = self._anew
             self._ledger.begin(self._replacing)
             if left:
-                self._unfinish()
+                self._unfinish(self._ledger.identity)
+                if self._replacing:
+                    for other in self._ledger.others():
+                        self._unfinish(other.identity)
             if anew:
                 self._ledger.begin_replacing(self._asked, self._sources)
                 if not self._ledger.done():
@@ -249,7 +256,9 @@ class TargetDirectory:
         if self._lost_only:
             return not (self._overwrite and self._asked)
         found = self._all_done() if self.manifest is not None else None
-        return found is not None and not (self._checksum and self._lacking(found))
+        if found is None or (self._checksum and self._lacking(found)):
+            return False
+        return all(exists(os.path.join(self._root, file.name)) for file in self._plan.form.finishing())
 
     @property
     def manifest(self) -> Optional[str]:
@@ -338,7 +347,7 @@ class TargetDirectory:
                 found = self._all_done()
                 if found is None:
                     # Of another rank, which somebody has removed.
-                    self._unfinish()
+                    self._unfinish(self._ledger.identity)
                     break
                 if self._lacking(found).issubset(computed):
                     manifest = self._write_manifest(found, computed)
@@ -382,12 +391,12 @@ class TargetDirectory:
         for other in others:
             other.remove()
 
-    def _unfinish(self) -> None:
-        """Take away what says that the directory is complete, the last that was written first."""
+    def _unfinish(self, identity: Identity) -> None:
+        """Take away what says that a conversion is complete, the last that was written first."""
         Manifest.remove(self._root)
-        for file in reversed(self._plan.form.finishing()):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self._root, file.name))
+        for name in reversed(_marks(identity)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(os.path.join(self._root, name))
 
     def _finish(self) -> None:
         """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
@@ -395,8 +404,12 @@ class TargetDirectory:
         Raises:
             RetryableError: something cannot be written.
         """
+        marks = _marks(self._ledger.identity)
         for file in self._plan.form.finishing():
             path = os.path.join(self._root, file.name)
+            if file.name not in marks and exists(path):
+                # Of what only goes with the weights, somebody's own stays.
+                continue
             try:
                 temporary.write_whole(path, file.make())
             except OSError as error:
@@ -513,6 +526,11 @@ class TargetDirectory:
                     "though sizes, headers and samples of the contents are the same; unless they were only copied, "
                     f"convert everything again with {self._refusals.replace_all}"
                 )
+
+
+def _marks(identity: Identity) -> list[str]:
+    """Files that make the directory of a conversion complete, relative to it."""
+    return marks_of(identity.form, identity.file_of(0))
 
 
 def _division(form: TargetForm) -> str:

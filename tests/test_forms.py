@@ -94,3 +94,46 @@ def test_what_one_run_began_resume_ends(form: str, world: World) -> None:
         path.name: path.read_bytes() for path in whole.rglob("*.safetensors")
     }
     assert (world.dst / LAST[form]).read_bytes() == (whole / LAST[form]).read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_what_somebody_else_finished_is_not_taken_away(form: str, world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["--src-strategy", world.old, *to(form, world), "--max-shard-size", "300"]
+    words = words[:-2] if form == "checkpoint2" else words
+    world.dst.mkdir()
+    (world.dst / LAST[form]).write_text("{}")
+    fails(3, "convert", world.src, world.dst, *words, says=[LAST[form]])
+    assert (world.dst / LAST[form]).read_text() == "{}"
+    done("convert", world.src, world.dst, *words, "--overwrite")
+    assert (world.dst / LAST[form]).read_text() != "{}"
+
+
+@pytest.mark.parametrize(("first", "second"), [pair for pair in itertools.permutations(FORMS, 2)])
+def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: str, world: World) -> None:
+    world.save(FULL)
+    source: list[Argument] = ["--src-strategy", world.old]
+    sizes: list[Argument] = ["--max-shard-size", "300"]
+    for form in (first, second):
+        limit = sizes if form in ("unified", "huggingface") else []
+        done("convert", world.src, world.dst, *source, *to(form, world), *limit, "--overwrite")
+    whole = world.root / "whole"
+    limit = sizes if second in ("unified", "huggingface") else []
+    done("convert", world.src, whole, *source, *to(second, world), *limit)
+    names = [
+        sorted(str(path.relative_to(root)) for path in root.rglob("*") if ".reshard" not in path.parts)
+        for root in (world.dst, whole)
+    ]
+    assert names[0] == names[1]
+
+
+def test_files_beside_weights_are_copied_and_never_replaced(world: World) -> None:
+    world.save(FULL)
+    one, two = world.root / "one", world.root / "two"
+    done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
+    (one / "config.json").write_text("{}")
+    (one / "tokenizer.json").write_text("[]")
+    two.mkdir()
+    (two / "config.json").write_text('{"mine": 1}')
+    done("convert", one, two, "--to", "huggingface")
+    assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
