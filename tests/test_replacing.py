@@ -245,7 +245,7 @@ def test_going_back_to_what_was_being_replaced(world: World) -> None:
     killed_while_replacing(world)
     for options in ((), ("--ranks", "0")):
         fails(3, *world.words("--format", "safetensors", *options), says=["rank_0/checkpoint_0.ckpt", "--overwrite"])
-    fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), says=["transform-dir --overwrite"])
+    fails(3, *world.words(1, "--format", "safetensors", command="by-rank"), says=["convert --overwrite"])
     fails(3, *world.words(), says=["--overwrite"])
     world.convert("--overwrite")
     same_ranks(world.found(), world.expected(FULL))

@@ -139,7 +139,7 @@ def test_the_command_works_where_pipx_installed_it(bare: Bare, tmp_path: Path) -
 
     assert Path(shutil.which("reshard", path=bare.commands["PATH"]) or "").resolve().parent == bare.python.parent
     assert __version__ in reshard("--version")
-    assert "transform-dir" in reshard("--help")
+    assert "convert" in reshard("--help")
 
 
 def test_a_conversion_is_right_where_only_runtime_dependencies_are_installed(bare: Bare, tmp_path: Path) -> None:
