@@ -133,6 +133,11 @@ def check_strategy(
     warn_of_unmatched(filters, (strategy.parameters, found.names()), report)
     listed = {name for name in listed_by_source(strategy, found) if filters.admit(name)}
     held = {name for name in found.names() if filters.admit(name)}
+    if not listed and not held:
+        raise CheckpointError(
+            "nothing would be looked at: no parameter of the checkpoint is asked for",
+            hint="check --include and --exclude",
+        )
     parameters = read_parameters(strategy, found, listed, set())
     effort = "all" if everything else "more"
     comparison = compare_replicas(parameters.values(), found, handles, execution, progress, effort)

@@ -25,6 +25,7 @@ from reshard.verification import (
     Tree,
     compare_converted,
     compare_copies,
+    has_copies,
     not_held,
     read_sound,
     read_step,
@@ -105,11 +106,14 @@ def verify_replicas(
     means: Means,
     report: Report,
     crcs: Optional[RecordedCrcs],
-) -> list[Difference]:
+) -> tuple[list[Difference], str]:
     """Which copies of slices within one step of a tree differ, and which files are damaged.
 
+    Returns:
+        The differences, and what to say where there are none; nothing, where that was told.
+
     Raises:
-        ReshardError: there are no files, or they cannot be read.
+        ReshardError: there are no files, they cannot be read, or filters leave nothing to look at.
     """
     tree = find_checkpoints(path, file_suffix)
     check_ranks(tree, strategy, means.handles)
@@ -123,9 +127,19 @@ def verify_replicas(
         lambda damaged: read_tree(files, strategy, means.handles, filters.admit, damaged), crcs, copies=True
     )
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
+    if not (held.parameters or held.problems or held.outside):
+        raise CheckpointError(
+            "nothing would be compared: no parameter of the checkpoint is asked for",
+            hint="check --include and --exclude, and that the strategy is of this model",
+        )
     found = compare_copies(held, means)
     _tell_not_held(held, strategy, report)
-    return found
+    alone = sum(1 for parameter in held.parameters.values() if not has_copies(parameter))
+    if alone == len(held.parameters):
+        report.warn("no two files hold the same slice of a parameter: nothing was compared")
+        return found, ""
+    left = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
+    return found, f"verified: copies do not differ{left}"
 
 
 def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:

@@ -95,6 +95,10 @@ def test_filters_tell_what_is_looked_at(tree: Tree) -> None:
     assert found(tree.true, tree.src, "--include", "blocks.0.w1")["parameters"] == ["blocks.0.w1"]
 
 
+def test_filters_that_leave_nothing_are_no_success(tree: Tree) -> None:
+    fails(3, "strategy", "check", tree.true, tree.src, "--include", "nothing.*", says=["no parameter", "--include"])
+
+
 def test_slices_of_other_shapes_are_told_with_those_alike(tree: Tree) -> None:
     columns = write_strategy(
         tree.root / "columns",

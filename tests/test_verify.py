@@ -103,6 +103,22 @@ def test_what_was_compared_is_said(world: World) -> None:
     assert "its checksum is" in fails(4, "verify", world.dst).out
 
 
+def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -> None:
+    rows, whole = layout([4], [0, -1]), layout([4], [-1, -1])
+    for names, says in (
+        ("w", "warning: no two files hold the same slice of a parameter"),
+        ("wv", "verified: copies do not differ; 1 parameter of which every slice is in one file only"),
+    ):
+        strategy = single({name: rows if name == "w" else whole for name in names})
+        old = write_strategy(tmp_path / f"old-{names}", strategy)
+        write_tree(tmp_path / names, cut_ranks(strategy, {name: value(name, (8, 6)) for name in names}, COPIED))
+        words: list[Argument] = ["verify", tmp_path / names, "--replicas", "--strategy", old]
+        said = done(*words).err
+        assert says in said and ("verified" in said) == ("v" in names)
+        assert ("warning" in done(*words, "--quiet").err) == (names == "w")
+        fails(3, *words, "--include", "other.*", says=["nothing would be compared"])
+
+
 def test_ranks_that_the_manifest_does_not_have_are_wrong_usage(world: World) -> None:
     world.save(FULL)
     world.convert("--checksum", "crc32")

@@ -87,7 +87,7 @@ def verify(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
     unchecked: list[int] = []
-    verdict = "verified: copies do not differ"
+    verdict = ""
     with FileHandles(decryption=decryption) as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
@@ -95,9 +95,10 @@ def verify(
         if replicas:
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
-            found += verify_replicas(
+            differing, verdict = verify_replicas(
                 out, strategy_of(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
             )
+            found += differing
         elif strategy is not None:
             raise UsageError(
                 "--strategy goes with --replicas",
@@ -182,7 +183,7 @@ def tell_differences(
         found: the differences.
         quiet: say nothing where there are none.
         to_standard_output: where the differences go; the rest goes to standard error.
-        verdict: what is said where there are none.
+        verdict: what is said where there are none; nothing if it is empty.
     """
     for line in map(str, found) if is_verbose() else _folded(found):
         click.echo(printable(line), err=not to_standard_output)
@@ -190,7 +191,7 @@ def tell_differences(
         text = f"reshard: {plural(len(found), 'difference')}: this checkpoint must not be used"
         click.echo(alarming(text), err=True)
         click.get_current_context().exit(DIFFERENT)
-    if not quiet:
+    if verdict and not quiet:
         click.echo(printable(verdict), err=True)
 
 

@@ -7,7 +7,7 @@ are read by the rooms that conversions use too; what they mean for each other is
 
 from reshard.verification.compare import compare_converted, compare_trees
 from reshard.verification.completeness import Needs, check_complete
-from reshard.verification.copies import compare_copies, compare_replicas, not_held
+from reshard.verification.copies import compare_copies, compare_replicas, has_copies, not_held
 from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import Entry, Fingerprints, fingerprints
@@ -30,6 +30,7 @@ __all__ = [
     "compare_replicas",
     "compare_trees",
     "fingerprints",
+    "has_copies",
     "not_held",
     "read_sound",
     "read_step",

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 from reshard.names import belongs_to_rank
 from reshard.strategies import Strategy
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.parameter import Parameter, Slice
+from reshard.verification.parameter import Parameter, Slice, is_empty
 from reshard.verification.reading import Means, batches, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree, read_tree
@@ -69,6 +69,11 @@ def compare_copies(tree: Tree, means: Means) -> list[Difference]:
     finally:
         means.progress.end()
     return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
+
+
+def has_copies(parameter: Parameter) -> bool:
+    """Whether several files hold some slice of a parameter, or stages that share it."""
+    return any(not is_empty(held.box) for held in _copied_slices(parameter))
 
 
 def _copied_slices(parameter: Parameter) -> list[Slice]:
