@@ -136,6 +136,12 @@ class Checkpoint(Protocol):
     def values(self) -> Sequence[str]:
         """Names that files hold and that are not laid out: scalars, text; sorted."""
 
+    def without_layout(self) -> Sequence[str]:
+        """Names of weights, each whole wherever it is, that nothing lays out, sorted.
+
+        Where a target does not lay them out either, they are copied as values are.
+        """
+
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending."""
 

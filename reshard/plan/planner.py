@@ -123,13 +123,13 @@ def sort(
     wanted = set().union(*(section.layouts.keys() for section in sections))
     resharded = sorted(name for name in checkpoint.tensors if admit(name) and name in wanted)
     left_out: list[str] = []
-    there = checkpoint.names().intersection(listed)
+    copied = set(values.names)
+    there = checkpoint.names().intersection(listed) - copied
     if form.takes_everything:
         wanted = there
     else:
         everywhere = set().union(*(section.layouts.keys() for section in form.sections))
         left_out = sorted(name for name in there if name not in everywhere)
-    copied = set(values.names)
     missing = sorted(name for name in wanted if admit(name) and name not in checkpoint.tensors and name not in copied)
     unholdable = sorted(
         name for name, tensor in values.examples() if tensor.dtype == "str" and not can_hold(form.format, tensor.dtype)

@@ -60,6 +60,10 @@ class RankCheckpoint:
         """Names that files hold and that the strategy does not list."""
         return sorted(self.source.names() - self.listed)
 
+    def without_layout(self) -> list[str]:
+        """None is known: what is not listed may be cut."""
+        return []
+
     def holders(self, name: str) -> list[int]:
         """All ranks whose file holds a tensor of this name, ascending."""
         return self.source.holders(name)

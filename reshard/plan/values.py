@@ -55,7 +55,10 @@ class CopiedValues:
         self._form = form
         self._sliced = sliced
         self._handles = handles
-        self.names = [name for name in source.values() if filters.admit(name)]
+        laid_out_by_none = (
+            name for name in source.without_layout() if not any(name in section.layouts for section in form.sections)
+        )
+        self.names = sorted(name for name in (*source.values(), *laid_out_by_none) if filters.admit(name))
         # Where the target's strategy lists a value, only the sections get it for which it does.
         self._sections = {
             name: frozenset(section.number for section in form.sections if name in section.layouts)

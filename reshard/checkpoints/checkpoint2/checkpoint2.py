@@ -48,6 +48,7 @@ class Checkpoint2:
         indexes: what is in each of them.
         tensors: what is laid out, by name; a slice that is lost has no holders.
         plain: names that are not laid out.
+        unlaid: names of weights that ranks hold whole, without a layout.
         absent: why a listed file cannot be read, by its name.
         lost: tensors of which some slice is in no readable file, by name.
         faults: tensors that cannot be read at all, and why, by name.
@@ -63,6 +64,7 @@ class Checkpoint2:
     indexes: Mapping[int, CheckpointIndex]
     tensors: Mapping[str, GlobalTensor]
     plain: tuple[str, ...]
+    unlaid: tuple[str, ...]
     absent: Mapping[str, str]
     lost: Mapping[str, Lost]
     faults: Mapping[str, InputError]
@@ -78,6 +80,10 @@ class Checkpoint2:
     def values(self) -> Sequence[str]:
         """Names that files hold and that are not laid out: scalars such as ``learning_rate``; sorted."""
         return self.plain
+
+    def without_layout(self) -> Sequence[str]:
+        """Names of weights that ranks hold whole and that have no layout; sorted."""
+        return self.unlaid
 
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending."""

@@ -25,7 +25,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
 from reshard.messages import listing
-from reshard.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, kind_of
+from reshard.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, is_weight, kind_of
 from reshard.report import Report
 from reshard.wording import plural, quoted, some_names
 
@@ -51,6 +51,7 @@ class Contents:
 
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
+    unlaid: set[str] = field(default_factory=set)
     lost: dict[str, Lost] = field(default_factory=dict)
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
@@ -131,6 +132,8 @@ class _Reading:
             except InputError as error:
                 self._found.faults[name] = error
         self._tell()
+        placements = self._found.placements
+        self._found.unlaid = {name for name in placements if placements[name].layout is None and is_weight(name)}
         return self._found
 
     def _read(self, name: str) -> None:

@@ -85,6 +85,7 @@ def read_iteration(
         indexes=files.indexes,
         tensors=contents.tensors,
         plain=tuple(sorted(contents.plain)),
+        unlaid=tuple(sorted(contents.unlaid)),
         absent=files.absent,
         lost=contents.lost,
         faults=contents.faults,

@@ -88,6 +88,10 @@ class FullWeights:
         """Names of scalars that are no part of the model, sorted."""
         return sorted(self.scalars)
 
+    def without_layout(self) -> Sequence[str]:
+        """None is: a target says what it takes of full weights."""
+        return ()
+
     def holders(self, name: str) -> list[int]:
         """The files that hold an entry of this name, ascending: one or none."""
         if name in self.tensors:

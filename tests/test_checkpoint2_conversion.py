@@ -1,0 +1,99 @@
+"""Converting what MindFormers itself saved as Checkpoint 2.0, to every form and back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint2_writing import Laid, numbered, saving
+from tests.running import Argument, done, fails, warns
+from tests.test_checkpoint2 import cases, expected_of, hash_of
+from tests.trees import layout, read_checkpoint, read_tree, single, write_strategy
+
+UNPLACED = {"a08_dtypes": {"extra_cell.q"}}
+
+
+def full(directory: Path) -> dict[str, Any]:
+    """Shape and hash of everything in a directory of full weights."""
+    found: dict[str, Any] = {}
+    for file in directory.glob("*.safetensors"):
+        for name, tensor in read_checkpoint(file).items():
+            found[name] = (list(tensor.array.shape), hashlib.sha256(tensor.array.tobytes()).hexdigest())
+    return found
+
+
+def saved(case: Path) -> dict[str, Any]:
+    """The same of what was saved."""
+    return {name: (entry["shape"], hash_of(entry)) for name, entry in expected_of(case).items()}
+
+
+@pytest.mark.parametrize("case", cases())
+def test_what_mindformers_saved_becomes_every_form_and_comes_back(case: Path, tmp_path: Path) -> None:
+    source, expected = case / "checkpoint", saved(case)
+    for name in UNPLACED.get(case.name, ()):
+        del expected[name]
+    done("convert", source, tmp_path / "hf", "--to", "huggingface")
+    assert full(tmp_path / "hf") == expected
+    for strategy in ("same", "none"):
+        done("convert", source, tmp_path / strategy, "--to", "checkpoint2", "--dst-strategy", strategy)
+        done("convert", tmp_path / strategy, tmp_path / f"{strategy}-full", "--to", "unified")
+        assert full(tmp_path / f"{strategy}-full") == expected
+
+
+def test_rank_files_of_the_same_layouts_hold_what_each_rank_saved(tmp_path: Path) -> None:
+    saved = saving(unlisted={"table": numbered((4,), 7)})
+    done("convert", saved.write_root(tmp_path / "src"), tmp_path / "dst", "--dst-strategy", "same")
+    found = read_tree(tmp_path / "dst")
+    for rank in range(8):
+        held = {**saved.files()[saved.file("model", rank)], **saved.files()[saved.file("opt", rank)]}
+        assert {name: tensor.array.tobytes() for name, tensor in found[rank].items()} == {
+            name: array.tobytes() for name, array in held.items()
+        }
+
+
+def test_weights_without_a_layout_go_to_every_rank_that_a_strategy_without_them_lays_out(tmp_path: Path) -> None:
+    listed = {
+        "bias": Laid(numbered((3,), 5), None, (), range(4)),
+        "adam_m.bias": Laid(numbered((3,)), None, (), [0, 1]),
+    }
+    saved = saving(unlisted={"table": numbered((4,), 7)})
+    saved = replace(saved, tensors={**saved.tensors, **listed})
+    strategy = write_strategy(tmp_path / "strategy", single({"first.weight": layout([2], [0, -1])}))
+    root = saved.write_root(tmp_path / "src")
+    done("convert", root, tmp_path / "dst", "--dst-strategy", strategy)
+    for rank, tensors in read_tree(tmp_path / "dst").items():
+        assert tensors.keys() == {"first.weight", "bias", "table", "learning_rate", "global_step"}
+        assert tensors["table"].array.tobytes() == numbered((4,), 7).tobytes()
+        assert tensors["bias"].array.tobytes() == numbered((3,), 5).tobytes()
+        assert tensors["first.weight"].array.tobytes() == numbered((4, 6), 100)[2 * rank : 2 * rank + 2].tobytes()
+    whole = single({"first.weight": layout([2], [0, -1]), "bias": layout([2], [-1]), "table": layout([2], [0])})
+    done("convert", root, tmp_path / "cut", "--dst-strategy", write_strategy(tmp_path / "other", whole))
+    for rank, tensors in read_tree(tmp_path / "cut").items():
+        assert tensors["table"].array.tobytes() == numbered((4,), 7)[2 * rank : 2 * rank + 2].tobytes()
+
+
+def test_what_cannot_be_read_matters_only_where_it_is_written(tmp_path: Path) -> None:
+    saved = saving(deduplicated=True)
+    root = saved.write_root(tmp_path / "src")
+    (root / "iteration_00000010" / "llm-opt-0000000-0000005.safetensors").unlink()
+    words: list[Argument] = ["convert", root, tmp_path / "dst", "--to", "huggingface"]
+    told = ["iteration 10", "is not complete", "llm-opt-0000000-0000005.safetensors", "'adam_m.first.weight'"]
+    fails(3, *words, says=told)
+    assert not (tmp_path / "dst" / "model.safetensors").exists()
+    warns(done(*words, "--exclude", "adam_m.*"), "cannot be read")
+    assert full(tmp_path / "dst").keys() == {"first.weight", "second.weight", "second.norm"}
+
+
+def test_the_iteration_is_chosen_by_tracker_and_step(tmp_path: Path) -> None:
+    saved = saving(values={})
+    root = saved.write_root(tmp_path / "src", 10)
+    saved.write(root / "iteration_00000020")
+    words: list[Argument] = ["convert", root, "--to", "unified", "--dry-run"]
+    warns(done(*words[:2], tmp_path / "a", *words[2:]), "iteration 20 is newer")
+    warns(done(*words[:2], tmp_path / "a", *words[2:], "--step", "20"), "cut short while it was saved")
+    fails(3, *words[:2], tmp_path / "a", *words[2:], "--step", "30", says=["holds no iteration_00000030"])
+    fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", says=["is no iteration"])
