@@ -10,8 +10,11 @@ from reshard.storage import UnfitError, opened_regular
 HEAD = 16
 """Bytes that `kind_by_head` needs."""
 
+GCM = "AES-GCM"
+"""The mode that authenticates what it encrypts."""
+
 CIPHERS = {
-    b"\xd8\x5e\x3a\x7f": "AES-GCM",
+    b"\xd8\x5e\x3a\x7f": GCM,
     b"\xd9\x5e\x3a\x7f": "AES-CBC",
     b"\xda\x5e\x3a\x7f": "SM4-CBC",
 }

@@ -1,4 +1,4 @@
-"""Recorded CRCs of source files, checked before anything is made of them."""
+"""What source files record of their contents, CRCs or tags, checked before anything is made of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SourceCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        new = [index for index in indexes if index.crc is not None and index.path not in self._checked]
+        new = [index for index in indexes if index.checkable and index.path not in self._checked]
         found = check(new) if new else {}
         self._checked.update(index.path for index in new)
         for rank, index in sorted(source.indexes.items()):

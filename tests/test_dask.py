@@ -21,9 +21,10 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.plan.shares import bundles
 from tests.certificates import make_certificate
 from tests.dask_cluster import DaskCluster, ended, until
+from tests.encryption import KEY, encrypt_tree
 from tests.running import Argument, done, fails, flat, reshard, warns
 from tests.small import PLAIN, World, tensors
-from tests.trees import layout, single
+from tests.trees import layout, single, tree_bytes
 from tests.trees import write_strategy as write_one_strategy
 
 MODEL = Model(layers=4, matrices=2, rows=48, columns=32)
@@ -405,6 +406,22 @@ def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: 
     file = world.root / "scheduler.json"
     file.write_text(content)
     world.refuses(2, "is not a scheduler file", file, options=("--scheduler", file))
+
+
+def test_workers_read_the_key_of_encrypted_sources_from_its_file(
+    cluster: DaskCluster, large: Large, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    src, dst, key = tmp_path / "src", tmp_path / "dst", tmp_path / "key"
+    shutil.copytree(large.src, src)
+    encrypt_tree(src, "AES-GCM", 5000)
+    key.write_bytes(KEY)
+    cluster.workers(2)
+    words = [src if word == large.src else word for word in large.words(dst, "--decrypt-key-file", key)]
+    result = cluster.run(*words)
+    assert result.status == 0, result.err
+    assert tree_bytes(dst) == tree_bytes(large.whole)
+    assert all(KEY not in path.read_bytes() for path in (tmp_path / "cluster").rglob("*") if path.is_file())
 
 
 def test_without_dask_it_is_said_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.corpus import FIXTURES
 from tests.encryption import KEY, MODES, encrypt_file, encrypt_tree, encrypted, with_key
 from tests.running import Argument, done, fails, reshard, warns
 from tests.small import World, tensors
-from tests.trees import ckpt_bytes, read_checkpoint, scalar, tree_bytes, value
+from tests.trees import ckpt_bytes, layout, read_checkpoint, scalar, single, tree_bytes, value
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
@@ -91,6 +91,21 @@ def test_an_encrypted_tree_gives_the_same_bytes_as_the_plain_one(
     assert tree_bytes(world.dst) == made
 
 
+@pytest.mark.parametrize("form", ["unified", "huggingface", "checkpoint2"])
+def test_encrypted_ranks_become_any_form(world: World, form: str, key_file: Path) -> None:
+    world.save(FULL)
+    strategies: list[Argument] = ["--src-strategy", world.old]
+    strategies += ["--dst-strategy", world.new] if form == "checkpoint2" else []
+    done("convert", world.src, world.root / "plain", "--to", form, *strategies)
+    encrypt_tree(world.src, {0: "AES-GCM", 1: "AES-CBC", 2: "SM4-CBC"}, 100)
+    done("convert", world.src, world.dst, "--to", form, *strategies, "--decrypt-key-file", key_file)
+    made, expected = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.safetensors")}
+        for root in (world.dst, world.root / "plain")
+    )
+    assert made == expected and made
+
+
 @pytest.mark.parametrize("io_", ["mmap", "pread"])
 def test_plain_files_and_all_modes_may_be_mixed(world: World, io_: str, key_file: Path) -> None:
     made = save_twice(world, {0: "AES-GCM", 1: "AES-CBC", 3: "SM4-CBC"}, 100)
@@ -138,7 +153,9 @@ def test_commands_say_the_same_of_an_encrypted_tree_as_of_the_plain_one(plain: W
     for words, said in zip(commands, before):
         assert timeless(done(*words, "--decrypt-key-file", key_file).out) == timeless(said)
         fails(3, *words, says=["rank_0", "is encrypted with", "--decrypt-key-file FILE"])
-    assert done("inspect", file, "--json", "--decrypt-key-file", key_file).json == inspected
+    looked = done("inspect", file, "--json", "--decrypt-key-file", key_file).json
+    assert looked == {**inspected, "cipher": "AES-GCM"}
+    assert "ckpt encrypted with AES-GCM," in done("inspect", file, "--decrypt-key-file", key_file).out
     steps = done("inspect", plain.src, "--strategy", plain.old, "--decrypt-key-file", key_file, "--json").json["steps"]
     assert [step["complete"] for step in steps] == [True]
     assert "is encrypted with" in done("inspect", plain.src).out
@@ -315,14 +332,42 @@ def test_without_the_key_the_option_is_named(world: World, mode: str) -> None:
     world.refuses(3, "rank_3", f"encrypted with {mode}", "--decrypt-key-file FILE")
 
 
-def test_a_damaged_replica_counts_as_absent(plain: World, key_file: Path) -> None:
-    made = save_twice(plain, "AES-GCM", 60)
-    path = plain.src / "rank_0" / "net-1_10.ckpt"
+@pytest.fixture
+def large(tmp_path: Path) -> World:
+    """Replicas of a tensor of many blocks, in most of which there is nothing else."""
+    world = World(tmp_path, single({"w": layout([2, 2], [0, -1])}), single({"w": layout([2], [0, -1])}))
+    world.save({"w": value("w", (600, 400))})
+    return world
+
+
+def with_changed_byte(path: Path, place: float) -> Path:
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[int(place * (len(data) - 1))] ^= 1
     path.write_bytes(data)
-    warns(plain.convert("--decrypt-key-file", key_file), path, "tag of block", "rank 0 counts as absent")
-    assert tree_bytes(plain.dst) == made
+    return path
+
+
+@pytest.mark.parametrize("place", [0.21, 0.5, 1.0])
+def test_replicas_stand_in_for_a_file_with_a_wrong_tag(large: World, place: float, key_file: Path) -> None:
+    large.convert()
+    made = tree_bytes(large.dst)
+    shutil.rmtree(large.dst)
+    encrypt_tree(large.src, "AES-GCM", 4000)
+    path = with_changed_byte(large.src / "rank_0" / "net-1_10.ckpt", place)
+    words: list[Argument] = ["--src-strategy", large.old, "--dst-strategy", large.new, "--decrypt-key-file", key_file]
+    result = done("transform-dir", large.src, large.dst, *words, "--verify")
+    warns(result, path, "tag of block", "rank 0 counts as absent")
+    assert tree_bytes(large.dst) == made
+    warns(done("verify", large.dst, "--src", large.src, *words), path, "tag of block")
+
+
+@pytest.mark.parametrize("io_", ["mmap", "pread"])
+def test_a_wrong_tag_that_nobody_looked_for_ends_the_conversion(large: World, io_: str, key_file: Path) -> None:
+    encrypt_tree(large.src, "AES-GCM", 4000)
+    path = with_changed_byte(large.src / "rank_0" / "net-1_10.ckpt", 0.5)
+    options = ("--decrypt-key-file", key_file, "--crc", "never", "--check-replicas", "never", "--io", io_)
+    fails(3, *large.words(*options), says=[path, "is damaged", "tag of block"])
+    assert not (large.dst / "rank_0").exists()
 
 
 # The key.

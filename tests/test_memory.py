@@ -23,6 +23,8 @@ from reshard.checkpoints import (
 )
 from reshard.execute.reading import ExplicitReader, MappedReader
 from reshard.plan.pieces import StoredSlice
+from tests.encryption import encrypt_file, with_key
+from tests.running import Argument
 
 MIB = 1 << 20
 
@@ -50,6 +52,20 @@ SCHEMES = {
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_memory_stays_under_the_limit(kind: str, io: str, place: Path) -> None:
     convert(place, Model(layers=4, matrices=4, rows=2304, columns=2304), kind, io, "16M", 16 * MIB + 100 * MIB)
+
+
+@pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC"])
+def test_memory_of_encrypted_sources_stays_under_the_limit(mode: str, place: Path) -> None:
+    pytest.importorskip("cryptography")
+    model, kind = Model(layers=4, matrices=4, rows=2304, columns=2304), "rows to columns"
+    plain = convert(place, model, kind, "pread", "16M", 116 * MIB)
+    shutil.rmtree(place / "dst")
+    for path in (place / "src").rglob("*.ckpt"):
+        encrypt_file(path, mode)
+    found = transform(place, "pread", "16M", 2, *with_key(place / "key"))
+    # Less than a block, of which none is held.
+    assert found.anonymous < plain.anonymous + 32 * MIB
+    assert wrong_slices(place / "dst", model, SCHEMES[kind][1]) == 0
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
@@ -93,12 +109,15 @@ def convert(place: Path, model: Model, kind: str, io: str, limit: str, most: int
     write_checkpoint(place / "src", model, old)
     write_strategy(place / "old", model, old)
     write_strategy(place / "new", model, new)
-    options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--io", io, "--max-memory", limit]
-    options += ["--jobs", jobs]
-    found = peaks(["transform-dir", place / "src", place / "dst", *options])
+    found = transform(place, io, limit, jobs)
     assert found.anonymous < most
     assert wrong_slices(place / "dst", model, new) == 0
     return found
+
+
+def transform(place: Path, io: str, limit: str, jobs: int, *more: Argument) -> Run:
+    options = ["--src-strategy", place / "old", "--dst-strategy", place / "new", "--io", io, "--max-memory", limit]
+    return peaks(["transform-dir", place / "src", place / "dst", *options, "--jobs", jobs, *more])
 
 
 @pytest.mark.long

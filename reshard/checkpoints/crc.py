@@ -1,4 +1,4 @@
-"""Checking the CRC that a checkpoint file records against its bytes."""
+"""Comparing the bytes of a checkpoint file with what it records of them: a CRC, or the tags of its encryption."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Callable, NamedTuple
 
 from reshard.checkpoints.ckpt_index import TRAILER_SIZE
 from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
+from reshard.checkpoints.encrypted import DecryptedFile
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.other_files import GCM
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
 from reshard.wording import quoted
 
@@ -39,7 +41,7 @@ def check_crc(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcCheck:
-    """Read a checkpoint file whole and compare it with the CRC that it records.
+    """Read a checkpoint file whole and compare it with what it records.
 
     Args:
         handles: where to borrow the file from.
@@ -48,14 +50,17 @@ def check_crc(
         on_block: called after every block with its number of bytes; what it raises ends the check.
 
     Raises:
-        DamagedCheckpointError: the CRC is another one.
+        DamagedCheckpointError: the CRC, or a tag, is another one.
         CheckpointError: the file may not be read.
         RetryableError: reading failed in a way that may pass, or the file changed meanwhile.
     """
-    if index.crc is None:
+    if not index.checkable:
         return CrcCheck(False, "no CRC is recorded")
     try:
         with handles.borrow(index.path) as file:
+            if isinstance(file, DecryptedFile) and file.cipher == GCM:
+                file.check(on_block)
+                return CrcCheck(True)
             stream = _Stream(file, block_bytes, on_block)
             outcome = _check_ckpt(stream, index) if index.format == "ckpt" else _check_safetensors(stream, index)
     except OSError as error:
@@ -72,7 +77,7 @@ class CrcChecks(NamedTuple):
     """What came of checking several files, by path.
 
     Attributes:
-        damaged: errors of files whose bytes are not those that their CRC was made of.
+        damaged: errors of files whose bytes are not those that their CRC or tags were made of.
         unchecked: why the CRCs of files say nothing.
     """
 
@@ -87,7 +92,7 @@ def check_crcs(
     block_bytes: int = 8 << 20,
     on_block: Callable[[int], None] = lambda count: None,
 ) -> CrcChecks:
-    """Compare checkpoint files with the CRCs that they record, those that do.
+    """Compare checkpoint files with the CRCs or tags that they record, those that do.
 
     Args:
         handles: where to borrow the files from.
@@ -124,7 +129,7 @@ def check_crcs(
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for future in [pool.submit(check, index) for index in indexes if index.crc is not None]:
+            for future in [pool.submit(check, index) for index in indexes if index.checkable]:
                 future.result()
         except BaseException:
             # Also Ctrl-C: nobody waits for terabytes to be read.

@@ -25,10 +25,9 @@ from typing import Any, Callable, Optional
 
 from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError, InputError
-from reshard.other_files import CIPHERS, is_ckpt
+from reshard.other_files import CIPHERS, GCM, is_ckpt
 from reshard.storage import LocalFile, fill, read_range
 
-GCM = "AES-GCM"
 SM4 = "SM4-CBC"
 
 # Bytes decrypted at a time, of which each thread has two buffers.

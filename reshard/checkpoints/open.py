@@ -8,12 +8,11 @@ from typing import Optional
 
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.ckpt_index import read_ckpt_index
-from reshard.checkpoints.encrypted import GCM
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.safetensors_index import read_safetensors_index
 from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.other_files import HEAD, kind_by_head, kind_of
+from reshard.other_files import GCM, HEAD, kind_by_head, kind_of
 from reshard.storage import ReadableFile
 
 _WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
@@ -69,6 +68,7 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
                 index = _read(file, format, size)
                 if known is not None:
                     known.add(file, index)
+            index.cipher = file.cipher
             return index
     except OSError as error:
         raise reading_error(path, error) from error

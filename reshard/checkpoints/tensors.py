@@ -9,6 +9,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.names import kind_of
+from reshard.other_files import GCM
 
 
 class Tensor(NamedTuple):
@@ -60,6 +61,7 @@ class CheckpointIndex:
             without entries for a rank that has nothing to save.
         crc: the CRC that the file records, or None.
         metadata: the metadata of a safetensors file; empty for a `.ckpt`.
+        cipher: how the file is encrypted, in MindSpore's words; None where it is not.
     """
 
     path: str
@@ -68,6 +70,12 @@ class CheckpointIndex:
     tensors: Mapping[str, Tensor]
     crc: Optional[int] = None
     metadata: dict[str, str] = field(default_factory=dict)
+    cipher: Optional[str] = None
+
+    @property
+    def checkable(self) -> bool:
+        """Whether all contents can be compared with what the file records of them: a CRC, or tags of encryption."""
+        return self.crc is not None or self.cipher == GCM
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """The (offset, size) pairs of all contents, ascending."""

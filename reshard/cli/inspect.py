@@ -102,6 +102,7 @@ def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
         "format": file.index.format,
         "bytes": file.index.size,
         "crc": file.index.crc,
+        "cipher": file.index.cipher,
         "metadata": dict(file.index.metadata),
         "remove_redundancy": bool(file.contents.deduplicated),
         "dtypes": totals_json(file.contents.by_dtype()),
@@ -190,7 +191,8 @@ def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
 def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     index = file.index
     crc = "no CRC" if index.crc is None else f"CRC {index.crc:08x}"
-    say(f"{path}: {index.format}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
+    sealed = "" if index.cipher is None else f" encrypted with {index.cipher}"
+    say(f"{path}: {index.format}{sealed}, {byte_size(index.size)}, {plural(len(index.tensors), 'tensor')}, {crc}")
     _show_totals(file.contents)
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:

@@ -352,9 +352,11 @@ class Prepared:
                 return
             check = preparation.check(plan, progress, workers)
             read = plan.files_read(work)
-            whole = [index for index in plan.checkpoint.indexes.values() if read.get(index.path)]
-            if not preparation.crcs.find(plan.checkpoint, whole, check):
-                preparation.crcs.note_unchecked(path for path, all_of_it in read.items() if not all_of_it)
+            wholly_read = [index for index in plan.checkpoint.indexes.values() if read.get(index.path)]
+            if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
+                # Tags are compared before anything is used, CRCs are not.
+                crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}
+                preparation.crcs.note_unchecked(path for path, whole in read.items() if path in crcs and not whole)
                 return
             self._plan_again()
 

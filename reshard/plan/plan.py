@@ -253,13 +253,11 @@ class Plan:
     def files_read(self, files: Sequence[int]) -> dict[str, bool]:
         """Source files with a checksum that are read for some target files, and whether all of their contents are.
 
-        Only files that record a CRC matter here, so the plan of all targets is walked only where
+        Only files whose contents can be checked matter here, so the plan of all targets is walked only where
         there are any.
         """
         recorded = {
-            self.checkpoint.files[holder]: index
-            for holder, index in self.checkpoint.indexes.items()
-            if index.crc is not None
+            self.checkpoint.files[holder]: index for holder, index in self.checkpoint.indexes.items() if index.checkable
         }
         if not recorded:
             return {}

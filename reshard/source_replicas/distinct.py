@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import RetryableError
+from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions
 from reshard.layout import shape_of, volume_of
 from reshard.plan.holding import stage_shardings
@@ -82,7 +82,7 @@ def compare_slices(
             holders = _holders(parameter, step)
             try:
                 ranks = _equal(parameter, holders, files) if len(holders) > 1 else None
-            except RetryableError:
+            except (DamagedCheckpointError, RetryableError):
                 continue
             if ranks is not None:
                 compared += 1

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import RetryableError
+from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.layout import volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
 from reshard.source_replicas.files import ReplicaFiles
@@ -155,7 +155,7 @@ class Samples:
                 reads += 1
                 if theirs != mine:
                     return _Outcome(reads, True, (first.rank, other.rank))
-        except RetryableError:
+        except (DamagedCheckpointError, RetryableError):
             # Whoever needs this file will find out.
             return _Outcome(reads)
         return _Outcome(reads, telling)

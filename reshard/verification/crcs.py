@@ -34,7 +34,7 @@ class RecordedCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        new = [index for index in indexes if index.crc is not None and index.path not in self._checked]
+        new = [index for index in indexes if index.checkable and index.path not in self._checked]
         if not new:
             return {}
         means = self._means

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from reshard.checkpoints import FileHandles, find_checkpoints, read_index
+from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, find_checkpoints, read_index
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from tests.checkpoint2_writing import saving
@@ -24,6 +25,7 @@ from tests.checkpoint_writing import (
     text,
     write_safetensors,
 )
+from tests.encryption import KEY, MODES, encrypted
 from tests.strategy_writing import group_info, json_content, layout, protobuf
 from tests.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 
@@ -43,9 +45,22 @@ class Reader(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> None:
-    size = path.stat().st_size
     with FileHandles() as handles:
+        see_that_it_adds_up(read_index(handles, str(path)), path.stat().st_size)
+
+
+def read_encrypted(path: Path) -> None:
+    key = path.parent / "key"
+    key.write_bytes(KEY)
+    with FileHandles(decryption=Decryption(str(key))) as handles:
         index = read_index(handles, str(path))
+        with handles.borrow(str(path)) as file:
+            see_that_it_adds_up(index, file.size())
+            for extent in index.extents():
+                assert len(file.read(*extent)) == extent[1]
+
+
+def see_that_it_adds_up(index: CheckpointIndex, size: int) -> None:
     taken: list[tuple[int, int]] = []
     for name, tensor in index.tensors.items():
         name.encode()
@@ -185,3 +200,6 @@ READERS = {
     "names": Reader("names.txt", _NAMES, read_names),
     "metadata": Reader("metadata.json", _METADATA, read_metadata),
 }
+if importlib.util.find_spec("cryptography") is not None:
+    _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]
+    READERS["encrypted"] = Reader("x.ckpt", [*_ENCRYPTED, _ENCRYPTED[0] + b"crc_num" + bytes(10)], read_encrypted)
