@@ -199,13 +199,13 @@ def test_without_the_package_that_decrypts_it_is_said_what_to_install(
     fails(3, *words, "--decrypt-key-file", tmp_path / "key", says=["encrypted_gcm", "pip install 'reshard[crypto]'"])
 
 
-def test_checkpoint_2_directories_are_refused_by_name(world: World) -> None:
+def test_a_source_strategy_with_checkpoint_2_is_wrong_usage(world: World) -> None:
     world.src.mkdir()
     (world.src / "latest_checkpointed_iteration.txt").write_text("1")
     (world.src / "iteration_00000001").mkdir()
     (world.src / "iteration_00000001" / "metadata.json").write_text("{}")
     write_checkpoint(world.src / "iteration_00000001" / "net-model-0000000-0000001.safetensors", FULL)
-    world.refuses(3, "2.0")
+    world.refuses(2, "2.0", "leave out --src-strategy")
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_checkpoint_2_directories_are_refused_by_name(world: World) -> None:
         ("model.safetensors.index.json", "model-00001-of-00001.safetensors"),
     ],
 )
-def test_unified_weights_are_refused_by_name(world: World, index: str, part: str) -> None:
+def test_a_source_strategy_with_full_weights_is_wrong_usage(world: World, index: str, part: str) -> None:
     world.src.mkdir()
     write_checkpoint(world.src / part, FULL)
     weight_map = {"metadata": {"total_size": 1}, "weight_map": {name: part for name in FULL}}
     (world.src / index).write_text(json.dumps(weight_map))
-    world.refuses(3, str(world.src), "unified")
+    world.refuses(2, str(world.src), "full weights", "leave out --src-strategy")
 
 
 # Checksums.
