@@ -9,7 +9,7 @@ import pytest
 
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import read_tree, same_ranks
+from tests.trees import read_tree, same_ranks, scalar
 
 FULL = tensors()
 FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
@@ -137,3 +137,9 @@ def test_files_beside_weights_are_copied_and_never_replaced(world: World) -> Non
     (two / "config.json").write_text('{"mine": 1}')
     done("convert", one, two, "--to", "huggingface")
     assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
+
+
+def test_a_weight_that_nothing_lays_out_is_not_lost_without_a_word(world: World) -> None:
+    world.save(FULL, copied={"layers.0.gate": scalar(3, shape=(1,))})
+    words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
+    assert "layers.0.gate" in done("convert", world.src, world.dst, *words).err

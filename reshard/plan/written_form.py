@@ -15,6 +15,8 @@ from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError
+from reshard.messages import listing
+from reshard.names import is_weight
 from reshard.plan.request import Request
 from reshard.report import Report
 from reshard.storage import read_range, read_small
@@ -53,6 +55,12 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         report.warn(
             f"nothing tells the global batch size, so {COMMON_NAME} does not: training that goes on from it asks for "
             "global_batch_size there"
+        )
+    unlisted = [name for name in values if is_weight(name)]
+    if unlisted:
+        report.warn(
+            "not in metadata.json, because nothing says how they are laid out, so that loaders do not find them: "
+            + listing(unlisted)
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
