@@ -68,7 +68,7 @@ def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
     """Refuse options that make no sense with a form."""
     source, target = typed["src_strategy"], typed["dst_strategy"]
     if form == CHECKPOINT2 and source is not None:
-        raise UsageError(f"{src}: holds Checkpoint 2.0, whose metadata says the layouts", hint="leave out --src-strategy")
+        raise UsageError(f"{src}: is Checkpoint 2.0, whose metadata says the layouts", hint="leave out --src-strategy")
     if form not in _WITH_STRATEGY and source not in (None, NONE, "None"):
         raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
     if form != RANKS and typed["file_suffix"] is not None:
