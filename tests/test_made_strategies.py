@@ -24,11 +24,11 @@ from reshard.strategies.rules import (
     parse_rules,
     parse_sizes,
 )
-from tests import made_cases
+from tests import cases, made_cases
 from tests.corpus import CORPUS, FIXTURES
 from tests.running import Argument, done, fails
 from tests.strategy_writing import layout, write_strategy
-from tests.trees import Value, write_checkpoint
+from tests.trees import Value, cut_ranks, tree_bytes, write_checkpoint, write_tree
 
 Said = tuple[Argument, ...]
 CASES = made_cases.case_names()
@@ -326,3 +326,71 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
         box = found.slice_box(shape, int(found.slice_of_rank[rank]))
         assert [list(interval) for interval in box] == expected
     assert math.prod(found.device_matrix) == devices
+
+
+# Conversions to strategies that were made.
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("10o_dp2mp4pp1_optm1", "10_dp1mp4pp1"),
+        ("10_dp2mp4pp1", "10o_dp2mp2pp2_optm1"),
+        ("10o_dp2mp2pp2_optm1", "10_dp1mp2pp4"),
+    ],
+)
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_conversion_to_a_made_strategy_gives_the_bytes_of_one_to_the_compiled(
+    source: str, target: str, weights_only: bool, tmp_path: Path
+) -> None:
+    """With optimizer state and without, to and from pipelines, full shapes from the source's own ranks."""
+    before, after = cases.load(source), made_cases.load(target)
+    full = {name: of for name, of in before.full().items() if not name.startswith("accu_grads.")}
+    src = write_tree(tmp_path / "src", cut_ranks(before.strategy, full))
+    rules = tmp_path / "rules.toml"
+    rules.write_text(after.rules)
+    shapes = ("--shapes", src, "--src-strategy", before.directory)
+    options = [*after.options(), *(["--weights-only"] if weights_only else [])]
+    done("strategy", "make", rules, tmp_path / "made.ckpt", *shapes, "--sizes", after.sizes_text, *options)
+    only = ["--exclude", "adam_*", "--exclude", "accu_grads.*"] if weights_only else []
+    for out, strategy in (("made", tmp_path / "made.ckpt"), ("compiled", after.strategy)):
+        words: Said = ("--src-strategy", before.directory, "--dst-strategy", strategy, "--quiet", *only)
+        done("transform-dir", src, tmp_path / out, *words)
+    made = tree_bytes(tmp_path / "made")
+    assert made and made == tree_bytes(tmp_path / "compiled")
+    done("strategy", "check", before.directory, src)
+    done("strategy", "check", tmp_path / "made.ckpt", tmp_path / "made")
+
+
+# Names of axes.
+
+
+def test_axes_of_a_made_strategy_are_called_by_their_names(tmp_path: Path) -> None:
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
+    out = tmp_path / "out.ckpt"
+    shown = done("strategy", "show", out, "w", "--svg", tmp_path / "w.svg").out
+    assert "mp of size 4: cuts dimension 0 in 4" in shown and "dp of size 2: repeats" in shown
+    assert "cut in 4 over mp" in shown and "dp: 1" in shown and "mp:" in shown
+    assert "axis" not in shown
+    assert "mp, columns" in (tmp_path / "w.svg").read_text() and "dp, rows" in (tmp_path / "w.svg").read_text()
+    listed = done("strategy", "show", out).out
+    assert "[dp 2, mp 4]" in listed and "[mp, None]" in listed
+    (row,) = done("strategy", "show", out, "--json").json
+    assert row["axes"] == ["dp", "mp"]
+
+
+def test_axes_of_a_compiled_strategy_are_named_by_the_sizes_of_its_run() -> None:
+    case = made_cases.load("26_moe_dp4mp2ep2pp1_optm1t0")
+    words = ("strategy", "show", case.strategy, "adam_m.model.layers.0.feed_forward.w1")
+    assert "axis 1 of size 2: cuts dimension 0" in done(*words).out
+    named = done(*words, "--sizes", case.sizes_text).out
+    assert "ep of size 2: cuts dimension 0 in 2" in named and "dp*cp/ep of size 2: repeats" in named
+    fails(3, *words, "--sizes", "dp=2,mp=2", says=["has 8 devices in a stage"])
+
+
+def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> None:
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
+    write_strategy(tmp_path / "out.ckpt", 0, {"w": layout([4, 2], [0, -1])})
+    assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
+    (tmp_path / "out.ckpt.made.json").write_text("[")
+    assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out

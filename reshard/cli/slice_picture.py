@@ -66,7 +66,10 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     labels = [
         "..."
         if row is None
-        else ", ".join(f"axis {len(sizes) - 1 - place}: {at}" for place, at in enumerate(coordinates(row, sizes[:-1])))
+        else ", ".join(
+            f"{arrangement.axis_name(len(sizes) - 1 - place)}: {at}"
+            for place, at in enumerate(coordinates(row, sizes[:-1]))
+        )
         for row in positions
     ]
     left = max(map(len, labels)) + 2
@@ -74,7 +77,8 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
     widest = max(len(arrangement.rank_label(last)), len(str(columns))) + 2
     across = shown_positions(columns, max(3, min(_MOST_MATRIX_COLUMNS, (width - left - 9) // widest)))
     heads = "".join(("..." if at is None else str(at)).rjust(widest) for at in across)
-    lines = [f"{'':{left}}  axis 0:{heads}"]
+    head = f"{arrangement.axis_name(0)}:"
+    lines = [f"{'':{left}}  {head:7}{heads}"]
     for row, label in zip(positions, labels):
         cells = []
         for column in across:
@@ -84,7 +88,7 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, width: int, paint: Pai
             local = row * columns + column
             said = arrangement.rank_label(local)
             cells.append(" " * (widest - len(said)) + paint(said, drawn.colour_of_rank(local)))
-        lines.append(f"  {label:{left}}{'':7}{''.join(cells)}")
+        lines.append(f"  {label:{left}}{'':{max(7, len(head))}}{''.join(cells)}")
     if arrangement.layout.copies > 1:
         lines += _folded(arrangement.label_in_words(last), width)
     return lines

@@ -143,8 +143,8 @@ def finish(
     typed: dict[str, Any],
 ) -> None:
     """Write a made strategy with the record of how it was made, and say so."""
+    from reshard.strategies.made_record import record_path
     from reshard.strategies.rules import write_strategy
-    from reshard.strategies.rules.write import record_path
 
     sizes, shards = target.sizes, target.shards
     assumed = list(more.get("assumed", ()))

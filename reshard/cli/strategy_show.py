@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Sequence
-from typing import Optional
+from typing import Any, Callable, Optional
 
 import click
 
 from reshard.cli import advice, completion, options
-from reshard.cli.command import command
+from reshard.cli.command import command, option
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, paint, say, show_notes, table, terminal_width, write_picture
+from reshard.cli.strategy_making import SIZES, SizesType
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.name_filters import Filters
@@ -19,8 +20,12 @@ from reshard.name_patterns import pattern_lines
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.pictures.slices import Arrangement
 from reshard.plan.holding import Holding
+from reshard.storage import exists
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.wording import one_line, plural, quoted, some_numbers
+
+AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
+"""As in `reshard.strategies.rules.axis_names`, which is imported only where there are names."""
 
 _MOST_PATTERNS = 40
 # So many are listed one by one.
@@ -40,33 +45,43 @@ reshard strategy show src_strategy.ckpt \\
 )
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
+@option(
+    "Options",
+    "--sizes",
+    type=SizesType(),
+    metavar=SIZES,
+    help="Devices of its run: names the axes of device matrices by them, where they follow.",
+)
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
 @options.debug
-def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbose: bool, as_json: bool) -> None:
+def strategy_show(
+    path: str, parameter: Optional[str], sizes: Any, svg: Optional[str], verbose: bool, as_json: bool
+) -> None:
     """Show layouts, or a picture of how one PARAM lies on the ranks.
 
     FILE is a strategy file, DIR a directory of them. Without PARAM, more than a few parameters are
     shown by layout, their names as patterns with counts. With it: what each axis of the device matrix
     does, and which ranks hold which slice. PARAM may be a GLOB; if several names fit, their layouts
     are shown. Full shapes are in JSON strategies only; without one, a slice lies at 1/8..2/8 of a
-    dimension.
+    dimension. Axes have names, as dp and mp, in strategies made by strategy make or derive, and with --sizes.
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")
     found = read_strategy(path)
     show_notes(found.notes)
+    names = _axis_names(path, sizes)
     chosen = found.parameters if parameter is None else _chosen(found, parameter)
     if parameter is not None and len(chosen) == 1:
-        _show_parameter(found, chosen[0], svg, as_json)
+        _show_parameter(found, chosen[0], names, svg, as_json)
         return
     if svg is not None and parameter is not None:
         raise UsageError(f"--svg draws one parameter: {len(chosen)} fit {quoted(parameter)}", parameter=parameter)
     # Nearly always all of them.
     stages = found.stages if parameter is None else [_narrowed(stage, frozenset(chosen)) for stage in found.stages]
     if as_json:
-        echo_json([row for stage in stages for row in _layout_rows(stage)])
+        echo_json([row for stage in stages for row in _layout_rows(stage, names)])
         return
     say(strategy_words(found))
     if parameter is not None:
@@ -75,9 +90,9 @@ def strategy_show(path: str, parameter: Optional[str], svg: Optional[str], verbo
         if parameter is not None and not stage.layouts:
             continue
         if verbose or len(stage.layouts) <= _FEW_PARAMETERS:
-            _list_parameters(stage)
+            _list_parameters(stage, names)
         else:
-            _group_parameters(stage)
+            _group_parameters(stage, names)
 
 
 def _chosen(strategy: Strategy, typed: str) -> Sequence[str]:
@@ -98,23 +113,27 @@ def _narrowed(stage: Stage, names: Container[str]) -> Stage:
     return dataclasses.replace(stage, layouts={name: held for name, held in stage.layouts.items() if name in names})
 
 
-def _list_parameters(stage: Stage) -> None:
-    rows = [[name, *_layout_words(layout).values()] for name, layout in stage.layouts.items()]
+def _list_parameters(stage: Stage, names: AxisNames) -> None:
+    rows = [
+        [name, *_layout_words(layout, names(name, layout.device_matrix)).values()]
+        for name, layout in stage.layouts.items()
+    ]
     table(stage.label, ["parameter", "device matrix", "tensor map", "cuts", "optimizer shards", "replicas"], rows)
 
 
-def _group_parameters(stage: Stage) -> None:
+def _group_parameters(stage: Stage, names: AxisNames) -> None:
     groups: dict[tuple[str, ...], list[str]] = {}
-    words: dict[int, tuple[str, ...]] = {}
+    words: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
     for name, layout in stage.layouts.items():
         # Thousands of parameters share tens of layout objects.
-        if id(layout) not in words:
-            words[id(layout)] = tuple(f"{what} {said}" for what, said in _layout_words(layout).items())
-        groups.setdefault(words[id(layout)], []).append(name)
+        key = id(layout), names(name, layout.device_matrix)
+        if key not in words:
+            words[key] = tuple(f"{what} {said}" for what, said in _layout_words(layout, key[1]).items())
+        groups.setdefault(words[key], []).append(name)
     lines = [f"{stage.label}: {plural(len(stage.layouts), 'parameter')}, {plural(len(groups), 'different layout')}"]
-    for said, names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        lines += ["", plural(len(names), "parameter"), *_flowing(said)]
-        lines += [f"    {line}" for line in pattern_lines(names, stage.layouts, _MOST_PATTERNS)]
+    for said, of in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines += ["", plural(len(of), "parameter"), *_flowing(said)]
+        lines += [f"    {line}" for line in pattern_lines(of, stage.layouts, _MOST_PATTERNS)]
     click.echo("\n".join([*lines, ""]))
 
 
@@ -129,28 +148,57 @@ def _flowing(parts: Sequence[str]) -> list[str]:
     return lines
 
 
-def _layout_words(layout: Layout) -> dict[str, str]:
+def _layout_words(layout: Layout, axes: tuple[str, ...]) -> dict[str, str]:
     by_hand = "" if layout.uneven is None else f", by hand {some_numbers(layout.uneven)}"
+    matrix, tensor_map = str(list(layout.device_matrix)), layout.map_text
+    if axes:
+        matrix = f"[{', '.join(f'{name} {size}' for name, size in zip(axes, layout.device_matrix))}]"
+        cut_by = ["*".join(axes[len(axes) - 1 - axis] for axis in over) or "None" for over in layout.tensor_map]
+        tensor_map = f"[{', '.join(cut_by)}]"
     return {
-        "device matrix": str(list(layout.device_matrix)),
-        "tensor map": layout.map_text,
+        "device matrix": matrix,
+        "tensor map": tensor_map,
         "cuts": f"{list(layout.tensor_cuts)}{by_hand}",
         "optimizer shards": str(layout.shards) if layout.shards != 1 else "-",
         "replicas": str(layout.copies),
     }
 
 
-def _layout_rows(stage: Stage) -> list[dict[str, object]]:
-    return [{"stage": stage.number, "parameter": name, **_layout_row(layout)} for name, layout in stage.layouts.items()]
+def _layout_rows(stage: Stage, names: AxisNames) -> list[dict[str, object]]:
+    return [
+        {"stage": stage.number, "parameter": name, **_layout_row(layout, names(name, layout.device_matrix))}
+        for name, layout in stage.layouts.items()
+    ]
 
 
-def _layout_row(layout: Layout) -> dict[str, object]:
+def _layout_row(layout: Layout, axes: tuple[str, ...]) -> dict[str, object]:
     shape = None if layout.recorded_shape is None else list(layout.recorded_shape)
-    return {**layout_row(layout), "shape": shape}
+    return {**layout_row(layout), "axes": list(axes) or None, "shape": shape}
 
 
-def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: bool) -> None:
-    arrangements = [_arranged(strategy, stage, name) for stage in strategy.stages if name in stage.layouts]
+def _axis_names(path: str, sizes: Any) -> AxisNames:
+    """Names of axes: by sizes that are said, or as they are recorded of a strategy that was made."""
+    if sizes is not None:
+        from reshard.strategies.read import read_recorded
+        from reshard.strategies.rules.axis_names import names_by_sizes
+        from reshard.strategies.rules.shown import Source
+
+        return names_by_sizes(Source(*read_recorded(path), sizes))
+    from reshard.strategies.made_record import record_paths
+
+    if any(map(exists, record_paths(path))):
+        from reshard.strategies.rules.axis_names import recorded_names
+
+        return recorded_names(path) or _no_names
+    return _no_names
+
+
+def _no_names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
+    return ()
+
+
+def _show_parameter(strategy: Strategy, name: str, names: AxisNames, svg: Optional[str], as_json: bool) -> None:
+    arrangements = [_arranged(strategy, stage, name, names) for stage in strategy.stages if name in stage.layouts]
     if svg is not None:
         from reshard.pictures.tensor import parameter_picture
 
@@ -169,9 +217,10 @@ def _show_parameter(strategy: Strategy, name: str, svg: Optional[str], as_json: 
     click.echo("\n".join(lines))
 
 
-def _arranged(strategy: Strategy, stage: Stage, name: str) -> Arrangement:
+def _arranged(strategy: Strategy, stage: Stage, name: str, names: AxisNames) -> Arrangement:
     try:
-        return Arrangement(Holding(stage, stage.layouts[name]))
+        layout = stage.layouts[name]
+        return Arrangement(Holding(stage, layout), names(name, layout.device_matrix))
     except LayoutError as error:
         where = f"{strategy.path}: stage {stage.number}: {quoted(name)}"
         raise StrategyError(f"{where}: {error.message}", file=strategy.path, parameter=name) from error
@@ -198,7 +247,7 @@ def _stage_row(arrangement: Arrangement) -> dict[str, object]:
     layout = arrangement.layout
     return {
         "stage": arrangement.holding.stage.number,
-        **_layout_row(layout),
+        **_layout_row(layout, arrangement.axis_names),
         "extents": list(arrangement.extents),
         "in_elements": list(arrangement.in_elements),
         "slices": [

@@ -41,12 +41,14 @@ class Arrangement:
         extents: size of every dimension: elements where known, otherwise its number of slices.
         in_elements: per dimension which of the two.
         readings: in words, what else the file may mean.
+        axis_names: names of the device matrix's axes, slowest first; none where they are not known.
 
     Raises:
         LayoutError: the recorded shape does not divide by the cuts.
     """
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: Holding, axis_names: tuple[str, ...] = ()) -> None:
+        self.axis_names = axis_names
         layout, *others = holding.layout.regroupings() or [holding.layout]
         self.holding = holding._replace(layout=layout)
         self.layout = layout
@@ -63,7 +65,7 @@ class Arrangement:
     @cached_property
     def without_shards(self) -> Arrangement:
         """The same without telling optimizer shards apart."""
-        return Arrangement(self.holding._replace(layout=self.layout.without_shards()))
+        return Arrangement(self.holding._replace(layout=self.layout.without_shards()), self.axis_names)
 
     @property
     def cut_dimensions(self) -> list[int]:
@@ -136,8 +138,12 @@ class Arrangement:
                 does = "repeats slices: optimizer shards"
             else:
                 does = f"repeats slices: {self.layout.shards} optimizer shards and their replicas"
-            lines.append(f"axis {axis} of size {size}: {does}")
+            lines.append(f"{self.axis_name(axis)} of size {size}: {does}")
         return lines
+
+    def axis_name(self, axis: int) -> str:
+        """An axis, counted from the right, by its name, or its number where it has none."""
+        return self.axis_names[len(self.axis_names) - 1 - axis] if self.axis_names else f"axis {axis}"
 
     def dimension_lines(self) -> list[str]:
         """How every dimension is cut."""
@@ -149,6 +155,8 @@ class Arrangement:
                 parts = [f"cut by hand into {some_numbers(self.layout.uneven)}"]
             else:
                 over = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))}"
+                if self.axis_names:
+                    over = ", ".join(map(self.axis_name, axes))
                 parts = [f"cut in {cuts} over {over}"] if cuts > 1 else []
             if dimension == 0 and self.layout.shards > 1:
                 parts.append(f"cut in {self.layout.shards} optimizer shards")

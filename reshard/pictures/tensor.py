@@ -87,9 +87,12 @@ def _matrix(arrangement: Arrangement, drawn: Arrangement, top: float) -> tuple[l
     width = max(34.0, (len(arrangement.rank_label(last)) + 2) * (svg.CHARACTER_WIDTH + 0.6))
     others = ", ".join(str(axis) for axis in range(len(sizes) - 1, 0, -1))
     rows_of = f"{'axis' if len(sizes) == 2 else 'axes'} {others}, rows"
-    widest = max(len("axis 0, columns"), len(rows_of) + sum(len(str(size)) + 1 for size in sizes[:-1]))
+    if arrangement.axis_names:
+        rows_of = f"{', '.join(arrangement.axis_names[:-1])}, rows"
+    columns_of = f"{arrangement.axis_name(0)}, columns"
+    widest = max(len(columns_of), len(rows_of) + sum(len(str(size)) + 1 for size in sizes[:-1]))
     left = _MARGIN + 20 + widest * svg.CHARACTER_WIDTH
-    body = [svg.text(_MARGIN, top + 12, "axis 0, columns", "soft")]
+    body = [svg.text(_MARGIN, top + 12, columns_of, "soft")]
     if len(sizes) > 1:
         body.append(svg.text(_MARGIN, top + 13 + _ROW, rows_of, "soft"))
     across = shown_positions(columns, max(3, min(_MOST_MATRIX, int((_WIDTH - left - _MARGIN) / width))))

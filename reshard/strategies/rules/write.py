@@ -11,28 +11,14 @@ from typing import Any
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.storage import exists, is_directory
 from reshard.strategies import json_file, protobuf_file
+from reshard.strategies.made_record import RANK, record_path
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.rules.make import MadeStage
 from reshard.temporary import write_whole
 
-RECORD = ".made.json"
-"""Ends the name of the file beside a made strategy that says how it was made."""
-
-_RANK = "{rank}"
-_NAME = f"ckpt_strategy_rank_{_RANK}.ckpt"
+_NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
 _WRITERS = {".ckpt": protobuf_file.serialize_strategy, ".json": json_file.serialize_strategy}
-
-
-def record_path(out: str) -> str:
-    """Where it is said how a made strategy was made.
-
-    Args:
-        out: the file or directory, as it was typed.
-    """
-    if out.endswith(tuple(_WRITERS)) and _RANK not in out:
-        return out + RECORD
-    return os.path.join(os.path.dirname(out) if _RANK in out else out, "strategy" + RECORD)
 
 
 def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool) -> list[str]:
@@ -71,10 +57,10 @@ def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, A
 
 def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
     ending = os.path.splitext(out)[1]
-    if _RANK in out:
+    if RANK in out:
         if ending not in _WRITERS:
             raise UsageError(f"{out}: a strategy file is named .ckpt or .json", file=out)
-        return {out.replace(_RANK, str(stage.first_rank)): [stage] for stage in stages}
+        return {out.replace(RANK, str(stage.first_rank)): [stage] for stage in stages}
     if ending in _WRITERS and not is_directory(out):
         return {out: list(stages)}
     if ending and not exists(out) and not out.endswith(os.sep):
@@ -82,7 +68,7 @@ def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
             f"{out}: a strategy file is named .ckpt or .json; a directory for a file per stage ends in {os.sep}",
             file=out,
         )
-    return {os.path.join(out, _NAME.replace(_RANK, str(stage.first_rank))): [stage] for stage in stages}
+    return {os.path.join(out, _NAME.replace(RANK, str(stage.first_rank))): [stage] for stage in stages}
 
 
 def _check_replaceable(path: str, overwrite: bool) -> None:
