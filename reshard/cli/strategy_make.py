@@ -48,7 +48,7 @@ def strategy_make(
     """
     from reshard.strategies import read_strategy
     from reshard.strategies.rules import make_strategy
-    from reshard.strategies.rules.builtin_rules import rules_named
+    from reshard.strategies.rules.builtin_rules import is_builtin, rules_named
 
     missing = [name for name, value in (("--shapes", shapes), ("--sizes", sizes)) if value is None]
     if missing or shapes is None:
@@ -61,5 +61,6 @@ def strategy_make(
     show_notes(source.notes if source is not None else ())
     tensors = shapes_of(shapes, source, typed)
     target = target_of(sizes, typed)
-    stages = make_strategy(found, tensors, target, rules if found.path != rules else f"{rules}, before its rules")
+    where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
+    stages = make_strategy(found, tensors, target, f"{where}, before its first [[parameter]]")
     finish("make", out, stages, found, tensors, target, {"rules_file": rules}, typed)

@@ -26,13 +26,18 @@ def builtin_title(name: str) -> str:
     return first.lstrip("# ")
 
 
+def is_builtin(named: str) -> bool:
+    """Whether a name is one of built-in rules, and no file's."""
+    return named in builtin_names() and not exists(named)
+
+
 def rules_named(named: str) -> Rules:
     """The rules of a file, or built-in ones of a name that is no file's.
 
     Raises:
         StrategyError: there are neither, or the file says something that rules cannot say.
     """
-    if exists(named) or named not in builtin_names():
+    if not is_builtin(named):
         if not exists(named) and not named.endswith(_ENDING):
             known = builtin_names()
             near = near_names(named, known)
