@@ -46,7 +46,7 @@ reshard strategy show src_strategy.ckpt \\
 @click.argument("path", metavar="FILE|DIR", shell_complete=completion.paths)
 @click.argument("parameter", required=False, metavar="[PARAM]", shell_complete=completion.parameters)
 @option(
-    "Options",
+    "Strategies",
     "--sizes",
     type=SizesType(),
     metavar=SIZES,
