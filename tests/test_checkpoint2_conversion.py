@@ -97,3 +97,14 @@ def test_the_iteration_is_chosen_by_tracker_and_step(tmp_path: Path) -> None:
     warns(done(*words[:2], tmp_path / "a", *words[2:], "--step", "20"), "cut short while it was saved")
     fails(3, *words[:2], tmp_path / "a", *words[2:], "--step", "30", says=["holds no iteration_00000030"])
     fails(2, *words[:2], tmp_path / "a", *words[2:], "--step", "3_10", says=["is no iteration"])
+
+
+def test_same_is_an_error_where_no_strategy_can_say_the_layouts(tmp_path: Path) -> None:
+    over_some = {"a.weight": Laid(numbered((4, 2)), (2,), (0, -1), [0, 2])}
+    saved = saving()
+    root = replace(saved, tensors={**saved.tensors, **over_some}).write_root(tmp_path / "src")
+    words: list[Argument] = ["convert", root, tmp_path / "dst"]
+    fails(3, *words, "--dst-strategy", "same", says=["'a.weight'", "a part of a stage's ranks", "instead of same"])
+    done(*words, "--to", "huggingface")
+    root = saving(tensors=over_some, world=4, values={}).write_root(tmp_path / "gaps")
+    fails(3, "convert", root, tmp_path / "ranks", "--dst-strategy", "same", says=["ranks 0,2", "instead of same"])

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from reshard.checkpoints.checkpoint2.checkpoint2 import Checkpoint2
 from reshard.errors import CheckpointError
+from reshard.messages import listing
 from reshard.strategies import SAME, Stage, Strategy
-from reshard.wording import rank_ranges
+from reshard.wording import plural, rank_ranges
+
+_HINT = "pass the target's strategy instead of same"
 
 
 def strategy_of(checkpoint: Checkpoint2) -> Strategy:
     """How tensors are laid out over the ranks that an iteration was saved by.
 
     Raises:
-        CheckpointError: metadata does not tell, or its stages are no runs of ranks that follow each other.
+        CheckpointError: metadata does not tell, or not of every tensor, or its stages are no runs of ranks that
+            follow each other.
     """
     stages: list[Stage] = []
     first = 0
     for ranks, layouts in checkpoint.layouts().items():
         if ranks != tuple(range(first, first + len(ranks))):
             raise CheckpointError(
-                f"{checkpoint.place}: lays tensors out over {rank_ranges(ranks)}, which do not follow rank {first - 1}",
+                f"{checkpoint.place}: lays tensors out over {rank_ranges(ranks)}; a stage would begin at rank {first} "
+                "and have no gaps",
                 file=checkpoint.place,
-                hint="pass the target's strategy instead of same",
+                hint=_HINT,
             )
         stages.append(Stage(len(stages), first, len(ranks), layouts, (checkpoint.place,)))
         first += len(ranks)
@@ -29,6 +34,16 @@ def strategy_of(checkpoint: Checkpoint2) -> Strategy:
         raise CheckpointError(
             f"{checkpoint.place}: does not say how tensors are laid out",
             file=checkpoint.place,
-            hint="pass the target's strategy instead of same, or none",
+            hint=f"{_HINT}, or none",
+        )
+    laid_out = set().union(*(stage.layouts.keys() for stage in stages))
+    scattered = sorted(checkpoint.tensors.keys() - laid_out)
+    if scattered:
+        raise CheckpointError(
+            f"{checkpoint.place}: lays {plural(len(scattered), 'parameter')} out over a part of a stage's ranks, which "
+            "no strategy can: " + listing(scattered),
+            file=checkpoint.place,
+            parameter=scattered[0],
+            hint=_HINT,
         )
     return Strategy(tuple(stages), SAME)
