@@ -14,13 +14,10 @@ from typing import Any, Optional
 
 from reshard.checkpoints.encrypted import Blocks, DecryptedFile, Key
 from reshard.errors import EncryptedCheckpointError, InputError, UsageError
-from reshard.other_files import CIPHERS, MARK_SIZE, cipher_of
+from reshard.other_files import MARK_SIZE, cipher_of
 from reshard.storage import LocalFile, ReadableFile, read_range
 
 STANDARD_INPUT = "-"
-
-MODES = tuple(CIPHERS.values())
-"""MindSpore's names of the modes."""
 
 _KEY_SIZES = {"AES-GCM": (16, 24, 32), "AES-CBC": (16, 24, 32), "SM4-CBC": (16,)}
 _LONGEST_KEY = max(map(max, _KEY_SIZES.values()))
@@ -36,7 +33,7 @@ class Decryption:
 
     Attributes:
         key_file: where the key came from; `STANDARD_INPUT` or a file.
-        mode: one of `MODES`; None for whatever each file says.
+        mode: MindSpore's name of it; None for whatever each file says.
         key: 16, 24 or 32 bytes.
     """
 
@@ -45,7 +42,7 @@ class Decryption:
 
         Args:
             key_file: a file with nothing in it but the key and perhaps the end of a line, or `STANDARD_INPUT`.
-            mode: one of `MODES`, or None.
+            mode: ``AES-GCM``, ``AES-CBC`` or ``SM4-CBC``, or None.
 
         Raises:
             InputError: there is no key.
