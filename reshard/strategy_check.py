@@ -25,7 +25,14 @@ from reshard.plan.holding import StageSharding
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
-from reshard.source_replicas import Comparison, SameSlices, compare_replicas, compare_slices, holders_alike
+from reshard.source_replicas import (
+    Comparison,
+    SameSlices,
+    compare_replicas,
+    compare_slices,
+    held_by_all_stages,
+    holders_alike,
+)
 from reshard.strategies import Stage, Strategy
 
 # The stage of what no stage lists, which every rank may hold.
@@ -73,6 +80,8 @@ class StrategyCheck:
         comparison: what came of comparing alleged replicas.
         same_slices: parameters of which ranks hold the same although the strategy says that they hold different
             slices, where replicas could not test it; empty where too few do to speak against it.
+        in_all_stages: parameters that ranks of every pipeline stage hold although the strategy shares them out, where
+            those are all that the files hold, and replicas could not test it.
         alike: where ranks hold something else than the strategy says, which of them really hold the same.
     """
 
@@ -87,13 +96,14 @@ class StrategyCheck:
     not_described: list[str]
     comparison: Comparison
     same_slices: list[SameSlices]
+    in_all_stages: list[str]
     alike: Optional[HeldAlike]
 
     @property
     def fits(self) -> bool:
         """Whether nothing speaks against the strategy."""
         other_model = bool(self.not_held) and not self.parameters and not self.misfits
-        differing = self.comparison.differing or self.same_slices
+        differing = self.comparison.differing or self.same_slices or self.in_all_stages
         return not (other_model or self.beyond_ranks or self.misfits or self.not_described or differing)
 
 
@@ -156,6 +166,7 @@ def check_strategy(
         not_described=not_described,
         comparison=comparison,
         same_slices=same_slices,
+        in_all_stages=[] if comparison.check.tested else held_by_all_stages(strategy, found),
         alike=_alike(parameters[wrong[0]], found, handles, execution) if wrong else None,
     )
 

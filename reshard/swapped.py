@@ -26,7 +26,13 @@ from reshard.plan.coverage import lost_slices
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.report import Report
-from reshard.source_replicas import Comparison, Distinctness, compare_replicas, compare_slices
+from reshard.source_replicas import (
+    Comparison,
+    Distinctness,
+    compare_replicas,
+    compare_slices,
+    held_by_all_stages,
+)
 from reshard.strategies import Strategy
 from reshard.wording import plural, quoted, rank_ranges, some_numbers
 
@@ -106,12 +112,15 @@ class SwapTest:
             report: told where only the number of ranks speaks against it.
 
         Raises:
-            CheckpointError: ranks hold the same where the source's strategy says that they hold different slices.
+            CheckpointError: ranks hold the same where the source's strategy says that they hold different slices, or
+                ranks of all pipeline stages hold everything.
         """
         count = self._target.device_count
         by_count = self._source.device_count != count and step.readable == frozenset(range(count))
         if tested and not by_count:
             return
+        if not tested:
+            self._check_stages(step)
         slices = self._slices(parameters, step)
         if slices.speaks_against:
             fit = self._fit(self._target, StepFiles(step.step, {rank: step.files[rank] for rank in step.readable}))
@@ -124,6 +133,19 @@ class SwapTest:
                 f"the source strategy ({self._source.path}) has {plural(self._source.device_count, 'device')}, the "
                 f"checkpoint {rank_ranges(step.readable)}, as many as the target strategy ({self._target.path}): are "
                 "the two swapped? No replicas could be compared that would tell"
+            )
+
+    def _check_stages(self, step: SourceStep) -> None:
+        names = held_by_all_stages(self._source, step)
+        if names:
+            raise CheckpointError(
+                f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks of every pipeline "
+                f"stage hold all {len(names)} parameters, which it shares out among {len(self._source.stages)} stages, "
+                "and no replicas speak for it",
+                file=step.place,
+                parameter=names[0],
+                hint="pass the strategy that this checkpoint was saved with; if it is, and ranks hold what is not "
+                "theirs: --check-replicas never",
             )
 
     def _too_fine(self, slices: Distinctness, step: SourceStep) -> CheckpointError:

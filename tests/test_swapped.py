@@ -233,9 +233,31 @@ def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Pa
     )
     words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", old, "--dst-strategy", new]
     said = "ranks of every pipeline stage hold all 4 parameters, which the source strategy shares out among 2 stages"
-    (warning,) = [line for line in done("plan", *words).err.splitlines() if "pipeline" in line]
+    for command in ("plan", "transform-dir"):
+        fails(
+            3,
+            command,
+            *words,
+            says=["does not fit this checkpoint: ranks of every pipeline stage", "--check-replicas never"],
+        )
+    assert not (tmp_path / "dst").exists()
+    checked = reshard("strategy", "check", old, tmp_path / "src")
+    assert checked.status == 4 and "4 parameters: held by ranks of every pipeline stage" in checked.out
+    assert reshard("strategy", "check", old, tmp_path / "src", "--json").json["in_all_stages"] == names
+    known = done("plan", *words, "--check-replicas", "never")
+    (warning,) = [line for line in known.err.splitlines() if "pipeline" in line]
     assert said in warning
     fails(3, "plan", *words, "--strict", says=[said])
+
+
+def test_a_source_in_stages_for_which_replicas_speak_is_warned_of_alone(tmp_path: Path) -> None:
+    names = ["a", "b"]
+    stages = [{"devices": 2, "layouts": {name: layout([2], [-1, -1])}} for name in names]
+    world = World(tmp_path, stages, single({name: layout([1], [-1, -1]) for name in names}))
+    full = {name: value(name, (8, 6)) for name in names}
+    write_tree(world.src, dict.fromkeys(range(4), full))
+    warns(world.convert(), "ranks of every pipeline stage hold all 2 parameters")
+    same_ranks(world.found(), {0: full})
 
 
 def test_what_is_held_beside_many_stages_lists_is_one_warning(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         count = plural(len(found.same_slices), "parameter")
         yield f"{count}: ranks hold the same bytes where the strategy says that they hold different slices"
         yield from names([item.parameter for item in found.same_slices])
+    if found.in_all_stages:
+        stages = plural(len(strategy.stages), "pipeline stage")
+        count = plural(len(found.in_all_stages), "parameter")
+        yield f"{count}: held by ranks of every pipeline stage, though the strategy shares them out among {stages}"
     if comparison.gradients:
         yield comparison.said_of_gradients()
     if found.alike is not None:
@@ -176,6 +180,7 @@ def _json(found: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
         "likely": comparison.likely if comparison.differing else None,
         "same_slices": [item._asdict() for item in found.same_slices],
+        "in_all_stages": found.in_all_stages,
         "alike": None if found.alike is None else found.alike._asdict(),
     }
 
