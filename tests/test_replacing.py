@@ -198,6 +198,35 @@ def test_a_call_that_fails_while_everything_is_replaced(kind: str, number: int, 
         assert not list(world.dst.rglob(".reshard-tmp-*")), where
 
 
+def test_records_of_what_is_replaced_stay_where_their_plan_is_not_found_for_a_moment(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them nobody would know that the files may go."""
+    world.save(FULL)
+    plain = os.lstat
+    before: list[int] = []
+
+    def lstat(path: str, **options: Any) -> os.stat_result:
+        if str(path).endswith("plan.json"):
+            before.append(1)
+            if len(before) == at:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return plain(path, **options)
+
+    at = 0
+    while at <= len(before):
+        at += 1
+        shutil.rmtree(world.dst, ignore_errors=True)
+        world.convert("--prefix", "old")
+        before.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            world.run("--overwrite")
+        world.convert("--overwrite")
+        same_ranks(world.found(), world.expected(FULL))
+    assert at > 5
+
+
 def test_a_part_of_a_run_that_has_been_replaced_since_changes_nothing(world: World) -> None:
     world.save(FULL)
     world.convert()

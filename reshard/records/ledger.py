@@ -168,8 +168,7 @@ class Ledger:
         Raises:
             OSError: it cannot be looked at, or is not found, though it was made.
         """
-        with opened(os.path.join(self._own, "done")) as fd:
-            return not any(_parsed(name) for name in os.listdir(fd))
+        return not any(map(_parsed, _listed(os.path.join(self._own, "done"))))
 
     def _make_own(self) -> None:
         for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
@@ -219,7 +218,7 @@ class Ledger:
                 self._refuse_alive(name)
             for name in others:
                 # What has no plan wrote nothing that is to be replaced.
-                if replacing and exists(os.path.join(self._root, name, "plan.json")):
+                if replacing and "plan.json" in _listed(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
                 else:
                     _remove_records(os.path.join(self._root, name))
@@ -512,6 +511,16 @@ def _remove_records(path: str) -> None:
         remove_directory(os.path.join(path, name), ours)
     temporary.remove_dead(path)
     remove_directory(path, _is_own)
+
+
+def _listed(path: str) -> list[str]:
+    """The names in a directory of records that is there: nothing is removed because a file server does not find it.
+
+    Raises:
+        OSError: it cannot be listed, or is not found.
+    """
+    with opened(path) as fd:
+        return os.listdir(fd)
 
 
 def _is_own(name: str) -> bool:

@@ -120,9 +120,11 @@ def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
 def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
-    members = np.split(order + stage.first_rank, edges)
-    members.sort(key=lambda ranks: int(ranks[0]))
-    return [ReplicaGroup(tuple(ranks.tolist()), stage.number) for ranks in members]
+    # As lists: a million ranks that share nothing would be a million arrays.
+    ranks: list[int] = (order + stage.first_rank).tolist()
+    bounds: list[int] = [0, *edges.tolist(), len(ranks)]
+    members = sorted(tuple(ranks[start:end]) for start, end in zip(bounds, bounds[1:]))
+    return [ReplicaGroup(group, stage.number) for group in members]
 
 
 def _own_rank(path: str) -> Optional[int]:

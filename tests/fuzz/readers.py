@@ -140,7 +140,9 @@ def read_metadata(path: Path) -> None:
 
 
 def inside(name: str) -> bool:
-    """Whether a name, as part of a path, stays below the directory it is put in."""
+    """Whether a name, as part of a path, stays below the directory it is put in, and can stand there."""
+    if any(len(os.fsencode(part)) > 255 for part in name.split("/")):
+        return False
     return not name.startswith("/") and "\0" not in name and ".." not in name.split("/") and bool(name.strip("/."))
 
 
