@@ -38,7 +38,7 @@ from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
 from reshard.report import Report
-from reshard.storage import exists, is_regular_file, status_at
+from reshard.storage import UnfitError, exists, is_regular_file, read_small, status_at
 from reshard.target import TargetForm
 from reshard.target.marks import marks_of
 from reshard.wording import rank_ranges
@@ -163,9 +163,12 @@ class TargetDirectory:
         if foreign:
             raise self._refusals.foreign(foreign, recorded)
         self._destination.check(writing)
-        marks = [name for name in _marks(self._ledger.identity) if exists(os.path.join(self._root, name))]
-        if marks and not seen.going_on and not self._overwrite:
-            raise self._refusals.foreign(set(marks), set())
+        if self._plan.form.name != RANKS:
+            self._destination.check(_marks(self._ledger.identity))
+        if not seen.going_on and not self._overwrite:
+            marks = {name for name in _marks(self._ledger.identity) if exists(os.path.join(self._root, name))}
+            if marks:
+                raise self._refusals.foreign(marks, set())
         done = self._done()
         left = [rank for rank in self._asked if rank not in done]
         in_the_way = [rank for rank in left if self._name(rank) in seen.present]
@@ -219,10 +222,8 @@ class TargetDirectory:
             anew = self._anew
             self._ledger.begin(self._replacing)
             if left:
-                self._unfinish(self._ledger.identity)
-                if self._replacing:
-                    for other in self._ledger.others():
-                        self._unfinish(other.identity)
+                replaced = self._ledger.others() if self._replacing else []
+                self._unfinish([self._ledger.identity, *(other.identity for other in replaced)])
             if anew:
                 self._ledger.begin_replacing(self._asked, self._sources)
                 if not self._ledger.done():
@@ -347,7 +348,7 @@ class TargetDirectory:
                 found = self._all_done()
                 if found is None:
                     # Of another rank, which somebody has removed.
-                    self._unfinish(self._ledger.identity)
+                    self._unfinish([self._ledger.identity])
                     break
                 if self._lacking(found).issubset(computed):
                     manifest = self._write_manifest(found, computed)
@@ -391,12 +392,16 @@ class TargetDirectory:
         for other in others:
             other.remove()
 
-    def _unfinish(self, identity: Identity) -> None:
-        """Take away what says that a conversion is complete, the last that was written first."""
+    def _unfinish(self, identities: Iterable[Identity]) -> None:
+        """Take away what says that conversions are complete, the last that was written first."""
+        complete = self.manifest is not None
+        for identity in identities:
+            # Every rank may have a mark: one of many runs does not look for all of them where there are none.
+            if complete or identity.form != RANKS:
+                for name in reversed(_marks(identity)):
+                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                        os.unlink(os.path.join(self._root, name))
         Manifest.remove(self._root)
-        for name in reversed(_marks(identity)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(os.path.join(self._root, name))
 
     def _finish(self) -> None:
         """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
@@ -407,11 +412,16 @@ class TargetDirectory:
         marks = _marks(self._ledger.identity)
         for file in self._plan.form.finishing():
             path = os.path.join(self._root, file.name)
-            if file.name not in marks and exists(path):
-                # Of what only goes with the weights, somebody's own stays.
-                continue
             try:
-                temporary.write_whole(path, file.make())
+                content = file.make()
+                if file.name not in marks and exists(path) and not self._overwrite:
+                    # Of what only goes with the weights, somebody's own stays.
+                    if not _holds(path, content):
+                        self._report.warn(
+                            f"{path}: was there already and is kept; the source's is another (--overwrite takes that)"
+                        )
+                    continue
+                temporary.write_whole(path, content)
             except OSError as error:
                 raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
 
@@ -530,7 +540,15 @@ class TargetDirectory:
 
 def _marks(identity: Identity) -> list[str]:
     """Files that make the directory of a conversion complete, relative to it."""
-    return marks_of(identity.form, identity.file_of(0))
+    return marks_of(identity.form, [identity.file_of(file) for file in range(identity.ranks)])
+
+
+def _holds(path: str, content: bytes) -> bool:
+    """Whether a file is a regular one of this content."""
+    try:
+        return read_small(path, len(content)) == content
+    except UnfitError:
+        return False
 
 
 def _division(form: TargetForm) -> str:

@@ -109,6 +109,25 @@ def test_what_somebody_else_finished_is_not_taken_away(form: str, world: World) 
     assert (world.dst / LAST[form]).read_text() != "{}"
 
 
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_what_cannot_be_replaced_is_found_before_anything_is_written(form: str, world: World) -> None:
+    world.save(FULL)
+    (world.dst / LAST[form]).mkdir(parents=True)
+    limit: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, *to(form, world), *limit]
+    fails(3, *words, "--overwrite", says=[f"{world.dst / LAST[form]} is not a regular file"])
+    assert not list(world.dst.rglob("*.safetensors"))
+
+
+def test_one_file_that_replaces_several_has_no_index(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
+    done(*words, "--max-shard-size", "300")
+    assert (world.dst / LAST["huggingface"]).is_file()
+    done(*words, "--overwrite")
+    assert {path.name for path in world.dst.glob("model*")} == {"model.safetensors"}
+
+
 @pytest.mark.parametrize(("first", "second"), [pair for pair in itertools.permutations(FORMS, 2)])
 def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: str, world: World) -> None:
     world.save(FULL)
@@ -127,7 +146,7 @@ def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: s
     assert names[0] == names[1]
 
 
-def test_files_beside_weights_are_copied_and_never_replaced(world: World) -> None:
+def test_files_beside_weights_are_copied_and_replace_nothing(world: World) -> None:
     world.save(FULL)
     one, two = world.root / "one", world.root / "two"
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
@@ -135,8 +154,20 @@ def test_files_beside_weights_are_copied_and_never_replaced(world: World) -> Non
     (one / "tokenizer.json").write_text("[]")
     two.mkdir()
     (two / "config.json").write_text('{"mine": 1}')
-    done("convert", one, two, "--to", "huggingface")
+    told = done("convert", one, two, "--to", "huggingface")
     assert (two / "config.json").read_text() == '{"mine": 1}' and (two / "tokenizer.json").read_text() == "[]"
+    assert f"{two / 'config.json'}: was there already and is kept" in told.err and "tokenizer.json" not in told.err
+
+
+def test_files_beside_weights_that_are_replaced_are_those_of_the_new_ones(world: World) -> None:
+    world.save(FULL)
+    one, two = world.root / "one", world.root / "two"
+    done("convert", world.src, one, "--src-strategy", world.old, "--to", "huggingface")
+    for model in ("first", "second"):
+        (one / "config.json").write_text(model)
+        told = done("convert", one, two, "--to", "huggingface", "--overwrite")
+        assert (two / "config.json").read_text() == model and "is kept" not in told.err
+    assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
 
 
 def test_a_weight_that_nothing_lays_out_is_not_lost_without_a_word(world: World) -> None:

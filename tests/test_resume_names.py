@@ -127,3 +127,47 @@ def test_a_prefix_given_in_python_is_taken_as_it_is(world: World) -> None:
     world.save(FULL)
     reshard.transform_checkpoints(str(world.src), str(world.dst), "{rank}", str(world.old), str(world.new))
     assert sorted(path.name for path in world.dst.rglob("*.ckpt")) == ["{rank}0.ckpt", "{rank}1.ckpt"]
+
+
+def test_trainers_find_what_was_converted_by_meta_json(world: World) -> None:
+    world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
+    options = ("--prefix", "llama_rank_{rank}-{epoch}_{step}")
+    world.by_rank(1, *options)
+    assert not list(world.dst.rglob("meta.json"))
+    world.convert(*options)
+    for rank in range(2):
+        said = json.loads((world.dst / f"rank_{rank}" / "meta.json").read_text())
+        assert said == {"last_epoch": 3, "last_step": 10, "last_ckpt_file": f"llama_rank_{rank}-3_10.ckpt"}
+    world.convert("--overwrite")
+    assert not list(world.dst.rglob("meta.json"))
+
+
+def test_meta_json_is_of_the_step_that_is_there(world: World) -> None:
+    options = ("--prefix", "llama_rank_{rank}-{epoch}_{step}")
+    for step in ("3_10", "4_2"):
+        world.save(FULL, f"rank_{{rank}}/llama_rank_{{rank}}-{step}.ckpt")
+        world.convert(*options, "--overwrite")
+        for path in sorted(world.dst.rglob("meta.json")):
+            assert json.loads(path.read_text())["last_ckpt_file"] == f"llama_{path.parent.name}-{step}.ckpt"
+    # While a rank is missing, nobody is told to go on from the others.
+    (world.dst / "rank_0" / "llama_rank_0-4_2.ckpt").unlink()
+    (world.dst / "rank_1" / "llama_rank_1-4_2.ckpt").unlink()
+    world.by_rank(1, *options)
+    assert not list(world.dst.rglob("meta.json"))
+    world.convert(*options)
+    assert len(list(world.dst.rglob("meta.json"))) == 2
+
+
+def test_meta_json_of_somebody_else_is_not_replaced(world: World) -> None:
+    world.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt")
+    (world.dst / "rank_1").mkdir(parents=True)
+    (world.dst / "rank_1" / "meta.json").write_text("{}")
+    fails(3, *world.words("--prefix", "llama_rank_{rank}-{epoch}_{step}"), says=["rank_1/meta.json"])
+    world.convert()
+    assert (world.dst / "rank_1" / "meta.json").read_text() == "{}"
+
+
+def test_a_recovered_tree_is_found_too(plain: World) -> None:
+    plain.save(FULL, "rank_{rank}/llama_rank_{rank}-3_10.ckpt", ranks=[0, 1])
+    done("recover", plain.src, plain.dst, "--strategy", plain.old)
+    assert sorted(path.parent.name for path in plain.dst.rglob("meta.json")) == [f"rank_{rank}" for rank in range(4)]

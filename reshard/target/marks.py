@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reshard.checkpoints.checkpoint2.names import COMMON, METADATA, TRACKER
-from reshard.checkpoints.forms import CHECKPOINT2
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import HUGGINGFACE, HUGGINGFACE_INDEX, UNIFIED, UNIFIED_MAP
+from reshard.target.resume_training import resume_files
 
 
-def marks_of(form: str, first_file: str) -> list[str]:
+def marks_of(form: str, files: Sequence[str]) -> list[str]:
     """The names of these files, relative to the directory, in the order in which they are written.
 
     Args:
         form: the form.
-        first_file: name of the first of its files of tensors.
+        files: names of its files of tensors, relative to the directory.
     """
+    if form == RANKS:
+        return [file.name for file in resume_files(files)]
     if form == CHECKPOINT2:
-        iteration = first_file.rpartition("/")[0]
+        iteration = files[0].rpartition("/")[0]
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]
     return {UNIFIED: [UNIFIED_MAP], HUGGINGFACE: [HUGGINGFACE_INDEX]}.get(form, [])

@@ -9,6 +9,7 @@ from reshard.checkpoints import CheckpointIndex, FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.strategies import Strategy
 from reshard.target.form import FinishingFile, Section, WholeLayouts
+from reshard.target.resume_training import resume_files
 
 
 class RankFiles:
@@ -54,8 +55,8 @@ class RankFiles:
         return None
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """Nothing more is needed."""
-        return ()
+        """What trainers go by, where files are named as theirs."""
+        return resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
 
 
 def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> list[Section]:

@@ -7,16 +7,34 @@ and for safetensors it fails.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Optional
 
 from reshard.checkpoints.steps import parse_stem
+from reshard.target.form import FinishingFile
 
 META_NAME = "meta.json"
 _DIRECTORY = re.compile(r"rank_([0-9]+)")
 _RANK = re.compile(r"_rank_([0-9]+)")
+
+
+def resume_files(names: Sequence[str]) -> list[FinishingFile]:
+    """A meta.json for every rank, or nothing where ``resume_training`` takes no files of such names.
+
+    Args:
+        names: the file of every rank, relative to the tree.
+    """
+    found = []
+    for name in names:
+        content = meta_json(name)
+        if content is None:
+            return []
+        found.append(FinishingFile(f"{os.path.dirname(name)}/{META_NAME}", functools.partial(bytes, content)))
+    return found
 
 
 def meta_json(name: str) -> Optional[bytes]:
@@ -32,4 +50,5 @@ def meta_json(name: str) -> Optional[bytes]:
     # Behind the step nothing may stand, such as the mark of a save at a fault.
     if step is None or own is None or shown is None or own[1] != shown[1] or file != f"{prefix}-{step}{ending}":
         return None
-    return json.dumps({"last_epoch": step.epoch, "last_step": step.step, "last_ckpt_file": file}).encode()
+    said = {"last_epoch": step.epoch, "last_step": step.step, "last_ckpt_file": file}
+    return (json.dumps(said) + "\n").encode()
