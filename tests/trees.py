@@ -304,9 +304,9 @@ def layout_bytes(layout: LayoutDict, nested: bool = False) -> bytes:
         return b"".join(field(1, entry) for entry in values)
 
     out = field(1, numbers(layout["dev_matrix"])) + b"".join(field(2, numbers(entry)) for entry in maps)
-    if uneven:
-        out += field(3, numbers(uneven))
-        out += field(4, numbers([sum(uneven[:index]) for index in range(len(uneven))]))
+    # MindSpore writes both, empty where a dimension is cut evenly, and reads no file without the first.
+    sizes = uneven or []
+    out += field(3, numbers(sizes)) + field(4, numbers([sum(sizes[:index]) for index in range(len(sizes))]))
     return out + field(5, 0) + field(6, layout["shard_step"]) + field(7, layout["shard_size"])
 
 

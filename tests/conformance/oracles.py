@@ -72,9 +72,16 @@ def _python_of(environment: Path) -> Path:
 def _ask(python: Path, worker: str, jobs: Sequence[Job], *arguments: Path) -> list[Any]:
     words = [str(python), "-m", f"tests.conformance.workers.{worker}", *map(str, arguments)]
     with TemporaryDirectory() as logs:
-        surroundings = {**os.environ, "HF_HUB_OFFLINE": "1", "LOG_MF_PATH": logs, "LOCAL_DEFAULT_PATH": logs}
+        # Of more than eight ranks MindFormers saves only on disks that all machines are known to share.
+        known = {"HF_HUB_OFFLINE": "1", "LOG_MF_PATH": logs, "LOCAL_DEFAULT_PATH": logs, "SHARED_PATHS": "/"}
         process = subprocess.run(
-            words, input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, timeout=600, env=surroundings
+            words,
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=600,
+            env={**os.environ, **known},
         )
     assert process.returncode == 0, f"{words} gave {process.returncode}:\n{process.stderr[-4000:]}"
     answers: list[Any] = json.loads(process.stdout)

@@ -5,12 +5,25 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance import oracles
+from tests.reference import Strategy
+from tests.running import Argument, done
+from tests.trees import (
+    Checkpoint,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    read_tree,
+    same_ranks,
+    single,
+    write_strategy,
+)
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -45,3 +58,43 @@ def test_other_weights_are_seen(tmp_path: Path) -> None:
     _, _, first, second = oracles.done(oracles.transformers(jobs))
     assert first["logits"]["shape"] == second["logits"]["shape"]
     assert first["logits"] != second["logits"]
+
+
+def test_a_model_comes_through_every_form(tmp_path: Path) -> None:
+    """Hugging Face to ranks, to Checkpoint 2.0, to unified weights, and back: equal logits, nothing missing."""
+    model = tmp_path / "model"
+    oracles.done(oracles.transformers([save(model, "bfloat16")]))
+    tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in read_checkpoint(path).items()}
+    strategy = columns(tensors, 4)
+    written = write_strategy(
+        tmp_path / "strategy", strategy, {name: held.array.shape for name, held in tensors.items()}
+    )
+    steps: list[tuple[str, str, tuple[Argument, ...]]] = [
+        ("ranks", "ranks", ("--dst-strategy", written)),
+        ("checkpoint2", "checkpoint2", ("--src-strategy", written, "--dst-strategy", written)),
+        ("unified", "unified", ("--max-shard-size", "10KB")),
+        ("one", "huggingface", ()),
+        ("several", "huggingface", ("--max-shard-size", "20KB")),
+    ]
+    source = model
+    for name, form, options in steps:
+        done("convert", source, tmp_path / name, "--to", form, *options, "--quiet")
+        source = tmp_path / name
+    same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(strategy, tensors))
+    # Only between directories of Hugging Face are its other files copied.
+    shutil.copy(model / "config.json", tmp_path / "one")
+    done("convert", tmp_path / "one", tmp_path / "again", "--to", "huggingface", "--max-shard-size", "20KB", "--quiet")
+    shutil.copy(model / "config.json", tmp_path / "several")
+    places = [model, tmp_path / "one", tmp_path / "several", tmp_path / "again"]
+    first, *others = oracles.done(oracles.transformers([load(place) for place in places]))
+    assert (first["missing"], first["unknown"], first["dtypes"]) == ([], [], ["torch.bfloat16"])
+    assert others == [first] * 3
+
+
+def columns(tensors: Checkpoint, ranks: int) -> Strategy:
+    """Every matrix cut along its columns, the rest whole on every rank."""
+
+    def axes(shape: tuple[int, ...]) -> list[int]:
+        return [0 if axis == 1 and size % ranks == 0 else -1 for axis, size in enumerate(shape)]
+
+    return single({name: layout([ranks], axes(held.array.shape)) for name, held in tensors.items()})

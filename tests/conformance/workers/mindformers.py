@@ -9,6 +9,8 @@ Jobs; a layout is ``{"device_matrix", "tensor_map", "rank_list"}`` in the terms 
 * ``{"do": "load", "checkpoint", "ranks", "world", "tensors": {name: {"dtype", "shape", "layout"}}, "optimizer"}``:
   `load_checkpoint` into a network of every rank of `ranks` that holds its slices; with names in `optimizer`, into one
   that has these states and `global_step` as well. Answers ``{rank: {name: {"shape", "sha256"}}}``.
+* ``{"do": "gather", "checkpoint", "tensors": {name: {"dtype", "shape"}}, "file"}``: `load_checkpoint` into a network on
+  one device, which MindSpore's `save_checkpoint` then writes as ``FILE.safetensors``.
 * ``{"do": "save", "root", "full": file, "world", "layouts": {name: layout}, "optimizer": [name], "iteration",
   "prefix", "remove_redundancy"}``: `save_checkpoint` as every rank, as the trainer's callback calls it. The tensors of
   `full` without a layout are values that every rank has.
@@ -46,7 +48,7 @@ def main(directory: Path) -> None:
     mindspore.parallel.strategy.get_current_strategy_metadata = lambda network: {0: _strategy[world.rank()]}
     _shorten(directory)
     checkpoint = importlib.import_module("mindformers.checkpoint.checkpoint")
-    serve(lambda job: {"load": load, "save": save}[job["do"]](checkpoint, job))
+    serve(lambda job: {"load": load, "gather": gather, "save": save}[job["do"]](checkpoint, job))
 
 
 def _shorten(directory: Path) -> None:
@@ -146,6 +148,18 @@ def load(checkpoint: Any, job: Job) -> dict[str, Any]:
         loaded = {**network.parameters_dict(), **(optimizer.parameters_dict() if optimizer else {})}
         answer[str(rank)] = {name: described(tensors.plain(value)) for name, value in loaded.items()}
     return answer
+
+
+def gather(checkpoint: Any, job: Job) -> None:
+    """Load whole tensors, and save them."""
+    world.become(world.World(1))
+    whole = {
+        name: mindspore.Tensor(np.zeros(entry["shape"]), tensors.dtype_of(entry["dtype"]))
+        for name, entry in job["tensors"].items()
+    }
+    network = Holder(whole)
+    checkpoint.load_checkpoint(job["checkpoint"], network)
+    mindspore.save_checkpoint(network, job["file"], format="safetensors")
 
 
 def save(checkpoint: Any, job: Job) -> None:
