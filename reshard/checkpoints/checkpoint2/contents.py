@@ -17,9 +17,9 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.checkpoint2.checkpoint2 import Lost
 from reshard.checkpoints.checkpoint2.elsewhere import Elsewhere
 from reshard.checkpoints.checkpoint2.files import IterationFiles
-from reshard.checkpoints.checkpoint2.metadata import Metadata
 from reshard.checkpoints.checkpoint2.placing import Placement, Placer
 from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint, rank_lists
+from reshard.checkpoints.checkpoint2.records import Metadata
 from reshard.checkpoints.checkpoint2.unlisted import judge
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.tensors import Tensor

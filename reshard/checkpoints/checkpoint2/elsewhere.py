@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Optional
 
 from reshard.checkpoints.checkpoint2.files import IterationFiles
-from reshard.checkpoints.checkpoint2.metadata import Chunks, Description, Metadata
 from reshard.checkpoints.checkpoint2.placing import Placement, Placer
 from reshard.checkpoints.checkpoint2.ranks import ranks_of_files
+from reshard.checkpoints.checkpoint2.records import Chunks, Description, Metadata
 from reshard.names import STATE_PREFIXES
 
 

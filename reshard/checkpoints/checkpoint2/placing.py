@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import FileSharding
 from reshard.checkpoints.checkpoint2.files import IterationFiles
-from reshard.checkpoints.checkpoint2.metadata import Description, Metadata, RecordedLayout, StoredSlices
+from reshard.checkpoints.checkpoint2.records import Description, Metadata, RecordedLayout, StoredSlices
 from reshard.checkpoints.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
 from reshard.checkpoints.tensors import Tensor
 from reshard.errors import CheckpointError, LayoutError

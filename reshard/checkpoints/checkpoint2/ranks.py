@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reshard.checkpoints.checkpoint2.files import IterationFiles
-from reshard.checkpoints.checkpoint2.metadata import Metadata
 from reshard.checkpoints.checkpoint2.names import parse_file_name
+from reshard.checkpoints.checkpoint2.records import Metadata
 
 RankList = tuple[int, ...]
 
