@@ -392,5 +392,5 @@ def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> N
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, "--sizes", "dp=2,mp=4", "--weights-only"))
     write_strategy(tmp_path / "out.ckpt", 0, {"w": layout([4, 2], [0, -1])})
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
-    (tmp_path / "out.ckpt.made.json").write_text("[")
+    (tmp_path / "out.ckpt.made").write_text("[")
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out

@@ -44,7 +44,7 @@ def strategy_make(
     RULES is a TOML file or the name of built-in rules: how parameters are cut, in named axes. OUT is what
     a compile on such a cluster would write: a file, .ckpt or .json, of all stages, a path with {rank} in
     it, or a directory for a file per stage. What does not follow from RULES is an error that prints the
-    lines that would settle it. OUT.made.json says how OUT was made.
+    lines that would settle it. OUT.made says how OUT was made.
     """
     from reshard.strategies import read_strategy
     from reshard.strategies.rules import make_strategy

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
-RECORD = ".made.json"
-"""Ends the name of the file beside a made strategy that says how it was made."""
+RECORD = ".made"
+"""Ends the name of the file beside a made strategy that says how it was made.
+
+It holds JSON, but is not named so: MindSpore refuses to merge a directory with both .ckpt and .json files."""
 
 RANK = "{rank}"
 """Stands for a stage's first rank in the path of a made strategy's files."""

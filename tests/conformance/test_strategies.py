@@ -10,11 +10,12 @@ from typing import Any, Optional
 import pytest
 
 import reshard
-from tests import cases
+from tests import cases, made_cases
 from tests.conformance.mindspore_files import mindspore
 from tests.corpus import FIXTURES
 from tests.reference import ONE_DEVICE, rank_count, uncovered
-from tests.running import done
+from tests.running import Argument, done
+from tests.trees import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -136,3 +137,25 @@ def test_a_merged_file_beside_its_stages_is_no_input_of_itself(tmp_path: Path) -
     mindspore.merge_pipeline_strategys(str(stages), str(stages / "merged_ckpt_strategy.ckpt"))
     done("merge-pipeline", stages, tmp_path / "second.ckpt")
     assert (tmp_path / "first.ckpt").read_bytes() == (tmp_path / "second.ckpt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("10_dp2mp4pp1", "10_dp2mp2pp2"), ("10_dp2mp2pp2", "10o_dp2mp4pp1_optm1")]
+)
+def test_strategies_that_were_made_mean_to_mindspore_what_compiled_ones_do(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    before, after = cases.load(source), made_cases.load(target)
+    rules = tmp_path / "rules.toml"
+    rules.write_text(after.rules)
+    shapes = write_checkpoint(tmp_path / "full.safetensors", before.full())
+    for out in (tmp_path / "stages" / "{rank}.ckpt", tmp_path / "made.ckpt"):
+        said: tuple[Argument, ...] = ("--shapes", shapes, "--sizes", after.sizes_text, *after.options())
+        done("strategy", "make", rules, out, *said)
+    for name, stages in (("compiled", after.strategy), ("merged", tmp_path / "stages"), ("src", before.directory)):
+        mindspore.merge_pipeline_strategys(str(stages), str(tmp_path / f"{name}.ckpt"))
+    src = str(tmp_path / "src.ckpt")
+    for rank in range(8):
+        expected = mindspore.rank_list_for_transform(rank, src, str(tmp_path / "compiled.ckpt"))
+        for made in ("made", "merged"):
+            assert mindspore.rank_list_for_transform(rank, src, str(tmp_path / f"{made}.ckpt")) == expected
