@@ -125,7 +125,7 @@ def test_every_command_with_filters_warns(adam: World) -> None:
     adam.convert("--include", "*weight")
     for words in commands:
         said = warnings(done(*words, "--include", "*weight", "--exclude", "adam").err)
-        assert [line for line in said if "partial" not in line] == [
+        assert [line for line in said if "partial" not in line and "nothing was compared" not in line] == [
             "warning: --exclude 'adam' matches no parameter or value of the checkpoint; "
             "--exclude 'adam*' would match 20"
         ]
