@@ -171,7 +171,7 @@ def test_rules_read_from_a_strategy_make_what_was_compiled_or_are_refused(shapes
 
 
 def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None:
-    """Wrong sizes of the same product: refused, or what is derived with them is right; all exceptions are known."""
+    """Wrong sizes of the same product: refused, or what is derived with them is right, but for shapes of very few."""
     harmful = []
     count = refused = 0
     for one, other in sampled(pairs(), 120):
@@ -197,9 +197,9 @@ def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None
             if made not in (SAME, SAME_SLICES):
                 harmful.append((one.name, text, other.name, made))
     assert count > 100 and refused > 0.9 * count
-    # What experts or context parallelism cut cannot always be told from what mp cuts.
-    assert all(one[0].startswith(("25_cp", "26_", "27_")) for one in harmful), harmful
-    assert len(harmful) <= 0.02 * count, harmful
+    # What experts or context parallelism cut cannot always be told from what mp cuts: that shows when it is loaded.
+    assert all(made == LOUD for *_, made in harmful), harmful
+    assert len(harmful) <= 0.001 * count + 1, harmful
 
 
 # As typed.
