@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -144,9 +145,30 @@ def test_memory_of_a_hundred_thousand_tensors_stays_under_the_limit(ending: str,
     assert found.anonymous < 64 * MIB + 100 * MIB
 
 
+@pytest.mark.long
+def test_memory_of_full_weights_in_many_files_stays_under_the_limit(place: Path) -> None:
+    files, each = 60, 1500
+    listed: dict[str, str] = {}
+    values = np.arange(4 * files * each, dtype=np.float32).reshape(files, each, 4)
+    for file in range(files):
+        names = [f"model.layers.{file}.mlp.experts.{number // 3}.w{number % 3}" for number in range(each)]
+        outputs = [OutputTensor(name, "Float32", (2, 2), 16) for name in names]
+        name = f"model-{file + 1:05d}-of-{files:05d}.safetensors"
+        layout = lay_out_safetensors(outputs, {"format": "pt"})
+        write_file(place / "src" / name, layout, values[file])
+        listed.update(dict.fromkeys(names, name))
+    index = json.dumps({"metadata": {}, "weight_map": listed})
+    (place / "src" / "model.safetensors.index.json").write_text(index)
+    options = ["--to", "unified", "--max-shard-size", "10KB"]
+    found = peaks(["convert", place / "src", place / "dst", *options])
+    said = json.loads((place / "dst" / "param_name_map.json").read_text())["weight_map"]
+    assert said.keys() == listed.keys() and len(set(said.values())) == 144
+    assert found.anonymous < 64 * MIB + 100 * MIB
+
+
 def write_file(path: Path, layout: OutputLayout, content: np.ndarray) -> None:
     """Write a file of tensors of equal size, a row of ``content`` each."""
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
         for segment in layout.segments():
             file.write(content[segment.tensor].tobytes() if isinstance(segment, Data) else segment.data)

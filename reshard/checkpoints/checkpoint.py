@@ -7,7 +7,7 @@ of a grid is held by any number of files: replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -87,6 +87,33 @@ class GlobalTensor(NamedTuple):
     shape: tuple[int, ...]
     shardings: tuple[Sharding, ...]
     shards: ShardReading = AS_RECORDED
+
+
+class TensorsInOrder(Mapping[str, GlobalTensor]):
+    """Some tensors by name, in an order of their own; none is held here, since there may be very many.
+
+    Args:
+        tensors: all tensors.
+        names: those that are meant, in order.
+    """
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor], names: Iterable[str]) -> None:
+        self._tensors = tensors
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Checkpoint(Protocol):

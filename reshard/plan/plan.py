@@ -7,6 +7,7 @@ all files is never held as objects; `Plan.target_file` makes one file's.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -134,7 +135,11 @@ class Plan:
 
     def names_of(self, section: Section) -> list[str]:
         """Names of the tensors that a section gets, sorted."""
-        return [name for name in self.sorted.resharded if name in section.layouts]
+        resharded = self.sorted.resharded
+        if len(section.layouts) >= len(resharded):
+            return [name for name in resharded if name in section.layouts]
+        # Of full weights there may be hundreds of sections, each with some of a hundred thousand tensors.
+        return sorted(name for name in section.layouts if _holds(resharded, name))
 
     def cut_of(self, name: str, section: Section) -> Cut:
         """How a tensor is cut for the files of a section."""
@@ -362,6 +367,12 @@ def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:
 def in_section(section: Section, files: Sequence[int]) -> Sequence[int]:
     """Those of some files that are in a section."""
     return [file for file in files if file in section.files]
+
+
+def _holds(ascending: Sequence[str], name: str) -> bool:
+    """Whether a name is among those of a sorted list."""
+    place = bisect.bisect_left(ascending, name)
+    return place < len(ascending) and ascending[place] == name
 
 
 def _both(one: Optional[frozenset[str]], other: Optional[Collection[str]]) -> Optional[Collection[str]]:

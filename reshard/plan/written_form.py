@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading_error
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
@@ -44,7 +44,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         )
     admit = request.filters.admit
     order = layers_in_order(name for name in _in_order(checkpoint) if admit(name))
-    tensors = {name: checkpoint.tensors[name] for name in order}
+    tensors = TensorsInOrder(checkpoint.tensors, order)
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
         return FullDirectory(

@@ -71,7 +71,7 @@ class FullDirectory:
             Section(
                 number,
                 range(number, number + 1),
-                WholeLayouts(tensors, frozenset(file.tensors).intersection(tensors)),
+                WholeLayouts(tensors, frozenset(name for name in file.tensors if name not in values)),
                 label=file.name,
             )
             for number, file in enumerate(self._files)
