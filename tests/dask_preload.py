@@ -42,8 +42,14 @@ def dask_setup(worker: Any) -> None:
     if "version" in faults:
         reshard._version.__version__ = faults["version"]
     if "hidden" in faults:
-        exists = os.path.exists
-        os.path.exists = lambda path: path != faults["hidden"] and exists(path)
+        stat = os.stat
+
+        def look(path: Any, **options: Any) -> os.stat_result:
+            if path == faults["hidden"]:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            return stat(path, **options)
+
+        os.stat = look
     if "broken" in faults:
         fsync = os.fsync
 
