@@ -25,7 +25,7 @@ help:
 	@echo 'make conformance-transformers   those against Hugging Face transformers (needs torch, which on x86 may bring CUDA along)'
 	@echo 'make package       build wheel and source distribution, and use them in environments with nothing else (a minute)'
 	@echo 'make matrix        the tests on Python 3.9, 3.11 and 3.13 with the oldest and the newest dependencies (15 minutes)'
-	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (20 minutes, 16 GB of memory)'
+	@echo 'make bench         speed and memory against cp -r; writes docs/benchmarks.md (half an hour, 16 GB of memory)'
 	@echo 'make docs          write docs/commands.md and the output of the examples in the pages anew'
 	@echo 'make clean         remove environments, caches and what the demo wrote'
 	@echo

@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import (
+    against_mindformers,
     against_mindspore,
     checksums,
+    forms,
     growth,
     io,
     many_ranks,
@@ -31,8 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCRIPTS = [
     throughput,
+    forms,
     checksums,
     against_mindspore,
+    against_mindformers,
     memory,
     io,
     slow_storage,
@@ -59,7 +63,7 @@ def main(names: Sequence[str]) -> None:
     machine = f"Linux {platform.release()}, {cores} cores, {memory:.0f} GiB of memory"
     head = f"""# Benchmarks
 
-Written by `make bench`, which takes about 20 minutes; `python -m benchmarks NAME` measures the section of one
+Written by `make bench`, which takes about half an hour; `python -m benchmarks NAME` measures the section of one
 script anew. {machine}, Python {platform.python_version()},
 NumPy {np.__version__}. Unless a section says otherwise, files lie in memory: {where}.
 

@@ -18,6 +18,7 @@ MODEL = Model(layers=6, matrices=8, rows=2304, columns=2304)
 CLAIM = Claim("8 ranks to 4", 0.1, Scheme(model=8), Scheme(model=4))
 RANK = 3
 OUR_RUNS = 3
+CONTEST = ("times faster", "reshard", "other", "its start-up", "memory", "other's memory")
 
 _TRANSFORM = """
 import sys, mindspore
@@ -60,7 +61,7 @@ def measure() -> Section:
         f"{OUR_RUNS}. Each in a process of its own, so MindSpore's start-up counts, as it does for users (given "
         "beside). At least ten times faster is asked for."
     )
-    section.table("kind", "times faster", "reshard", "MindSpore", "its start-up", "memory", "MindSpore's memory")
+    section.table("kind", *CONTEST)
     with memory_backed() as place:
         options = prepare(place, MODEL, CLAIM)
         old = place / "old" / "ckpt_strategy_rank_0.ckpt"
@@ -69,21 +70,7 @@ def measure() -> Section:
         start_up = run([python, "-c", "import mindspore"]).seconds
 
         def row(kind: str, ours: list[object], script: str, *arguments: object) -> None:
-            other = quietly([python, "-c", script, *arguments])
-            mine = []
-            for _ in range(OUR_RUNS):
-                remove(made)
-                mine.append(run(ours))
-            seconds = statistics.median(one.seconds for one in mine)
-            section.row(
-                kind,
-                f"{other.seconds / seconds:.0f}",
-                f"{seconds:.2f} s",
-                f"{other.seconds:.1f} s",
-                f"{start_up:.1f} s",
-                f"{max(one.anonymous for one in mine) / MIB:.0f} MiB",
-                f"{other.anonymous / MIB:.0f} MiB",
-            )
+            section.row(kind, *contest(ours, made, [python, "-c", script, *arguments], start_up))
             remove(theirs)
 
         row(f"{CLAIM.name}", reshard("transform-dir", src, made, *options), _TRANSFORM, src, theirs, old, new)
@@ -95,6 +82,31 @@ def measure() -> Section:
         ours = reshard("transform-dir", src, made, *to_safetensors)
         row(".ckpt to .safetensors", ours, _CHANGE_FORMAT, src, theirs)
     return section
+
+
+def contest(ours: list[object], made: Path, theirs: list[object], start_up: float) -> tuple[str, ...]:
+    """Measure theirs once and ours several times, as cells of a table with `CONTEST` columns.
+
+    Args:
+        ours: our command, which writes `made`.
+        made: is removed before every run.
+        theirs: the other command.
+        start_up: seconds that theirs takes before it does anything.
+    """
+    other = quietly(theirs)
+    mine = []
+    for _ in range(OUR_RUNS):
+        remove(made)
+        mine.append(run(ours))
+    seconds = statistics.median(one.seconds for one in mine)
+    return (
+        f"{other.seconds / seconds:.0f}",
+        f"{seconds:.2f} s",
+        f"{other.seconds:.1f} s",
+        f"{start_up:.1f} s",
+        f"{max(one.anonymous for one in mine) / MIB:.0f} MiB",
+        f"{other.anonymous / MIB:.0f} MiB",
+    )
 
 
 def quietly(command: list[object]) -> Run:

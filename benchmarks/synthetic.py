@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,11 @@ def strategy_bytes(names: list[str], scheme: Scheme, stage: int) -> bytes:
 
 def write_checkpoint(directory: Path, model: Model, scheme: Scheme, ending: str = "ckpt") -> None:
     """Write ``rank_<r>/net-1_10.<ending>`` for every rank."""
+    write_ranks(model, scheme, lambda rank: directory / f"rank_{rank}" / f"net-1_10.{ending}")
+
+
+def write_ranks(model: Model, scheme: Scheme, path_of: Callable[[int], Path]) -> None:
+    """Write what every rank holds into a file of its own."""
     layout = scheme.layout()
     shape = (model.rows, model.columns)
     for stage in range(scheme.stages):
@@ -124,8 +130,8 @@ def write_checkpoint(directory: Path, model: Model, scheme: Scheme, ending: str 
         size = [int(np.prod([stop - start for start, stop in box])) * 4 for box in boxes]
         writers = []
         for rank, (box, nbytes) in enumerate(zip(boxes, size)):
-            path = directory / f"rank_{stage * scheme.per_stage + rank}" / f"net-1_10.{ending}"
-            writers.append(_Writer(path, names, tuple(stop - start for start, stop in box), nbytes))
+            path = path_of(stage * scheme.per_stage + rank)
+            writers.append(Writer(path, names, tuple(stop - start for start, stop in box), nbytes))
         for name in names:
             full = model.tensor(name)
             for box, writer in zip(boxes, writers):
@@ -155,7 +161,7 @@ def wrong_slices(
     return wrong
 
 
-class _Writer:
+class Writer:
     """Writes a file tensor by tensor, in order."""
 
     def __init__(self, path: Path, names: list[str], shape: tuple[int, ...], nbytes: int) -> None:
