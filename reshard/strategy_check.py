@@ -30,8 +30,8 @@ from reshard.source_replicas import (
     SameSlices,
     compare_replicas,
     compare_slices,
-    held_by_all_stages,
     holders_alike,
+    misplaced,
 )
 from reshard.strategies import Stage, Strategy
 
@@ -79,9 +79,9 @@ class StrategyCheck:
         not_described: tensors that the strategy does not list although ranks hold different ones: parts of something.
         comparison: what came of comparing alleged replicas.
         same_slices: parameters of which ranks hold the same although the strategy says that they hold different
-            slices, where replicas could not test it; empty where too few do to speak against it.
-        in_all_stages: parameters that ranks of every pipeline stage hold although the strategy shares them out, where
-            those are all that the files hold, and replicas could not test it.
+            slices; empty where too few do to speak against it.
+        misplaced: parameters that ranks hold and the strategy lists for other pipeline stages only, where those are
+            most, and replicas could not test it.
         alike: where ranks hold something else than the strategy says, which of them really hold the same.
     """
 
@@ -96,14 +96,14 @@ class StrategyCheck:
     not_described: list[str]
     comparison: Comparison
     same_slices: list[SameSlices]
-    in_all_stages: list[str]
+    misplaced: list[str]
     alike: Optional[HeldAlike]
 
     @property
     def fits(self) -> bool:
         """Whether nothing speaks against the strategy."""
         other_model = bool(self.not_held) and not self.parameters and not self.misfits
-        differing = self.comparison.differing or self.same_slices or self.in_all_stages
+        differing = self.comparison.differing or self.same_slices or self.misplaced
         return not (other_model or self.beyond_ranks or self.misfits or self.not_described or differing)
 
 
@@ -152,7 +152,7 @@ def check_strategy(
     effort = "all" if everything else "more"
     comparison = compare_replicas(parameters.values(), found, handles, execution, progress, effort)
     not_described = _not_described(sorted(held - listed), found, handles, execution)
-    same_slices = [] if comparison.check.tested else _same_slices(parameters.values(), found, handles, execution)
+    same_slices = _same_slices(parameters.values(), found, handles, execution)
     wrong = [*(item.parameter for item in comparison.differing), *(item.parameter for item in same_slices)]
     return StrategyCheck(
         step=None if found.step is None else str(found.step),
@@ -166,7 +166,7 @@ def check_strategy(
         not_described=not_described,
         comparison=comparison,
         same_slices=same_slices,
-        in_all_stages=[] if comparison.check.tested else held_by_all_stages(strategy, found),
+        misplaced=[] if comparison.check.tested else misplaced(strategy, found),
         alike=_alike(parameters[wrong[0]], found, handles, execution) if wrong else None,
     )
 

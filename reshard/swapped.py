@@ -1,11 +1,11 @@
 """Whether source and target strategy were given in each other's place.
 
-Files tell it in two ways, both looked at only where something is doubtful:
+Files tell it in two ways:
 
 * The source's strategy does not fit them, and the target's does: every rank is there, every slice has a shape that the
   layouts allow, nothing is missing, and samples of what ranks should hold alike are equal.
-* No replicas speak for the source's strategy, or it has other numbers of ranks than the files; and ranks hold the same
-  bytes where it says that they hold different slices. That is said of a strategy that fits neither as well.
+* Ranks hold the same bytes where the source's strategy says that they hold different slices; or what it lists for other
+  pipeline stages only, and no replicas speak for it. That is said of a strategy that fits neither as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.layout import Layout
-from reshard.messages import joined
+from reshard.messages import joined, listing
 from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.coverage import lost_slices
 from reshard.plan.parameters import listed_by_source, read_parameters
@@ -31,7 +31,7 @@ from reshard.source_replicas import (
     Distinctness,
     compare_replicas,
     compare_slices,
-    held_by_all_stages,
+    misplaced,
 )
 from reshard.strategies import Strategy
 from reshard.wording import plural, quoted, rank_ranges, some_numbers
@@ -113,12 +113,8 @@ class SwapTest:
 
         Raises:
             CheckpointError: ranks hold the same where the source's strategy says that they hold different slices, or
-                ranks of all pipeline stages hold everything.
+                most parameters on other pipeline stages.
         """
-        count = self._target.device_count
-        by_count = self._source.device_count != count and step.readable == frozenset(range(count))
-        if tested and not by_count:
-            return
         if not tested:
             self._check_stages(step)
         slices = self._slices(parameters, step)
@@ -127,6 +123,8 @@ class SwapTest:
             if fit is None or self._slices(fit.parameters.values(), fit.step).speaks_against:
                 raise self._too_fine(slices, step)
             raise self._error(fit)
+        count = self._target.device_count
+        by_count = self._source.device_count != count and step.readable == frozenset(range(count))
         # Of what every rank holds whole, those that are left are replicas; it is common to keep rank 0 alone.
         if by_count and not tested and any(_cuts(self._source, item.name) != _WHOLE for item in parameters):
             report.warn(
@@ -136,12 +134,12 @@ class SwapTest:
             )
 
     def _check_stages(self, step: SourceStep) -> None:
-        names = held_by_all_stages(self._source, step)
+        names = misplaced(self._source, step)
         if names:
+            count = plural(len(names), "parameter")
             raise CheckpointError(
-                f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks of every pipeline "
-                f"stage hold all {len(names)} parameters, which it shares out among {len(self._source.stages)} stages, "
-                "and no replicas speak for it",
+                f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold {count} that it "
+                "lists for other pipeline stages only, and no replicas speak for it: " + listing(names),
                 file=step.place,
                 parameter=names[0],
                 hint="pass the strategy that this checkpoint was saved with; if it is, and ranks hold what is not "
@@ -150,7 +148,7 @@ class SwapTest:
 
     def _too_fine(self, slices: Distinctness, step: SourceStep) -> CheckpointError:
         """The error where the files are cut less finely than the source's strategy says."""
-        name, (one, other) = slices.same[0]
+        name, (one, other), _ = slices.same[0]
         return CheckpointError(
             f"the source strategy ({self._source.path}) does not fit this checkpoint: ranks hold the same bytes where "
             f"it says that they hold different slices, of {len(slices.same)} of {slices.compared} sampled parameters\n"

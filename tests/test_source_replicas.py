@@ -240,7 +240,9 @@ def test_what_is_read_is_bounded_however_large_the_tree(
 def test_all_reads_every_byte_of_every_replica(tree: Tree, reads: Reads) -> None:
     tree.save()
     done(*tree.words(tree.true, "--check-replicas", "all", "--dry-run"))
-    assert sum(size for _, size in reads.sampled) == 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
+    everything = 8 * (len(WEIGHTS) * 8 * 24 + len(NORMS) * 24) * 4
+    # Besides, the four slices of two weights are compared with each other.
+    assert sum(size for _, size in reads.sampled) == everything + 2 * 4 * 8 * 24 * 4
 
 
 # Replicas that diverged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +171,45 @@ def test_a_few_parameters_of_equal_parts_do_not_speak_against_a_strategy(tmp_pat
     same_ranks(world.found(), world.expected(full))
 
 
+@pytest.mark.parametrize(
+    ("true", "wrong"),
+    [
+        # Everything is on every rank, or in four parts each twice; by the wrong strategy parts of it, each twice.
+        (layout([8], [-1, -1]), layout([2, 4], [0, -1])),
+        (layout([4, 2], [0, -1]), layout([2, 4], [0, -1])),
+        (layout([8], [-1, -1]), layout([8], [-1, -1], 4, 1)),
+    ],
+)
+def test_replicas_that_agree_do_not_speak_for_a_strategy_that_cuts_finer(
+    true: dict[str, Any], wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    names = [f"l.{number}.w" for number in range(4)]
+    strategies = [single(dict.fromkeys(names, made)) for made in (wrong, layout([1], [-1, -1]))]
+    world = World(tmp_path, *strategies)
+    full = {name: value(name, (32, 8)) for name in names}
+    write_tree(world.src, cut_ranks(single(dict.fromkeys(names, true)), full, COPIED))
+    for words in (world.words(), world.words(0, command="by-rank"), world.words(command="plan")):
+        fails(3, *words, says=["hold the same bytes where it says that they hold different slices, of 2 of 2"])
+    result = reshard("strategy", "check", world.old, world.src)
+    assert result.status == 4 and "samples of 4 parameters agree" in result.out
+    assert "hold the same bytes where" in result.out
+
+
+def test_whole_parameters_speak_against_optimizer_shards_though_others_fit(tmp_path: Path) -> None:
+    """Weights that tensor parallelism cuts, as many parts as by the wrong strategy; norms that nothing cuts."""
+    weights, norms = [f"l.{number}.w" for number in range(6)], [f"l.{number}.norm" for number in range(2)]
+    true = {**dict.fromkeys(weights, layout([8], [0, -1])), **dict.fromkeys(norms, layout([8], [-1]))}
+    wrong = {
+        **dict.fromkeys(weights, layout([2, 4], [0, -1], 2, 4)),
+        **dict.fromkeys(norms, layout([2, 4], [-1], -1, 1)),
+    }
+    whole = {**dict.fromkeys(weights, layout([1], [-1, -1])), **dict.fromkeys(norms, layout([1], [-1]))}
+    world = World(tmp_path, single(wrong), single(whole))
+    full = {**{name: value(name, (32, 8)) for name in weights}, **{name: value(name, (32,)) for name in norms}}
+    write_tree(world.src, cut_ranks(single(true), full, COPIED))
+    world.refuses(3, "hold the same bytes where it says that they hold different slices, of 2 of 4", "'l.0.norm'")
+
+
 def test_a_strategy_too_fine_is_no_swap_with_itself(tmp_path: Path) -> None:
     names = ["a", "b"]
     fine = single({name: layout([4], [0, -1]) for name in names})
@@ -238,16 +278,26 @@ def test_a_source_in_stages_whose_ranks_hold_all_of_them_is_doubted(tmp_path: Pa
             3,
             command,
             *words,
-            says=["does not fit this checkpoint: ranks of every pipeline stage", "--check-replicas never"],
+            says=["does not fit this checkpoint: ranks hold 4 parameters that it lists for other pipeline stages only"],
         )
     assert not (tmp_path / "dst").exists()
     checked = reshard("strategy", "check", old, tmp_path / "src")
-    assert checked.status == 4 and "4 parameters: held by ranks of every pipeline stage" in checked.out
-    assert reshard("strategy", "check", old, tmp_path / "src", "--json").json["in_all_stages"] == names
+    assert checked.status == 4 and "4 parameters: ranks hold them, and the strategy lists them for other" in checked.out
+    assert reshard("strategy", "check", old, tmp_path / "src", "--json").json["misplaced"] == names
     known = done("plan", *words, "--check-replicas", "never")
     (warning,) = [line for line in known.err.splitlines() if "pipeline" in line]
     assert said in warning
     fails(3, "plan", *words, "--strict", says=[said])
+
+
+def test_stages_of_another_run_are_refused_although_all_is_listed_somewhere(tmp_path: Path) -> None:
+    """Two stages of four ranks were saved, and by the strategy they are four of two."""
+    names = [f"l{number}" for number in range(8)]
+    saved = [{"devices": 4, "layouts": dict.fromkeys(names[at : at + 4], layout([4], [0, -1]))} for at in (0, 4)]
+    given = [{"devices": 2, "layouts": dict.fromkeys(names[at : at + 2], layout([2], [0, -1]))} for at in (0, 2, 4, 6)]
+    world = World(tmp_path, given, single({name: layout([1], [-1, -1]) for name in names}))
+    write_tree(world.src, cut_ranks(saved, {name: value(name, (8, 6)) for name in names}))
+    world.refuses(3, "ranks hold 8 parameters that it lists for other pipeline stages only")
 
 
 def test_a_source_in_stages_for_which_replicas_speak_is_warned_of_alone(tmp_path: Path) -> None:

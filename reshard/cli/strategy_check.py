@@ -112,10 +112,10 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         count = plural(len(found.same_slices), "parameter")
         yield f"{count}: ranks hold the same bytes where the strategy says that they hold different slices"
         yield from names([item.parameter for item in found.same_slices])
-    if found.in_all_stages:
-        stages = plural(len(strategy.stages), "pipeline stage")
-        count = plural(len(found.in_all_stages), "parameter")
-        yield f"{count}: held by ranks of every pipeline stage, though the strategy shares them out among {stages}"
+    if found.misplaced:
+        count = plural(len(found.misplaced), "parameter")
+        yield f"{count}: ranks hold them, and the strategy lists them for other pipeline stages only"
+        yield from names(found.misplaced)
     if comparison.gradients:
         yield comparison.said_of_gradients()
     if found.alike is not None:
@@ -179,8 +179,8 @@ def _json(found: StrategyCheck, strategy: str, path: str) -> dict[str, Any]:
         "differing": [_differing_row(differing) for differing in comparison.differing],
         "gradients": [_differing_row(differing) for differing in comparison.gradients],
         "likely": comparison.likely if comparison.differing else None,
-        "same_slices": [item._asdict() for item in found.same_slices],
-        "in_all_stages": found.in_all_stages,
+        "same_slices": [{"parameter": item.parameter, "ranks": list(item.ranks)} for item in found.same_slices],
+        "misplaced": found.misplaced,
         "alike": None if found.alike is None else found.alike._asdict(),
     }
 

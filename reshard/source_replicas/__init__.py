@@ -8,7 +8,7 @@ counts and `outcome` says what came of it; `distinct` compares what should diffe
 from reshard.source_replicas.compare import compare_replicas, holders_alike
 from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
-from reshard.source_replicas.stages import held_by_all_stages
+from reshard.source_replicas.stages import misplaced
 
 __all__ = [
     "Comparison",
@@ -18,6 +18,6 @@ __all__ = [
     "SameSlices",
     "compare_replicas",
     "compare_slices",
-    "held_by_all_stages",
     "holders_alike",
+    "misplaced",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -28,6 +28,8 @@ _MOST_OF_A_KIND = 2
 _FEW_SLICES = 16
 # Different elements of a slice that no other one has by chance.
 _FEWEST_ELEMENTS = 8
+# Parameters that are whole where they should be cut, as no accident makes them.
+_SEVERAL = 2
 _SECONDS = 2.0
 
 
@@ -37,10 +39,13 @@ class SameSlices(NamedTuple):
     Attributes:
         parameter: its name.
         ranks: two such ranks.
+        is_whole: whether all ranks that were compared hold the same, and by the strategy only optimizer shards: each
+            of them holds the parameter whole, as far as that tells.
     """
 
     parameter: str
     ranks: tuple[int, int]
+    is_whole: bool
 
 
 class Distinctness(NamedTuple):
@@ -56,8 +61,12 @@ class Distinctness(NamedTuple):
 
     @property
     def speaks_against(self) -> bool:
-        """Whether most are equal: the layouts cut finer than the files are. A few may be copies on purpose."""
-        return 2 * len(self.same) > self.compared
+        """Whether most are equal, or several are whole: the layouts cut finer than the files are.
+
+        A few may be copies on purpose, such as heads of keys that are repeated for tensor parallelism.
+        """
+        whole = sum(same.is_whole for same in self.same)
+        return 2 * len(self.same) > self.compared or whole >= _SEVERAL
 
 
 def compare_slices(
@@ -81,12 +90,15 @@ def compare_slices(
                 break
             holders = _holders(parameter, step)
             try:
-                ranks = _equal(parameter, holders, files) if len(holders) > 1 else None
+                groups = _equal(parameter, holders, files) if len(holders) > 1 else []
             except (DamagedCheckpointError, RetryableError):
                 continue
-            if ranks is not None:
-                compared += 1
-                same += [SameSlices(parameter.name, (ranks[0], ranks[1]))] if ranks else []
+            compared += bool(groups)
+            first = next((group for group in groups if len(group) > 1), None)
+            if first is not None:
+                layout = stage_shardings(parameter)[0].layout
+                is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
+                same.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
     return Distinctness(compared, same)
 
 
@@ -102,23 +114,18 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     return [holder for holder in made if volume_of(holder.box) and shape_of(holder.box) == shape_of(made[0].box)]
 
 
-def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles) -> Optional[tuple[int, ...]]:
-    """Two ranks whose slices are equal, or none; None where they have too few different elements to say anything."""
+def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles) -> list[list[int]]:
+    """Ranks, those together whose slices are equal; none where they have too few different elements to tell."""
     for place in range(MOST_PLACES):
-        found: dict[bytes, int] = {}
-        told = False
+        found: dict[bytes, list[int]] = {}
         for holder in holders:
             own = Replicated(holder.box, (Group((holder.rank,), (holder.rank,), holder.box),))
             box = sample_box(own, parameter, number_of(parameter.name, place))
             data = bytearray(volume_of(box) * parameter.item_size)
             files.read(parameter, holder, box, memoryview(data))
             elements = {bytes(data[at : at + parameter.item_size]) for at in range(0, len(data), parameter.item_size)}
-            if len(elements) < _FEWEST_ELEMENTS:
-                continue
-            told = True
-            other = found.setdefault(bytes(data), holder.rank)
-            if other != holder.rank:
-                return other, holder.rank
-        if told:
-            return ()
-    return None
+            if len(elements) >= _FEWEST_ELEMENTS:
+                found.setdefault(bytes(data), []).append(holder.rank)
+        if found:
+            return list(found.values())
+    return []
