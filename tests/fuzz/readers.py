@@ -14,6 +14,8 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, find_checkpoints, read_index
+from reshard.checkpoints.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
+from reshard.report import Report
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from tests.checkpoint2_writing import saving
@@ -139,6 +141,23 @@ def read_metadata(path: Path) -> None:
     see_that_it_is_right(iteration, _SAVED.tensors)
 
 
+def read_map(path: Path) -> None:
+    """The file says which tensor is in which of the files beside it; what is read of them has to be right."""
+    for file, tensors in _WEIGHTS.items():
+        if not (path.parent / file).exists():
+            write_safetensors(path.parent / file, tensors)
+    read = read_unified if path.name == UNIFIED_MAP else read_huggingface
+    with FileHandles() as handles:
+        found = read(str(path), handles, Report())
+    assert found.tensors.keys() <= {name for tensors in _WEIGHTS.values() for name in tensors}
+    for name, tensor in found.tensors.items():
+        (number,) = found.holders(name)
+        array = _WEIGHTS[os.path.basename(found.files[number])][name]
+        ((start, size),) = found.indexes[number].tensors[name].extents
+        content = Path(found.files[number]).read_bytes()[start : start + size]
+        assert (content, tensor.shape) == (array.tobytes(), array.shape)
+
+
 def inside(name: str) -> bool:
     """Whether a name, as part of a path, stays below the directory it is put in, and can stand there."""
     if any(len(os.fsencode(part)) > 255 for part in name.split("/")):
@@ -192,6 +211,20 @@ _METADATA = [
     for indent in (None, 4)
 ]
 
+_WEIGHTS = {
+    f"part{number}.safetensors": {
+        f"layers.{number}.w": np.arange(6, dtype="f4") + number,
+        f"layers.{number}.b": np.full((1, 2), number, "f2"),
+    }
+    for number in (0, 1, 10)
+}
+_LISTED = {name: file for file, tensors in _WEIGHTS.items() for name in tensors}
+_MAPS = [
+    json.dumps({"metadata": {"total_size": size}, "weight_map": listed}, indent=indent).encode()
+    for listed in (_LISTED, dict(list(_LISTED.items())[:3]))
+    for size, indent in ((286, 4), (None, None))
+]
+
 READERS = {
     "ckpt": Reader("x.ckpt", [*_CKPT, map_record("m", [np.arange(3)])], read_checkpoint),
     "safetensors": Reader("x.safetensors", _SAFETENSORS, read_checkpoint),
@@ -201,6 +234,8 @@ READERS = {
     "group-info": Reader("group_info.pb", _GROUPS, read_groups),
     "names": Reader("names.txt", _NAMES, read_names),
     "metadata": Reader("metadata.json", _METADATA, read_metadata),
+    "weight-map": Reader(UNIFIED_MAP, [*_MAPS, json.dumps(_LISTED).encode()], read_map),
+    "weight-index": Reader(HUGGINGFACE_INDEX, _MAPS, read_map),
 }
 if importlib.util.find_spec("cryptography") is not None:
     _ENCRYPTED = [encrypted(data, mode, block=block) for data in _CKPT[:2] for mode in MODES for block in (64, 1 << 20)]
