@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
@@ -24,6 +25,7 @@ from reshard.plan.plan import Plan
 from reshard.records import (
     MANIFEST_NAME,
     DoneRecord,
+    FinishingRecord,
     Given,
     Identity,
     Ledger,
@@ -403,13 +405,17 @@ class TargetDirectory:
                         os.unlink(os.path.join(self._root, name))
         Manifest.remove(self._root)
 
-    def _finish(self) -> None:
+    def _finish(self) -> tuple[FinishingRecord, ...]:
         """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
+
+        Returns:
+            What is to be known of these files; nothing of those in rank directories.
 
         Raises:
             RetryableError: something cannot be written.
         """
         marks = _marks(self._ledger.identity)
+        written = []
         for file in self._plan.form.finishing():
             path = os.path.join(self._root, file.name)
             try:
@@ -424,6 +430,10 @@ class TargetDirectory:
                 temporary.write_whole(path, content)
             except OSError as error:
                 raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+            # Trainings go on writing in rank directories.
+            if file.name in marks and self._plan.form.name != RANKS:
+                written.append(FinishingRecord(file.name, len(content), f"{zlib.crc32(content):08x}"))
+        return tuple(written)
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
@@ -433,8 +443,7 @@ class TargetDirectory:
                 self._ledger.record(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
-        self._finish()
-        return Manifest(self._ledger.identity, tuple(files)).write(self._root)
+        return Manifest(self._ledger.identity, tuple(files), self._finish()).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, where this run or any that wrote a target asked for them.

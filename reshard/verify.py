@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
-from collections.abc import Mapping
-from typing import Optional
+from collections.abc import Collection, Mapping
+from typing import Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import find_checkpoints
+from reshard.checkpoints import find_checkpoints, reading_error
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint2 import find_iterations
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, read_checkpoint
+from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import CheckpointError, TargetError
 from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import Message, joined, listing
@@ -31,20 +36,55 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
-from reshard.wording import plural, rank_ranges
+from reshard.verification.compare_forms import compare_with_form
+from reshard.verification.forms import tree_of
+from reshard.verification.written import read_written
+from reshard.wording import plural, rank_ranges, some_names
 
 _MOST_SHOWN = 3
 
 
+class Source(NamedTuple):
+    """What was converted.
+
+    Attributes:
+        path: tree, file or `{rank}` path, or the directory of another form.
+        form: its form.
+        strategy: of rank directories; `none` where the form tells the layouts.
+        step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
+        file_suffix: only files whose stem ends so.
+    """
+
+    path: str
+    form: str
+    strategy: Strategy
+    step: str = "latest"
+    file_suffix: Optional[str] = None
+
+
+class Target(NamedTuple):
+    """What it was converted to.
+
+    Attributes:
+        directory: where the converted checkpoint is.
+        form: its form.
+        strategy: how it is laid out; `none` in full.
+        files: in rank directories the converted files, by rank; of other forms the files relative to the directory,
+            by number, or none where nothing tells them.
+        ranks: target ranks to look at; all where None. Other forms are looked at as a whole.
+    """
+
+    directory: str
+    form: str
+    strategy: Strategy
+    files: Mapping[int, str]
+    ranks: Optional[tuple[int, ...]] = None
+
+
 def verify_conversion(
-    src: str,
-    source: Strategy,
-    files: Mapping[int, str],
-    target: Strategy,
+    source: Source,
+    target: Target,
     *,
-    step: str,
-    file_suffix: Optional[str],
-    ranks: Optional[tuple[int, ...]],
     filters: Filters,
     means: Means,
     report: Report,
@@ -55,13 +95,8 @@ def verify_conversion(
     """What of a converted checkpoint is not what its source makes of it.
 
     Args:
-        src: tree, file or `{rank}` path of the source.
-        source: its strategy.
-        files: the converted files, by rank.
-        target: their strategy.
-        step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
-        file_suffix: only source files whose stem ends so.
-        ranks: target ranks to look at; all where None.
+        source: what was converted.
+        target: what it was converted to.
         filters: which parameters were converted.
         means: what may be used for reading.
         report: told what was decided.
@@ -73,28 +108,163 @@ def verify_conversion(
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
-    found = find_checkpoints(src, file_suffix)
-    check_ranks(found, source, means.handles)
-
-    def read(damaged: Mapping[str, str]) -> Tree:
-        return read_step(found, source, step, means.handles, report, target=target, ranks=ranks, damaged=damaged)
+    reader = _reader(source, target, filters, means, report)
 
     def differences(tree: Tree) -> list[Difference]:
-        warn_of_unmatched(filters, (source.parameters, target.parameters, tree.names), report)
-        return compare_converted(
-            tree, source, files, target, means, ranks=ranks, admit=filters.admit, recovered=recovered
-        )
+        warn_of_unmatched(filters, (source.strategy.parameters, target.strategy.parameters, tree.names), report)
+        admit, strategy = filters.admit, reader.strategy
+        if target.form == RANKS:
+            return compare_converted(
+                tree,
+                strategy,
+                target.files,
+                target.strategy,
+                means,
+                ranks=target.ranks,
+                admit=admit,
+                recovered=recovered,
+            )
+        files = [*target.files.values()] or None
+        written, found = read_written(target.directory, target.form, means.handles, files)
+        if written is None:
+            return found
+        found += compare_with_form(tree, strategy, written, target.strategy, target.directory, means, admit)
+        return found + _beside(reader.checkpoint, target, report)
 
     damaged = dict(known or {})
     if known is not None:
-        tree = read(damaged)
+        tree = reader.read(damaged)
         different = differences(tree)
         # What was made of replicas differs from a file that is damaged.
         more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
         if not more:
             return different
         damaged.update(more)
-    return differences(read_sound(read, crcs, damaged))
+    return differences(read_sound(reader.read, crcs, damaged))
+
+
+class _Reader(Protocol):
+    """Reads a source.
+
+    Attributes:
+        strategy: how the tree that was read last is laid out.
+        checkpoint: what was read last, if it is no rank tree.
+    """
+
+    strategy: Strategy
+    checkpoint: Optional[Checkpoint]
+
+    def read(self, damaged: Mapping[str, str]) -> Tree:
+        """The files of the step, given those that are damaged, and why, by path."""
+
+
+class _RankReader:
+    """Reads rank directories."""
+
+    def __init__(self, source: Source, target: Target, means: Means, report: Report) -> None:
+        self.strategy = source.strategy
+        self.checkpoint: Optional[Checkpoint] = None
+        self._source, self._target, self._means, self._report = source, target, means, report
+        self._found = find_checkpoints(source.path, source.file_suffix)
+        check_ranks(self._found, source.strategy, means.handles)
+
+    def read(self, damaged: Mapping[str, str]) -> Tree:
+        source, target = self._source, self._target
+        return read_step(
+            self._found,
+            source.strategy,
+            source.step,
+            self._means.handles,
+            self._report,
+            target=target.strategy,
+            ranks=target.ranks,
+            damaged=damaged,
+        )
+
+
+class FormReader:
+    """Reads a checkpoint of any form but rank directories.
+
+    Args:
+        source: what to read.
+        wanted: tells of a name whether the tensor has to be there whole.
+        means: what may be used for reading.
+        report: told what was decided.
+        chosen: numbers of the files to look into; all where None.
+
+    Attributes:
+        strategy: how the tree that was read last is laid out.
+        checkpoint: the checkpoint that was read last.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        wanted: Callable[[str], bool],
+        means: Means,
+        report: Report,
+        chosen: Optional[Collection[int]] = None,
+    ) -> None:
+        self._source, self._wanted, self._means, self._report = source, wanted, means, report
+        self._chosen = chosen
+        self.strategy = source.strategy
+        self.checkpoint: Optional[Checkpoint] = None
+
+    def read(self, damaged: Mapping[str, str]) -> Tree:
+        """The files, given those that are damaged, and why, by path."""
+        source = self._source
+        found = tree_of(
+            read_checkpoint(
+                source.form, source.path, source.step, self._means.handles, self._report, damaged, self._wanted
+            ),
+            self._chosen,
+        )
+        self.strategy, self.checkpoint = found.strategy, found.checkpoint
+        return found.tree
+
+
+def _reader(source: Source, target: Target, filters: Filters, means: Means, report: Report) -> _Reader:
+    if source.form == RANKS:
+        return _RankReader(source, target, means, report)
+    listed = frozenset(target.strategy.parameters)
+
+    def wanted(name: str) -> bool:
+        return filters.admit(name) and (target.strategy.is_none or name in listed)
+
+    return FormReader(source, wanted, means, report)
+
+
+def _beside(source: Optional[Checkpoint], target: Target, report: Report) -> list[Difference]:
+    """Files beside the source's weights, such as a tokenizer, that are not beside the target's."""
+    if target.form != HUGGINGFACE or not isinstance(source, FullWeights):
+        return []
+    missing, different = [], []
+    for name in source.others:
+        here, there = os.path.join(source.place, name), os.path.join(target.directory, name)
+        try:
+            if not is_regular_file(there):
+                missing.append(name)
+            elif not filecmp.cmp(here, there, shallow=False):
+                different.append(name)
+        except OSError as error:
+            raise reading_error(there, error) from error
+    if different:
+        # Somebody's own stays where it was before the conversion.
+        report.warn(f"{target.directory}: not as beside the source's weights: {some_names(different)}")
+    return [Difference("file", None, (), f"is missing, and is in {source.place}", (name,)) for name in missing]
+
+
+def recorded_step(src: str, form: str, step: Optional[str]) -> str:
+    """The step to read, of a conversion that recorded one.
+
+    Args:
+        src: its source.
+        form: the source's form.
+        step: as recorded; None where nothing told it.
+    """
+    # The directory of one iteration holds no other, and need not be named by its number.
+    single = form not in (RANKS, CHECKPOINT2) or (form == CHECKPOINT2 and not find_iterations(src))
+    return "latest" if step is None or single else step
 
 
 def verify_replicas(

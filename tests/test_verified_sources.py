@@ -91,7 +91,7 @@ def test_verification_imports_nothing_of_the_plan_or_of_what_carries_it_out() ->
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rooms = {name.split(".")[1] for name in json.loads(process.stdout) if name.startswith("reshard.")}
     assert {"verification", "layout", "strategies", "checkpoints"} <= rooms
-    assert not rooms & {"plan", "execute", "transform", "target_directory", "transfers", "cluster"}
+    assert not rooms & {"plan", "execute", "transform", "target_directory", "transfers", "cluster", "target"}
 
 
 # A parameter that several stages share, each of which has lost a part of it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.forms import RANKS
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import (
@@ -20,6 +22,7 @@ from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.convert import Options, Summary, prepare
+from reshard.errors import UsageError
 from reshard.execute import Progress
 from reshard.plan.request import Request
 from reshard.report import Report
@@ -104,6 +107,11 @@ def _convert(
 ) -> None:
     request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
+    if how.verify and request.to != RANKS and (ranks is not None or share is not None):
+        raise UsageError(
+            f"--verify goes with all files of {request.to}, which are verified together",
+            hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
+        )
     progress = progress_of(typed["quiet"], typed["progress"])
     with (
         cluster_of(scheduler, how, typed["jobs"], report) as workers,
@@ -132,23 +140,29 @@ def _convert(
 
 
 def _verify(request: Request, how: Options, summary: Summary, progress: Progress) -> list[Difference]:
-    """Compare what was written, and what was there before, with the source by fingerprints."""
+    """Compare what was written, and what was there before, with the source by fingerprints.
+
+    Files of ranks are compared as far as they were asked for; other forms as a whole.
+    """
     # Loaded only here, because by-rank runs in loops.
     from reshard.verification import Means, RecordedCrcs
-    from reshard.verify import verify_conversion
+    from reshard.verify import Source, Target, recorded_step, verify_conversion
 
     assert isinstance(request.src, str)
     report = Report()
     with FileHandles(decryption=how.decryption) as handles:
         means = Means(handles, how.jobs, how.max_memory, progress)
+        step = recorded_step(request.src, request.form, summary.step)
+        by_rank = request.to == RANKS
+        files = summary.target_files
+        if not by_rank:
+            files = {
+                number: os.path.relpath(os.path.realpath(path), os.path.realpath(request.dst))
+                for number, path in files.items()
+            }
         found = verify_conversion(
-            request.src,
-            request.source,
-            summary.target_files,
-            request.target,
-            step=summary.step or "latest",
-            file_suffix=request.file_suffix,
-            ranks=tuple(summary.target_files),
+            Source(request.src, request.form, request.source, step, request.file_suffix),
+            Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
             filters=request.filters,
             means=means,
             report=report,

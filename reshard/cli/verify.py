@@ -10,9 +10,11 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
+from reshard.cli.forms import read_ends
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
@@ -25,7 +27,16 @@ from reshard.report import Report
 from reshard.swapped import SwapTest
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verify import converted_files, recorded_plan, recovered_ranks, verify_conversion, verify_replicas
+from reshard.verify import (
+    Source,
+    Target,
+    converted_files,
+    recorded_plan,
+    recorded_step,
+    recovered_ranks,
+    verify_conversion,
+    verify_replicas,
+)
 from reshard.wording import plural, printable, quoted, rank_ranges
 
 DIFFERENT = 4
@@ -78,7 +89,8 @@ def verify(
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
     rank is what the source makes of it, worked out anew from the strategies and compared through
     fingerprints. Without --step it is the step that OUT's manifest or records name. With --replicas:
-    ranks that should hold the same slices do.
+    ranks that should hold the same slices do. OUT and SRC may be of any form, and take the strategies
+    that `reshard convert` takes; what finishes OUT, such as an index, must say what its files hold.
     """
     if headers_only and (replicas or src is not None):
         raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
@@ -105,33 +117,48 @@ def verify(
                 hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
             )
         if src is not None:
-            source, target = options.required_strategies(src_strategy, dst_strategy)
             manifest = _manifest(out)
-            step = typed["step"]
             if manifest is not None:
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
             plan = recorded_plan(out, manifest, report)
+            to = form_of(out) if plan is None else plan.form
+            if to != RANKS and ranks is not None:
+                raise UsageError(
+                    f"--ranks goes with files of ranks; files of {to} are compared with the source together",
+                    hint="leave out --ranks, or --src",
+                )
+            ends = read_ends(
+                src,
+                {
+                    "src_strategy": src_strategy,
+                    "dst_strategy": dst_strategy,
+                    "to": to,
+                    "format": None,
+                    "max_shard_size": None,
+                    **typed,
+                },
+                report,
+            )
+            step = typed["step"]
             if plan is not None:
-                if step == "latest" and plan.step is not None:
-                    step = plan.step
+                if step == "latest":
+                    step = recorded_step(src, ends.form, plan.step)
                 if not (filters.include or filters.exclude):
                     filters = Filters(plan.include, plan.exclude)
-            if ranks is None and manifest is None:
+            if to == RANKS and ranks is None and manifest is None:
                 ranks = recovered_ranks(out)
                 if ranks is not None:
                     report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
-            files, others = converted_files(out, manifest, ranks)
-            found += others
-            old, new = strategy_of(source, report), strategy_of(target, report)
-            with SwapTest(old, new, handles).told(src, step, typed["file_suffix"]):
+            if to == RANKS:
+                files, others = converted_files(out, manifest, ranks)
+                found += others
+            else:
+                files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
+            told = SwapTest(ends.source, ends.target, handles).told(src, step, typed["file_suffix"])
+            with told if ends.form == to == RANKS else contextlib.nullcontext():
                 found += verify_conversion(
-                    src,
-                    old,
-                    files,
-                    new,
-                    step=step,
-                    file_suffix=typed["file_suffix"],
-                    ranks=ranks,
+                    Source(src, ends.form, ends.source, step, typed["file_suffix"]),
+                    Target(out, to, ends.target, files, ranks),
                     filters=filters,
                     means=means,
                     report=report,

@@ -3,12 +3,13 @@
 from reshard.records.given import Given
 from reshard.records.identity import Identity, header_digest, strategy_digest
 from reshard.records.ledger import DoneRecord, Ledger
-from reshard.records.manifest import MANIFEST_NAME, Manifest, ManifestFile, read_manifest
+from reshard.records.manifest import MANIFEST_NAME, FinishingRecord, Manifest, ManifestFile, read_manifest
 from reshard.records.sources import SourceFile, SourceSampler
 
 __all__ = [
     "MANIFEST_NAME",
     "DoneRecord",
+    "FinishingRecord",
     "Given",
     "Identity",
     "Ledger",

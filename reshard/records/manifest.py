@@ -31,6 +31,7 @@ VERSION = 1
 # Some hundred bytes per rank.
 _LARGEST = 64 << 20
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
+_CRC = re.compile(r"[0-9a-f]{8}")
 
 
 class ManifestFile(NamedTuple):
@@ -51,17 +52,33 @@ class ManifestFile(NamedTuple):
     crc32: Optional[str]
 
 
+class FinishingRecord(NamedTuple):
+    """A small file that makes a directory a checkpoint of its form, such as an index.
+
+    Attributes:
+        file: name, relative to the manifest's directory.
+        size: bytes.
+        crc32: CRC-32 of the whole file as 8 hexadecimal digits.
+    """
+
+    file: str
+    size: int
+    crc32: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A complete conversion.
 
     Attributes:
         plan: its identity.
-        files: every target file, by rank.
+        files: every target file, by rank, or by number where its form has no ranks.
+        finishing: what finishes the directory, in the order in which it was written; nothing in rank directories.
     """
 
     plan: Identity
     files: tuple[ManifestFile, ...]
+    finishing: tuple[FinishingRecord, ...] = ()
 
     def write(self, directory: str) -> str:
         """Write it into its directory, whole or not at all; returns its path.
@@ -74,6 +91,7 @@ class Manifest:
             "version": VERSION,
             "plan": dataclasses.asdict(self.plan),
             "files": [file._asdict() for file in self.files],
+            "finishing": [file._asdict() for file in self.finishing],
         }
         try:
             temporary.write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
@@ -105,7 +123,9 @@ def read_manifest(directory: str) -> Manifest:
                 hint="use the version of reshard that wrote it, or a newer one",
             )
         files = tuple(_file(Fields(entry, "files")) for entry in said.entries("files"))
-        return Manifest(Identity.from_fields(said.fields("plan")), files)
+        finishing = said.entries("finishing") if "finishing" in said else ()
+        finished = tuple(_finishing(Fields(entry, "finishing")) for entry in finishing)
+        return Manifest(Identity.from_fields(said.fields("plan")), files, finished)
     except (FileNotFoundError, NotADirectoryError):
         if not is_directory(directory):
             raise CheckpointError(
@@ -140,3 +160,11 @@ def _file(entry: Fields) -> ManifestFile:
         if digest is not None and not _DIGEST.fullmatch(digest):
             raise JsonError(f"{quoted(digest)} is no digest")
     return ManifestFile(entry.integer("rank", 0, MOST_DEVICES), name, entry.integer("size", 0, 1 << 63), headers, crc)
+
+
+def _finishing(entry: Fields) -> FinishingRecord:
+    name, crc = entry.text("file"), entry.text("crc32")
+    check_inside(name)
+    if not _CRC.fullmatch(crc):
+        raise JsonError(f"{quoted(crc)} is no CRC-32")
+    return FinishingRecord(name, entry.integer("size", 0, 1 << 63), crc)

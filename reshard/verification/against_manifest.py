@@ -17,11 +17,14 @@ from reshard.checkpoints import (
     read_index,
     reading_error,
 )
+from reshard.checkpoints.checkpoint2.names import parse_iteration
+from reshard.checkpoints.forms import RANKS
 from reshard.errors import CheckpointError
-from reshard.records import Manifest, ManifestFile
-from reshard.storage import read_range, status_at
+from reshard.records import FinishingRecord, Manifest, ManifestFile
+from reshard.storage import is_directory, names_in, read_range, status_at
 from reshard.verification.difference import Difference
 from reshard.verification.reading import Means
+from reshard.verification.written import read_written
 
 _BLOCK = 4 << 20
 _TELLING = threading.Lock()
@@ -31,7 +34,8 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     """What in a directory is not as its manifest says.
 
     Every file's size and everything in it but tensor contents is compared; contents too where the
-    manifest has their checksum.
+    manifest has their checksum. What finishes a directory of another form than ranks is compared in full, and
+    must say what the files hold.
 
     Args:
         directory: the manifest's directory.
@@ -39,7 +43,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         means: what may be used for reading.
 
     Returns:
-        Every difference, by rank.
+        Every difference, by rank, or by file where the form has no ranks.
 
     Raises:
         RetryableError: reading failed in a way that may pass.
@@ -47,16 +51,30 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
 
+    by_rank = manifest.plan.form == RANKS
+
     def compare(file: ManifestFile) -> list[Difference]:
         path = os.path.join(directory, file.file)
-        return [Difference("file", None, (file.rank,), text) for text in _differences(path, file, means, block)]
+        ranks, files = ((file.rank,), ()) if by_rank else ((), (file.file,))
+        return [Difference("file", None, ranks, text, files) for text in _differences(path, file, means, block)]
 
     try:
         with ThreadPoolExecutor(means.jobs) as pool:
             found = [difference for some in pool.map(compare, manifest.files) for difference in some]
     finally:
         means.progress.end()
-    return found + list(_foreign(directory, manifest))
+    if by_rank:
+        return found + list(_foreign(directory, manifest))
+    found += [
+        Difference("file", None, (), text, (file.file,))
+        for file in manifest.finishing
+        for text in _finishing_differences(os.path.join(directory, file.file), file)
+    ]
+    found += _foreign_of_form(directory, manifest)
+    if not found:
+        names = [file.file for file in manifest.files]
+        _, found = read_written(directory, manifest.plan.form, means.handles, names)
+    return found
 
 
 def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
@@ -83,6 +101,32 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
         crc = crc_of_file(path, block, tell)
         if crc != int(file.crc32, 16):
             yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
+
+
+def _finishing_differences(path: str, file: FinishingRecord) -> Iterator[str]:
+    status = status_at(path)
+    if status is None:
+        yield f"{path} is missing"
+    elif status.st_size != file.size:
+        yield f"{path} has {status.st_size} bytes, not {file.size}"
+    else:
+        crc = crc_of_file(path)
+        if crc != int(file.crc32, 16):
+            yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
+
+
+def _foreign_of_form(directory: str, manifest: Manifest) -> Iterator[Difference]:
+    """Files of weights beside those of a form that the manifest does not know, and iterations beside its own."""
+    known = {file.file for file in manifest.files}
+    places = {os.path.dirname(name) for name in known}
+    there = {place: os.path.join(directory, place) for place in places}
+    beside = [
+        os.path.join(place, name) for place, path in there.items() if is_directory(path) for name in names_in(path)
+    ]
+    others = {name for name in beside if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")}
+    iterations = {name for name in names_in(directory) if parse_iteration(name) is not None}
+    for name in sorted([*others.difference(known), *iterations.difference(places)]):
+        yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 
 def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:

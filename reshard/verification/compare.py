@@ -16,11 +16,10 @@ All this goes by batches of parameters: what is in memory does not grow with par
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 import numpy as np
 
@@ -29,11 +28,11 @@ from reshard.checkpoints.dtypes import INT4
 from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
-from reshard.verification.completeness import Lost, Needs, check_comparable, lost, refuse
+from reshard.verification.completeness import Lost, converted_part, refuse
+from reshard.verification.contents import Contents, Copies
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.parameter import Parameter, Slice, is_empty, slice_shapes, slices_of
-from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
-from reshard.verification.sums import PRIME
+from reshard.verification.parameter import Parameter, slice_shapes, slices_of
+from reshard.verification.reading import Means, Part, batches, sum_parts
 from reshard.verification.tree import Tree, read_tree, read_tree_headers
 from reshard.verification.values import RecoveredValues, Values
 
@@ -85,23 +84,13 @@ def compare_converted(
         RetryableError: reading failed.
     """
     wanted = sorted(range(target.device_count) if ranks is None else set(ranks))
-    listed = {name for stage in source.stages for name in stage.layouts}
-    left_out = listed - {name for stage in target.stages for name in stage.layouts} if not target.is_none else set()
-
-    def converted(name: str) -> bool:
-        return name not in left_out and (admit is None or admit(name))
-
-    check_comparable(tree, source)
-    needed = lost(tree, source, Needs(target, wanted), converted)
-    tree = tree.only(converted)
-    tree.check_readings()
-    refuse(item for item in needed if item.found)
+    tree, never_found = converted_part(tree, source, target, wanted, admit)
     target_tree = read_tree_headers(
         {rank: target_files[rank] for rank in wanted if rank in target_files}, means.handles
     )
     values = RecoveredValues(tree, target) if recovered else Values(tree, target)
     comparison = _Comparison(tree, target_tree, target, wanted, means, values)
-    comparison.miss([item for item in needed if not item.found])
+    comparison.miss(never_found)
     found = comparison.run(target_files)
     if ranks is None:
         found = [*_beyond(target_files, target), *found]
@@ -112,21 +101,6 @@ def _beyond(files: Mapping[int, str], strategy: Strategy) -> Iterator[Difference
     """Files of ranks that a strategy does not have."""
     for rank in sorted(rank for rank in files if rank >= strategy.device_count):
         yield Difference("file", None, (rank,), f"{files[rank]} is not of this conversion")
-
-
-class _Copies(NamedTuple):
-    """A slice that target ranks hold, and what it has to be.
-
-    Attributes:
-        parameter: the source's parameter.
-        slice: the target's slice; its holders are those of the right type and shape.
-        alone: whether it is compared with its own box of the source from the beginning, because the slices that
-            are compared, or those of any one stage of the source, are not all of the parameter.
-    """
-
-    parameter: Parameter
-    slice: Slice
-    alone: bool
 
 
 class _Comparison:
@@ -140,7 +114,8 @@ class _Comparison:
             stage.number: [rank - stage.first_rank for rank in ranks if rank in stage.ranks] for stage in new.stages
         }
         self._means = means
-        self._differences: list[Difference] = []
+        self._contents = Contents(source, target, means)
+        self._differences = self._contents.differences
 
     def miss(self, needed: Iterable[Lost]) -> None:
         """Parameters that no source file holds though an absent rank may have held them.
@@ -168,7 +143,7 @@ class _Comparison:
         self._means.progress.begin(self._bytes_to_read(), "verifying")
         try:
             for batch in batches(self._source.parameters.values(), self._parts_of):
-                self._compare(
+                self._contents.compare(
                     [
                         copies
                         for parameter in batch
@@ -201,7 +176,7 @@ class _Comparison:
                     else:
                         add_up = True
             if add_up:
-                total += sum(part.nbytes for _, part in self._stored(parameter))
+                total += sum(part.nbytes for _, part in self._contents.stored(parameter))
         for stage, tensors, ranks in self._built_alike():
             total += len(ranks) * sum(
                 tensor.nbytes for name, tensor in tensors.items() if self._is_converted(name, stage)
@@ -257,7 +232,7 @@ class _Comparison:
         known = {item for index in self._source.indexes.values() for item in index.metadata.items()}
         wrong: dict[str, list[int]] = defaultdict(list)
         for rank, index in self._target.indexes.items():
-            for text in _strange_metadata(index, known, self._values.metadata(rank)):
+            for text in strange_metadata(index, known, self._values.metadata(rank)):
                 wrong[text].append(rank)
         for text, ranks in wrong.items():
             self._add("file", None, ranks, text)
@@ -266,7 +241,7 @@ class _Comparison:
         """Whether a stage's ranks get slices of a parameter that the source strategy lists."""
         return name in self._source.parameters and (self._new.is_none or name in stage.layouts)
 
-    def _slices(self, parameter: Parameter, stage: Stage) -> list[_Copies]:
+    def _slices(self, parameter: Parameter, stage: Stage) -> list[Copies]:
         """The slices of a parameter that a stage's ranks hold rightly cut; all else is told."""
         name = parameter.name
         sample = self._source.sample(parameter)
@@ -302,7 +277,7 @@ class _Comparison:
         if layout is None:
             return []
         alone = self._alone(parameter, layout, stage)
-        return [_Copies(parameter, held, alone) for held in slices_of(layout, stage, parameter.shape, right)]
+        return [Copies(parameter, held, alone) for held in slices_of(layout, stage, parameter.shape, right)]
 
     def _not_empty(self, layout: Layout, parameter: Parameter, stage: Stage, lacking: list[int]) -> list[int]:
         """Of ranks that lack a parameter those that must have it: sources and .ckpt files leave out empty slices."""
@@ -324,72 +299,10 @@ class _Comparison:
         return parameter.target_layout(stage.layouts[parameter.name], len(self._new.stages) > 1)
 
     def _alone(self, parameter: Parameter, layout: Layout, stage: Stage) -> bool:
-        """Whether slices of a target stage are compared one by one; see `_Copies`."""
+        """Whether slices of a target stage are compared one by one; see `Copies`."""
         local = self._local[stage.number]
         some = len(local) < stage.device_count and len(set(layout.slice_of_rank[local].tolist())) < layout.slice_count
         return some or not parameter.cells.of_one_stage
-
-    def _compare(self, copies: list[_Copies]) -> None:
-        """Sum both sides; where they are not plainly equal, find out which ranks are wrong."""
-        parameters = {copy.parameter.name: copy.parameter for copy in copies if not copy.alone}
-        stored = [(name, *one) for name, parameter in parameters.items() for one in self._stored(parameter)]
-        parts = [part for _, _, part in stored]
-        for parameter, held, _ in copies:
-            parts += [self._target.part(parameter.name, rank, parameter.shape, held.box) for rank in held.holders]
-        sums = sum_parts(parts, self._means)
-        source = self._source_sums([(name, stage) for name, stage, _ in stored], sums)
-        coming = iter(sums[len(stored) :])
-        found = [(copy, {rank: next(coming) for rank in copy.slice.holders}) for copy in copies]
-
-        plain: dict[tuple[str, int], int] = defaultdict(int)
-        doubtful: set[tuple[str, int]] = set()
-        for (parameter, held, alone), by_rank in found:
-            key = (parameter.name, held.stage)
-            if alone:
-                continue
-            if len(set(by_rank.values())) == 1:
-                plain[key] += next(iter(by_rank.values()))
-            elif by_rank or not is_empty(held.box):
-                doubtful.add(key)
-        doubtful |= {key for key, total in plain.items() if total % PRIME != source[key[0]]}
-        self._find_wrong([one for one in found if one[0].alone], told=True)
-        again = [one for one in found if (one[0].parameter.name, one[0].slice.stage) in doubtful]
-        self._find_wrong(again, told=False)
-
-    def _stored(self, parameter: Parameter) -> Iterator[tuple[int, Part]]:
-        """Every slice of a parameter in the source's stages that have all of it, with the stage."""
-        for slices in parameter.whole_stages():
-            for held in slices:
-                if held.holders:
-                    yield held.stage, self._source.part(parameter.name, held.holders[0], parameter.shape, held.box)
-
-    def _source_sums(self, owners: list[tuple[str, int]], sums: list[int]) -> dict[str, int]:
-        """The sum of every source parameter, by the first stage that has all of it."""
-        by_stage: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for (name, stage), total in zip(owners, sums):
-            by_stage[name][stage] = (by_stage[name][stage] + total) % PRIME
-        for name, totals in by_stage.items():
-            if len(set(totals.values())) > 1:
-                self._add("stages", name, (), "the source's pipeline stages hold different values of it")
-        return {name: next(iter(totals.values())) for name, totals in by_stage.items()}
-
-    def _find_wrong(self, check: list[tuple[_Copies, dict[int, int]]], told: bool) -> None:
-        """Compare each copy with the source's own sum over the slice's box."""
-        check = [one for one in check if one[1]]
-        expected = sum_boxes(self._parts_of_boxes([copy for copy, _ in check]), len(check), self._means, told)
-        wrong: dict[str, list[int]] = defaultdict(list)
-        for (copy, by_rank), right in zip(check, expected):
-            wrong[copy.parameter.name] += [rank for rank, total in by_rank.items() if total != right]
-        for name, ranks in wrong.items():
-            if ranks:
-                self._add("content", name, ranks, "differs from the source")
-
-    def _parts_of_boxes(self, check: list[_Copies]) -> Iterator[tuple[int, Part]]:
-        """What has to be read of the source for every slice, with its number."""
-        for _, group in itertools.groupby(enumerate(check), key=lambda one: one[1].parameter.name):
-            numbers, copies = zip(*group)
-            for at, part in self._source.parts(copies[0].parameter, [copy.slice.box for copy in copies]):
-                yield numbers[at], part
 
     def _compare_values(self, names: Iterable[str]) -> None:
         """Values that are copied: each target rank's copy and the source's."""
@@ -440,11 +353,20 @@ class _Comparison:
         return None
 
 
-def _strange_metadata(index: CheckpointIndex, known: set[tuple[str, str]], allowed: Mapping[str, str]) -> Iterator[str]:
-    """What in the metadata of a safetensors file neither holds for it nor is in the source, nor is allowed anyway."""
+def strange_metadata(
+    index: CheckpointIndex, known: set[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
+) -> Iterator[str]:
+    """What in the metadata of a safetensors file neither holds for it nor is in the source, nor is allowed anyway.
+
+    Args:
+        index: the file.
+        known: what the source's metadata say.
+        allowed: what they may say anyway.
+        format: what they say of the framework that the file is for.
+    """
     for key, text in index.metadata.items():
         tensor = index.tensors.get(key)
-        right = {"format": "ms", "remove_redundancy": "False"}.get(key)
+        right = {"format": format, "remove_redundancy": "False"}.get(key)
         if right is None and tensor is not None and tensor.dtype == INT4:
             right = INT4
         # Every slice is there, whatever the source says; other entries may be the source's.

@@ -90,6 +90,42 @@ class Needs:
         return ((stage, local) for stage, local in self._stages if self._everything or name in stage.layouts)
 
 
+def converted_part(
+    tree: Tree, source: Strategy, target: Strategy, ranks: Iterable[int], admit: Optional[Callable[[str], bool]] = None
+) -> tuple[Tree, list[Lost]]:
+    """What of a source was converted.
+
+    Args:
+        tree: all files and names of the step that was converted.
+        source: their strategy.
+        target: the target's; `none` takes everything.
+        ranks: the target ranks.
+        admit: which parameters were converted, by name; all where None.
+
+    Returns:
+        The tree with the names alone that were converted, and parameters that no source file holds though
+        an absent rank may have held them.
+
+    Raises:
+        IncompleteSourceError: the source lacks what the target ranks need.
+        InputError: the source does not fit its strategy.
+    """
+    left_out: set[str] = set()
+    if not target.is_none:
+        left_out.update(name for stage in source.stages for name in stage.layouts)
+        left_out.difference_update(name for stage in target.stages for name in stage.layouts)
+
+    def converted(name: str) -> bool:
+        return name not in left_out and (admit is None or admit(name))
+
+    check_comparable(tree, source)
+    needed = lost(tree, source, Needs(target, ranks), converted)
+    tree = tree.only(converted)
+    tree.check_readings()
+    refuse(item for item in needed if item.found)
+    return tree, [item for item in needed if not item.found]
+
+
 def check_complete(tree: Tree, strategy: Strategy, needs: Needs, admit: Optional[Callable[[str], bool]] = None) -> None:
     """Refuse a tree that lacks something that is needed; see `lost`.
 

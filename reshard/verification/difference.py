@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor
-from reshard.wording import quoted, rank_ranges
+from reshard.wording import one_line, quoted, rank_ranges, some_names
 
 
 class Difference(NamedTuple):
@@ -16,14 +16,17 @@ class Difference(NamedTuple):
             ``replica`` (copies disagree, and which one is wrong is known), ``replicas`` (it is not
             known), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
         parameter: the parameter, or None where it is a whole file.
-        ranks: the ranks that are wrong, ascending; all that may be where that is not known.
-        detail: the rest, to be read after the parameter's name and the ranks.
+        ranks: the ranks that are wrong, ascending; all that may be where that is not known. None of a checkpoint
+            whose files are no ranks'.
+        detail: the rest, to be read after the parameter's name, ranks and files.
+        files: of such a checkpoint the files that are wrong, relative to its directory.
     """
 
     kind: str
     parameter: Optional[str]
     ranks: tuple[int, ...]
     detail: str
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """A line: parameter, ranks, what is wrong."""
@@ -32,6 +35,9 @@ class Difference(NamedTuple):
     def of(self, names: str) -> str:
         """The line, of several parameters that differ alike."""
         where = f" on {rank_ranges(self.ranks)}" if self.ranks else ""
+        if self.files:
+            files = some_names([one_line(name) for name in self.files], 3)
+            where = f" in {files}" if names else files
         return f"{names}{where}: {self.detail}".lstrip()
 
 

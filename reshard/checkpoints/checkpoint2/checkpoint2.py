@@ -55,6 +55,7 @@ class Checkpoint2:
         unplaced: tensors in the files of which nobody recorded how they are cut, and why they are not read, by name.
         common: what common.json says.
         placements: how tensors are laid out, by name.
+        listed: names of the tensors that metadata.json describes; None where there is none.
     """
 
     step: Optional[str]
@@ -71,6 +72,7 @@ class Checkpoint2:
     unplaced: Mapping[str, str]
     common: Mapping[str, Any]
     placements: Mapping[str, Placement]
+    listed: Optional[frozenset[str]] = None
     form: str = field(default="checkpoint2", init=False)
 
     def names(self) -> set[str]:

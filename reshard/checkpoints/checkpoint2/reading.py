@@ -92,4 +92,5 @@ def read_iteration(
         unplaced=contents.unplaced,
         common=common,
         placements=contents.placements,
+        listed=None if metadata is None else frozenset(metadata.tensors),
     )
