@@ -38,7 +38,8 @@ def measure() -> Section:
         def row(kind: str, ours: list[object], worker: list[object], jobs: list[dict[str, object]]) -> None:
             job.write_text(json.dumps(jobs))
             module = ["-m", f"tests.conformance.workers.{worker[0]}", *worker[1:]]
-            command = [*_WITH_JOB, job, python, *module]
+            logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
+            command = [*_WITH_JOB, job, *logs, python, *module]
             section.row(kind, *contest(ours, made, command, start_up))
 
         write_checkpoint(place / "src", MODEL, OLD, "safetensors")
