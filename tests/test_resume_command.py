@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from reshard import given_command, transform_checkpoints
-from reshard.convert import Counted, Options
+from reshard import transform_checkpoints
+from reshard.convert import Counted, Options, given_command
 from reshard.plan.request import Request
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, World, tensors

@@ -14,13 +14,13 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.forms import RANKS
 from reshard.checkpoints.naming import check_prefix
 from reshard.checkpoints.storage import LOCAL, storage_of
+from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
 from reshard.convert.summary import Phases, Summary
 from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import Space, check_apart, check_disjoint, check_space, space_for
-from reshard.given_command import given_command
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan

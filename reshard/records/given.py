@@ -47,7 +47,6 @@ _CHOICES = {
     "checksum": ("none", "crc32"),
     "to": FORMS,
 }
-_TEXTS = ("src", "source_strategy", "target_strategy", "host")
 _OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks")
 _FLAGS = ("strict", "verify", "lost_only")
 _PATTERNS = ("include", "exclude")

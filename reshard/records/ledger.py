@@ -288,7 +288,7 @@ class Ledger:
         """Remember that these ranks were asked for; once all were, it makes no difference."""
         if self.only() is not None or not self.done():
             for rank in ranks:
-                self._mark("", f"{_ONLY}{rank}", ())
+                self._mark("", f"{_ONLY}{rank}")
 
     def ask_all(self) -> None:
         """Remember that all ranks were asked for."""
@@ -323,7 +323,7 @@ class Ledger:
         for source in sources:
             others = known.get(source.rank, [])
             if source not in others:
-                self._mark("sources", source.record, ())
+                self._mark("sources", source.record)
             for other in others:
                 if other.content != source.content:
                     remove(os.path.join(self._own, "sources", other.record))
@@ -340,7 +340,7 @@ class Ledger:
         """Remember source files whose contents are damaged."""
         for source in sources:
             make_directory(os.path.join(self._own, "damaged"))
-            self._mark("damaged", source.record, ())
+            self._mark("damaged", source.record)
 
     def add_given(self, given: Given) -> None:
         """Remember what a run was given.
@@ -393,7 +393,7 @@ class Ledger:
         """
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
-        self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}", ())
+        self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
         if flush:
             try:
                 temporary.sync_directory(os.path.join(self._own, "done"))
@@ -421,7 +421,7 @@ class Ledger:
         """Remember that all targets of these ranks are to be made again, until `end_replacing`."""
         self.end_replacing(ranks)
         self.forget(ranks)
-        self._mark("", _replacing(ranks, sources), ())
+        self._mark("", _replacing(ranks, sources))
 
     def end_replacing(self, ranks: Optional[Collection[int]] = None) -> None:
         """All of these ranks, or of all, have been made."""
@@ -434,9 +434,8 @@ class Ledger:
         """Remove the records; nothing else that may lie there."""
         _remove_records(self._own)
 
-    def _mark(self, directory: str, name: str, known: Collection[str]) -> None:
-        if name not in known:
-            make_empty(os.path.join(self._own, directory, name))
+    def _mark(self, directory: str, name: str) -> None:
+        make_empty(os.path.join(self._own, directory, name))
 
     def _refuse_alive(self, name: str) -> None:
         path = os.path.join(self._root, name)
