@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 
 from reshard import temporary
 from reshard.checkpoints import crc_of_file
-from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints.forms import RANKS, forms_among
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.plan.pieces import TargetFile
@@ -40,7 +40,7 @@ from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
 from reshard.report import Report
-from reshard.storage import UnfitError, exists, is_regular_file, read_small, status_at
+from reshard.storage import UnfitError, exists, is_directory, is_regular_file, names_in, read_small, status_at
 from reshard.target import TargetForm
 from reshard.target.marks import marks_of
 from reshard.wording import rank_ranges
@@ -164,6 +164,8 @@ class TargetDirectory:
             foreign -= recorded
         if foreign:
             raise self._refusals.foreign(foreign, recorded)
+        if not seen.going_on:
+            self._check_other_forms(seen.others)
         self._destination.check(writing)
         if self._plan.form.name != RANKS:
             self._destination.check(_marks(self._ledger.identity))
@@ -178,6 +180,20 @@ class TargetDirectory:
             raise self._existing(in_the_way)
         self._check_sources(guarded)
         return left
+
+    def _check_other_forms(self, others: Sequence[Ledger]) -> None:
+        """Insist that no checkpoint of another form, which no record knows, stays beside this one."""
+        names = names_in(self._root) if is_directory(self._root) else []
+        if not forms_among(self._root, names) - {self._ledger.identity.form}:
+            return
+        known = {
+            name.partition(os.sep)[0]
+            for identity in (self._ledger.identity, *(other.identity for other in others))
+            for name in (*(identity.file_of(file) for file in range(identity.ranks)), *_marks(identity))
+        }
+        forms = forms_among(self._root, [name for name in names if name not in known])
+        if forms - {self._ledger.identity.form}:
+            raise self._refusals.another_form(sorted(forms - {self._ledger.identity.form}))
 
     def _look(self) -> _Seen:
         """What is in the directory at one moment."""

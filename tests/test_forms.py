@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 
 import pytest
 
@@ -144,6 +145,21 @@ def test_a_form_that_replaces_another_leaves_nothing_of_it(first: str, second: s
         for root in (world.dst, whole)
     ]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMS, 2)))
+def test_what_no_record_knows_of_another_form_does_not_stay_beside_the_new_one(
+    first: str, second: str, world: World
+) -> None:
+    world.save(FULL)
+    done("convert", world.src, world.dst, "--src-strategy", world.old, *to(first, world))
+    for path in world.dst.glob("*reshard*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")}
+    for overwrite in ([], ["--overwrite"]):
+        words: list[Argument] = ["--src-strategy", world.old, *to(second, world), *overwrite]
+        fails(3, "convert", world.src, world.dst, *words, says=["choose another DST"])
+    assert {path: path.stat().st_mtime_ns for path in world.dst.rglob("*")} == before
 
 
 def test_files_beside_weights_are_copied_and_replace_nothing(world: World) -> None:

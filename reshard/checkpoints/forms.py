@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Callable
 
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -33,6 +33,16 @@ def form_of(src: str) -> str:
     if is_directory(src) and recognise(src):
         return CHECKPOINT2
     return full_weights_form(src) or RANKS
+
+
+def forms_among(directory: str, names: Sequence[str]) -> set[str]:
+    """The forms, rank directories apart, that these entries of a directory are taken for by one reader or another.
+
+    Raises:
+        ReshardError: nobody can tell what is there.
+    """
+    full = full_weights_form(directory, names) if names else None
+    return {form for form in (CHECKPOINT2 if recognise(directory, names) else None, full) if form is not None}
 
 
 def read_checkpoint(

@@ -90,6 +90,15 @@ class Refusals:
             hint=hint,
         )
 
+    def another_form(self, forms: Sequence[str]) -> TargetError:
+        """Checkpoints of other forms would remain beside the new one."""
+        return TargetError(
+            f"{self._root} holds a checkpoint of the form {' and '.join(forms)}, which loaders may take instead of the "
+            "new one",
+            file=self._root,
+            hint="choose another DST, or remove it",
+        )
+
     def existing(self, ranks: Sequence[int], *, recorded: bool, going_on: bool) -> TargetError:
         """Targets of some ranks are there, with a record and changed since, or without one."""
         why = ", which were changed since they were written" if recorded else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint2.names import (
@@ -63,15 +63,19 @@ class Choice(NamedTuple):
     settled: bool
 
 
-def recognise(path: str) -> bool:
+def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
     """Whether a directory is a root of Checkpoint 2.0 or holds one iteration.
+
+    Args:
+        path: the directory.
+        names: what of its contents counts; by default everything.
 
     Raises:
         ReshardError: the directory cannot be listed, or what is in it cannot be looked at.
     """
     if not is_directory(path):
         return False
-    names = names_in(path)
+    names = names_in(path) if names is None else names
     return TRACKER in names or _is_iteration(path, names) or any(_iterations_in(path, names))
 
 
@@ -179,7 +183,7 @@ def read_common(directory: str) -> dict[str, Any]:
         ) from error
 
 
-def _iterations_in(root: str, names: list[str]) -> Iterator[Iteration]:
+def _iterations_in(root: str, names: Sequence[str]) -> Iterator[Iteration]:
     for name in names:
         number = parse_iteration(name)
         path = os.path.join(root, name)
@@ -187,7 +191,7 @@ def _iterations_in(root: str, names: list[str]) -> Iterator[Iteration]:
             yield Iteration(number, path)
 
 
-def _is_iteration(path: str, names: list[str]) -> bool:
+def _is_iteration(path: str, names: Sequence[str]) -> bool:
     """Whether a directory holds the files of an iteration, finished or not."""
     if METADATA in names and _begins_as_metadata(os.path.join(path, METADATA)):
         return True

@@ -45,8 +45,12 @@ def file_names(names: Sequence[str]) -> str:
     return some_names([one_line(name) for name in names], _MOST_FILES)
 
 
-def full_weights_form(path: str) -> Optional[str]:
+def full_weights_form(path: str, names: Optional[Sequence[str]] = None) -> Optional[str]:
     """``unified`` or ``huggingface``, where a path is a directory of full weights or the map in one; else None.
+
+    Args:
+        path: a directory, or a file.
+        names: what of the directory's contents counts; by default everything.
 
     Raises:
         ReshardError: nobody can tell what is there.
@@ -54,7 +58,7 @@ def full_weights_form(path: str) -> Optional[str]:
     if not is_directory(path):
         name = os.path.basename(path)
         return UNIFIED if name == UNIFIED_MAP else HUGGINGFACE if name.endswith(INDEX_ENDING) else None
-    names = names_in(path)
+    names = names_in(path) if names is None else names
     if UNIFIED_MAP in names or HYPER_PARAMETERS in names or any(map(PART.fullmatch, names)):
         return UNIFIED
     if any(name.endswith(INDEX_ENDING) for name in names) or any(map(_is_model_file, names)):
