@@ -187,6 +187,7 @@ def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> N
             done("by-rank", rank, root / "src", root / "one", *words)
         assert tree_bytes(root / "one") == whole
         assert (root / "one" / "reshard-manifest.json").exists()
+        done("verify", root / "one", "--src", root / "src", *words)
         some = data.draw(st.sets(st.sampled_from(range(rank_count(case.target))), min_size=1))
         done("transform-dir", root / "src", root / "some", *words, "--ranks", ",".join(map(str, sorted(some))))
         assert tree_bytes(root / "some").items() <= whole.items()
