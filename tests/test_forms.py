@@ -186,6 +186,16 @@ def test_files_beside_weights_that_are_replaced_are_those_of_the_new_ones(world:
     assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
 
 
+def test_values_without_a_parameter_are_no_checkpoint2(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
+    fails(3, "convert", world.src, world.dst, *words, "--include", "global_step", says=["'global_step'", "--include"])
+    assert not world.dst.exists()
+    full = world.root / "full"
+    done("convert", world.src, full, "--src-strategy", world.old, "--to", "huggingface", "--include", "global_step")
+    fails(3, "convert", full, world.dst, *to("checkpoint2", world), says=["'global_step'", "write another form"])
+
+
 def test_a_weight_that_nothing_lays_out_is_not_lost_without_a_word(world: World) -> None:
     world.save(FULL, copied={"layers.0.gate": scalar(3, shape=(1,))})
     words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]

@@ -83,19 +83,27 @@ def _check_anything(plan: Plan, values: CopiedValues) -> None:
     """Refuse a conversion that would write empty files, or only what is copied."""
     tensors = plan.checkpoint.tensors
     everywhere = set().union(*(section.layouts.keys() for section in plan.form.sections))
-    if tensors and not plan.form.takes_everything and everywhere.isdisjoint(tensors):
+    admit = plan.request.filters.admit
+    # A form may list what is asked for alone.
+    asked = any(map(admit, tensors)) or plan.form.by_rank
+    if tensors and asked and not plan.form.takes_everything and everywhere.isdisjoint(tensors):
         raise CheckpointError(
             f"none of the {plural(len(tensors), 'parameter')} of the checkpoint is in the target "
             f"strategy ({plan.request.target.path})",
             hint="pass the target strategy of the same model",
         )
     # By all target files: where only some are asked for, one that gets nothing is written empty.
-    admit = plan.request.filters.admit
     resharded = any(admit(name) and name in everywhere for name in tensors)
     if not resharded and not plan.sorted.copied:
         raise CheckpointError(
             "nothing would be written: no parameter of the checkpoint is asked for",
             hint="check --include and --exclude, and that both strategies are of the same model",
+        )
+    if not plan.form.count:
+        raise CheckpointError(
+            f"nothing would be written: there are only values such as {quoted(min(plan.sorted.copied))}, which "
+            f"{plan.form.name} has no files for without a parameter",
+            hint="write another form, or check --include and --exclude",
         )
 
 
