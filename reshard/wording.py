@@ -57,6 +57,12 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {number_ranges(numbers)}"
 
 
+def file_ranges(files: Iterable[int]) -> str:
+    """``file 3`` or ``files 0-3,7``."""
+    numbers = sorted(set(files))
+    return f"{'file' if len(numbers) == 1 else 'files'} {number_ranges(numbers)}"
+
+
 def stepped_rank_ranges(ranks: Iterable[int]) -> str:
     """``rank 3`` or ``ranks 0-504 step 8``, for people."""
     numbers = set(ranks)

@@ -200,3 +200,26 @@ def test_files_beside_hugging_face_weights_that_were_lost_are_found(world: World
     warns(result, "config.json")
     (world.dst / "config.json").unlink()
     differs("verify", world.dst, "--src", source, says=["config.json", "missing"])
+
+
+def test_the_fingerprint_of_a_checkpoint_is_one_in_all_forms(world: World) -> None:
+    ranks = make("ranks", world)
+    told = done("fingerprint", world.src, "--strategy", world.old).out
+    assert done("fingerprint", ranks, "--strategy", world.new).out == told
+    assert "global_step" in told and "m.w" in told
+    for form in FORMS[1:]:
+        made = make(form, world, *([] if form == "checkpoint2" else ["--max-shard-size", "300"]))
+        assert done("fingerprint", made).out == told, form
+        files = len(weights(made))
+        parts = []
+        for number in range(files):
+            parts.append(world.root / f"{form}{number}.json")
+            parts[-1].write_text(done("fingerprint", made, "--ranks", number, "--json").out)
+        assert files > 1
+        merged = done("fingerprint", *[word for part in parts for word in ("--merge", part)])
+        assert merged.out == told, form
+        fails(2, "fingerprint", made, "--strategy", world.new, says=["needs no strategy"])
+        fails(2, "fingerprint", made, "--ranks", files, says=[f"file {files}", "out of range"])
+        path = next(path for path in weights(made) if "w" in read_checkpoint(path))
+        flip(path, "w")
+        assert done("fingerprint", made).out != told

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import strategy_of
@@ -20,7 +22,7 @@ from reshard.messages import listing
 from reshard.name_filters import Filters
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
-from reshard.strategies import Strategy
+from reshard.strategies import NONE, Strategy
 from reshard.verification import (
     Entry,
     Fingerprints,
@@ -34,13 +36,16 @@ from reshard.verification import (
     read_tree,
 )
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
+from reshard.verification.tree import Tree
+from reshard.verify import FormReader, Source
+from reshard.wording import file_ranges, one_line, plural, quoted, rank_ranges, step_words
 
 
 @command(
     "fingerprint",
     """
 reshard fingerprint ckpt/ --strategy src.ckpt
+reshard fingerprint iterations/
 
 On two machines, then on any:
 reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
@@ -74,39 +79,26 @@ def fingerprint(
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
     It depends on the parameter's name, type, shape and values only, so it is the same before and
-    after any conversion. The last line stands for the whole checkpoint. Several machines can each
+    after any conversion, to another form too. The last line stands for the whole checkpoint: values
+    such as global_step count, text and what belongs to one rank (cur_rank) do not. Checkpoint 2.0,
+    unified and Hugging Face directories need no --strategy, and --ranks numbers their files. Several machines can each
     read some ranks' files, and one put the results together; SRC may be left out then.
     """
     report = Report(listener(typed["quiet"]))
     result = Fingerprints()
     if src is not None:
-        if strategy is None:
-            raise UsageError(
-                "--strategy is missing",
-                hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
-            )
-        source = strategy_of(strategy, report)
+        source = _source(src, strategy, typed, report)
         filters = Filters(typed["include"], typed["exclude"])
         decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
         with FileHandles(decryption=decryption) as handles:
-            found = find_checkpoints(src, typed["file_suffix"])
-            check_ranks(found, source, handles)
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-            if ranks is None:
-                step = typed["step"]
-                tree = read_sound(
-                    lambda damaged: read_step(found, source, step, handles, report, damaged=damaged), crcs
-                )
-                check_complete(tree, source, Needs(Strategy.none()), filters.admit)
-                tree = tree.only(filters.admit)
+            if source.form == RANKS:
+                tree = _rank_tree(source, ranks, filters, handles, crcs, report)
             else:
-                files = _files(found, source, ranks, typed["step"], report)
-                tree = read_sound(lambda damaged: read_tree(files, source, handles, filters.admit, damaged), crcs)
-                for rank, why in tree.damaged.items():
-                    report.warn(f"{why}; rank {rank} counts as absent")
-            warn_of_unmatched(filters, (source.parameters, tree.names), report)
+                tree = _form_tree(source, ranks, filters, means, crcs, report)
+            warn_of_unmatched(filters, (source.strategy.parameters, tree.names), report)
             result = fingerprints(tree, means)
             means.check_unchanged()
     elif not merge:
@@ -121,6 +113,76 @@ def fingerprint(
         echo_json(result.to_json())
     else:
         _print(result, report)
+
+
+def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> Source:
+    """What is read.
+
+    Raises:
+        UsageError: rank directories need a strategy, other forms have none.
+    """
+    form = form_of(src)
+    step, suffix = typed["step"], typed["file_suffix"]
+    if form == RANKS:
+        if strategy is None:
+            raise UsageError(
+                "--strategy is missing",
+                hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
+            )
+        return Source(src, form, strategy_of(strategy, report), step, suffix)
+    if strategy not in (None, NONE, "None"):
+        raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
+    if suffix is not None:
+        raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
+    return Source(src, form, Strategy.none(), step)
+
+
+def _rank_tree(
+    source: Source,
+    ranks: Optional[tuple[int, ...]],
+    filters: Filters,
+    handles: FileHandles,
+    crcs: Optional[RecordedCrcs],
+    report: Report,
+) -> Tree:
+    """The files of ranks that are read, and the names in them."""
+    path, _, strategy, step, suffix = source
+    found = find_checkpoints(path, suffix)
+    check_ranks(found, strategy, handles)
+    if ranks is None:
+        tree = read_sound(lambda damaged: read_step(found, strategy, step, handles, report, damaged=damaged), crcs)
+        check_complete(tree, strategy, Needs(Strategy.none()), filters.admit)
+        return tree.only(filters.admit)
+    files = _files(found, strategy, ranks, step, report)
+    tree = read_sound(lambda damaged: read_tree(files, strategy, handles, filters.admit, damaged), crcs)
+    for rank, why in tree.damaged.items():
+        report.warn(f"{why}; rank {rank} counts as absent")
+    return tree
+
+
+def _form_tree(
+    source: Source,
+    files: Optional[tuple[int, ...]],
+    filters: Filters,
+    means: Means,
+    crcs: Optional[RecordedCrcs],
+    report: Report,
+) -> Tree:
+    """The files of another form that are read, by number, and the names in them.
+
+    Raises:
+        UsageError: there is no file of a number.
+    """
+    reader = FormReader(source, filters.admit if files is None else lambda name: False, means, report, files)
+    tree = read_sound(reader.read, crcs)
+    there = [] if reader.checkpoint is None else sorted(reader.checkpoint.files)
+    beyond = sorted(set(files or ()).difference(there))
+    if beyond:
+        raise UsageError(
+            f"{file_ranges(beyond)} (--ranks) is out of range: {source.path} has {file_ranges(there)}",
+            rank=beyond[0],
+        )
+    return tree.only(filters.admit)
 
 
 def _files(
