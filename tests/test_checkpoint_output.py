@@ -151,13 +151,15 @@ def test_int4_is_marked_and_types_come_back(tmp_path: Path) -> None:
         "e5m2": ("Float8E5M2", (), b"l"),
     }
     path = tmp_path / "x.safetensors"
-    path.write_bytes(written(tensors, {"more": "of it"}))
+    path.write_bytes(written(tensors))
     index = index_of(path)
     assert [(t.name, t.dtype, t.shape) for t in index.tensors.values()] == [
         (name, *parts(tensor)[:2]) for name, tensor in tensors.items()
     ]
-    marks = {"format": "ms", "remove_redundancy": "False", "more": "of it", "int4": "Int4"}
+    marks = {"format": "ms", "remove_redundancy": "False", "int4": "Int4"}
     assert index.metadata == marks
+    path.write_bytes(written(tensors, {"format": "pt"}))
+    assert index_of(path).metadata == {"format": "pt", "int4": "Int4"}
 
 
 def header_of(data: bytes) -> dict[str, Any]:
