@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.trees import read_tree, same_ranks, scalar
+from tests.trees import layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
 
 FULL = tensors()
 FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
@@ -184,6 +185,23 @@ def test_files_beside_weights_that_are_replaced_are_those_of_the_new_ones(world:
         told = done("convert", one, two, "--to", "huggingface", "--overwrite")
         assert (two / "config.json").read_text() == model and "is kept" not in told.err
     assert "is kept" not in done("convert", one, two, "--to", "huggingface").err
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_of_one_element_is_proven_in_every_form(form: str, tmp_path: Path) -> None:
+    full = {"w": value("w", (8, 6)), "gate": value("gate", (1,)), "layers.0.scale": value("scale", ())}
+    old = single({"w": layout([2], [0, -1]), "gate": layout([2], [-1]), "layers.0.scale": layout([2], [])})
+    world = World(tmp_path, old, old)
+    world.save(full)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, *to(form, world)]
+    done(*words, "--format", "safetensors", "--verify")
+    (path,) = [path for path in world.dst.rglob("*.safetensors") if "gate" in read_checkpoint(path)][:1]
+    content = read_checkpoint(path)
+    changed = content["gate"].array + 1
+    path.chmod(0o600)
+    write_checkpoint(path, {**content, "gate": content["gate"]._replace(array=changed)})
+    target: list[Argument] = ["--dst-strategy", world.new] if form in ("ranks", "checkpoint2") else []
+    fails(4, "verify", world.dst, "--src", world.src, "--src-strategy", world.old, *target, says=["must not be used"])
 
 
 def test_values_without_a_parameter_are_no_checkpoint2(world: World) -> None:

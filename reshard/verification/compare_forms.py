@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.checkpoints import can_hold
 from reshard.checkpoints.checkpoint2 import Checkpoint2
-from reshard.checkpoints.full import HUGGINGFACE
+from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
@@ -156,7 +156,10 @@ class _Comparison:
             told = tree.tensor(name, wrong[0]).dtype
             self._add("type", name, f"is {told}, but {sample.dtype} in the source", wrong)
             return []
-        if name in self._values:
+        laid_out = tree.parameters.get(name)
+        checkpoint = self._written.checkpoint
+        # Full weights do not tell a tensor of one element, whole wherever it is, from a value.
+        if name in self._values or (laid_out is None and isinstance(checkpoint, FullWeights)):
             odd = [number for number in numbers if tree.tensor(name, number).shape != parameter.shape]
             if odd:
                 shape = list(tree.tensor(name, odd[0]).shape)
@@ -164,8 +167,6 @@ class _Comparison:
                 return []
             found = self._as_parameter(name, numbers, tree)
             return [Copies(parameter, held, True) for held in found.slices]
-        laid_out = tree.parameters.get(name)
-        checkpoint = self._written.checkpoint
         if laid_out is None or (isinstance(checkpoint, Checkpoint2) and name not in (checkpoint.listed or {name})):
             self._add("missing", name, "is in a file, but nothing says that it is", numbers)
             return []
