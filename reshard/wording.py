@@ -51,16 +51,10 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0-3,7``."""
+def rank_ranges(ranks: Iterable[int], noun: str = "rank") -> str:
+    """``rank 3`` or ``ranks 0-3,7``; ``noun`` is what the numbers count."""
     numbers = sorted(set(ranks))
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {number_ranges(numbers)}"
-
-
-def file_ranges(files: Iterable[int]) -> str:
-    """``file 3`` or ``files 0-3,7``."""
-    numbers = sorted(set(files))
-    return f"{'file' if len(numbers) == 1 else 'files'} {number_ranges(numbers)}"
+    return f"{noun if len(numbers) == 1 else noun + 's'} {number_ranges(numbers)}"
 
 
 def stepped_rank_ranges(ranks: Iterable[int]) -> str:
@@ -69,9 +63,9 @@ def stepped_rank_ranges(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {stepped_ranges(numbers)}"
 
 
-def counted_ranks(ranks: Collection[int]) -> str:
-    """``2 ranks (0-1)``."""
-    return f"{plural(len(ranks), 'rank')} ({number_ranges(ranks)})"
+def counted_ranks(ranks: Collection[int], noun: str = "rank") -> str:
+    """``2 ranks (0-1)``; ``noun`` is what the numbers count."""
+    return f"{plural(len(ranks), noun)} ({number_ranges(ranks)})"
 
 
 def left_alone(ranks: Collection[int]) -> str:

@@ -19,6 +19,11 @@ FORMS = (RANKS, CHECKPOINT2, UNIFIED, HUGGINGFACE)
 """Forms of checkpoints, as --to names them."""
 
 
+def counted_as(form: str) -> str:
+    """What the numbers of a form's files count, in messages: ``rank`` or ``file``."""
+    return "rank" if form == RANKS else "file"
+
+
 def form_of(src: str) -> str:
     """The form of a source, by names alone; what is no other form is `RANKS`, be it there or not.
 

@@ -131,8 +131,14 @@ def kinds_line(summary: Summary) -> list[str]:
     return [f"kinds: {totals_words(summary.kinds)}"] if summary.kinds else []
 
 
-def summary_lines(summary: Summary, verbose: bool) -> list[str]:
-    """What became, or would become, of the parameters, and where the manifest is."""
+def summary_lines(summary: Summary, verbose: bool, files: str) -> list[str]:
+    """What became, or would become, of the parameters, and where the manifest is.
+
+    Args:
+        summary: of a conversion.
+        verbose: name every parameter.
+        files: what the numbers of target files count: ``rank`` or ``file``.
+    """
     lines = [f"{plural(summary.parameters, 'parameter')} resharded", *kinds_line(summary)]
     for names, what in (
         (summary.copied, "copied unchanged"),
@@ -145,5 +151,5 @@ def summary_lines(summary: Summary, verbose: bool) -> list[str]:
             lines.append(f"{len(names)} {what}: {listed.full if verbose else listed}")
     lines += replicas_line(summary)
     if summary.manifest:
-        lines.append(f"all ranks are there: {summary.manifest}")
+        lines.append(f"all {files}s are there: {summary.manifest}")
     return lines

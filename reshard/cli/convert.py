@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import (
@@ -176,9 +176,10 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
 def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -> None:
     rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
     step = step_words(summary.step)
+    files, source_files = counted_as(request.to), counted_as(request.form)
     if summary.ranks:
         first = (
-            f"wrote {counted_ranks(summary.ranks)} to {request.dst}: "
+            f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
             f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
         )
     else:
@@ -186,10 +187,10 @@ def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -
     lines = [
         first,
         *phases_line(summary, verifying),
-        f"source: {step}, headers of {rank_ranges(summary.source_ranks)} read",
+        f"source: {step}, headers of {rank_ranges(summary.source_ranks, source_files)} read",
     ]
     if summary.done_before:
-        done_before = counted_ranks(summary.done_before)
+        done_before = counted_ranks(summary.done_before, files)
         lines.append(f"{done_before} had been written before by the same conversion; {left_alone(summary.done_before)}")
-    lines += summary_lines(summary, verbose)
+    lines += summary_lines(summary, verbose, files)
     say("\n".join(lines), to_standard_error=True)

@@ -38,7 +38,7 @@ from reshard.verification import (
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.tree import Tree
 from reshard.verify import FormReader, Source
-from reshard.wording import file_ranges, one_line, plural, quoted, rank_ranges, step_words
+from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
 
 
 @command(
@@ -179,7 +179,7 @@ def _form_tree(
     beyond = sorted(set(files or ()).difference(there))
     if beyond:
         raise UsageError(
-            f"{file_ranges(beyond)} (--ranks) is out of range: {source.path} has {file_ranges(there)}",
+            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {source.path} has {rank_ranges(there, 'file')}",
             rank=beyond[0],
         )
     return tree.only(filters.admit)

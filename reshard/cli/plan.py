@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Optional
 
+from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, request_between, summary_json, summary_lines
@@ -35,7 +36,7 @@ reshard plan ckpt/ out/ --svg transfers.svg \\
 @options.strategies
 @options.targets
 @options.conversion
-@options.svg("Draw which source rank gives how much to which target rank.")
+@options.svg("Draw which source rank, or file, gives how much to which target rank.")
 def plan(
     src: str,
     dst: str,
@@ -120,45 +121,49 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
 def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool) -> list[str]:
     plan, state = prepared.plan, prepared.state
     request = plan.request
-    counts = f"{plural(request.source.device_count, 'rank')} to {request.target.device_count}"
+    files, source_files = counted_as(request.to), counted_as(request.form)
+    counts = f"{plural(_sources(prepared), source_files)} to {plan.form.count}"
+    if files != source_files:
+        counts = f"{plural(_sources(prepared), source_files)} to {plural(plan.form.count, files)}"
     lines = [f"{step_words(summary.step)} of {request.src}, {counts}, to {request.dst} ({plan.form.format})"]
     if summary.ranks:
         spaces = state.space
         written, read = byte_size(summary.bytes_written), byte_size(sum(moved.read.values()))
         memory, buffers = byte_size(_expected_memory(state.execution)), byte_size(state.execution.buffer_bytes)
         lines += [
-            f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks)}",
+            f"  write    {plural(len(summary.ranks), 'file')}, {written}: {rank_ranges(summary.ranks, files)}",
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
-            f"source {rank_ranges(moved.read)}{_over_read(moved)}",
+            f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
         lines.append("  write    nothing: all targets asked for are there")
     if summary.done_before:
-        done, left = counted_ranks(summary.done_before), left_alone(summary.done_before)
+        done, left = counted_ranks(summary.done_before, files), left_alone(summary.done_before)
         lines.append(f"  done     {done} by the same conversion before; {left}")
     absent = _absent(prepared)
     if absent:
-        lines.append(f"  replicas stand in for source {rank_ranges(absent)}, which left no sound file")
+        lines.append(f"  replicas stand in for source {rank_ranges(absent, source_files)}, which left no sound file")
     unread = sorted(plan.checkpoint.indexes.keys() - moved.read)
-    if unread and summary.ranks and len(summary.ranks) == request.target.device_count:
-        lines.append(f"  unread   source {rank_ranges(unread)}: the others hold all that is written")
-    return lines + [f"  {line}" for line in summary_lines(summary, verbose)]
+    if unread and summary.ranks and len(summary.ranks) == plan.form.count:
+        lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")
+    return lines + [f"  {line}" for line in summary_lines(summary, verbose, files)]
 
 
 def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
-    """A row per target rank, of the first ones where there are many."""
-    state = prepared.state
+    """A row per target file, of the first ones where there are many."""
+    state, request = prepared.state, prepared.plan.request
+    target, source = counted_as(request.to), counted_as(request.form)
     given = _given(moved)
     ranks = state.work if verbose else state.work[:_MOST_ROWS]
     rows = [
         [str(rank), byte_size(state.sizes[rank]), str(len(given[rank])), number_ranges(given[rank])] for rank in ranks
     ]
     if rows:
-        table("", ["target rank", "size", "files read", "of source ranks"], rows)
+        table("", [f"target {target}", "size", "files read", f"of source {source}s"], rows)
     if len(ranks) < len(state.work):
-        say(f"and {plural(len(state.work) - len(ranks), 'target rank')} more: --json lists all")
+        say(f"and {plural(len(state.work) - len(ranks), f'target {target}')} more: --json lists all")
 
 
 def _given(moved: Transfers) -> dict[int, dict[int, int]]:
@@ -170,9 +175,16 @@ def _given(moved: Transfers) -> dict[int, dict[int, int]]:
 
 
 def _absent(prepared: Prepared) -> list[int]:
-    """Source ranks without a file that can be read."""
-    ranks = range(prepared.plan.request.source.device_count)
-    return [rank for rank in ranks if rank not in prepared.plan.checkpoint.indexes]
+    """Source ranks, or files by number, that cannot be read."""
+    return [number for number in range(_sources(prepared)) if number not in prepared.plan.checkpoint.indexes]
+
+
+def _sources(prepared: Prepared) -> int:
+    """Ranks of the source, or its files where its form has no ranks."""
+    plan = prepared.plan
+    if plan.request.form == RANKS:
+        return plan.request.source.device_count
+    return max(plan.checkpoint.files, default=-1) + 1
 
 
 def _over_read(moved: Transfers) -> str:
@@ -199,15 +211,17 @@ def _expected_memory(execution: ExecutionOptions) -> int:
 def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
     from reshard.pictures.transfers import transfer_map
 
-    request = prepared.plan.request
+    plan, request = prepared.plan, prepared.plan.request
     title = f"{request.src} to {request.dst}"
     picture = transfer_map(
         moved.taken,
-        request.source.device_count,
-        request.target.device_count,
+        _sources(prepared),
+        plan.form.count,
         title,
         copied=moved.copied,
-        source_stages=[stage.first_rank for stage in request.source.stages],
-        target_stages=[stage.first_rank for stage in request.target.stages],
+        source_stages=[stage.first_rank for stage in request.source.stages] if request.form == RANKS else (),
+        target_stages=[stage.first_rank for stage in request.target.stages] if request.to == RANKS else (),
+        source_noun=counted_as(request.form),
+        target_noun=counted_as(request.to),
     )
     write_picture(path, picture, quiet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import (
@@ -55,6 +56,12 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     Files are named as in SRC, those of lost ranks as their siblings (rank_3/llama_rank_3-1_200.ckpt), so
     that what --lost-only writes can be copied over SRC; --prefix names them as in a conversion.
     """
+    form = form_of(src)
+    if form != RANKS:
+        raise UsageError(
+            f"{src}: is of the form {form}, whose files are no ranks that replicas could bring back",
+            hint="`reshard convert` takes the copies that are there; `reshard inspect` tells what is lost",
+        )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener(typed["quiet"]))

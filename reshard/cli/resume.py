@@ -12,7 +12,7 @@ from typing import Any, Optional
 import click
 from click.core import ParameterSource
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, counted_as, form_of
 from reshard.checkpoints.path_pattern import RANK, fixed_directory
 from reshard.cli import completion, options
 from reshard.cli.command import command
@@ -131,8 +131,10 @@ def _done_words(found: Status, dst: str) -> str:
     if found.complete:
         return f"nothing is left to do: {dst} is complete: {found.manifest or 'all lost ranks are there'}"
     left = set(range(found.plan.ranks)).difference(found.done)
+    noun = counted_as(found.plan.form)
+    done = counted_ranks(found.done, noun)
     return (
-        f"nothing is left to do: {counted_ranks(found.done)} are there; nobody asked for {rank_ranges(left)}\n"
+        f"nothing is left to do: {done} are there; nobody asked for {rank_ranges(left, noun)}\n"
         "the whole command with --ranks, or without, adds them"
     )
 

@@ -6,6 +6,7 @@ import shlex
 
 import click
 
+from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
@@ -28,6 +29,7 @@ def status(dst: str, as_json: bool) -> None:
         echo_json(
             {
                 "complete": found.complete,
+                "form": found.plan.form,
                 "ranks": found.plan.ranks,
                 "wanted": list(found.wanted),
                 "done": list(found.done),
@@ -46,7 +48,10 @@ def status(dst: str, as_json: bool) -> None:
 def _lines(dst: str, found: Status) -> list[str]:
     step = f"step {found.plan.step}" if found.plan.step else "a checkpoint without a step in its name"
     recovery = found.plan.task == "recover"
-    what = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(found.plan.ranks, 'rank')}"
+    noun = counted_as(found.plan.form)
+    what = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(found.plan.ranks, noun)}"
+    if found.plan.form != RANKS:
+        what += f" of the form {found.plan.form}"
     if found.lost_only:
         what += f", of which only the lost {counted_ranks(found.wanted)} are wanted"
     lines = [f"{what} ({found.plan.format})"]
@@ -56,7 +61,7 @@ def _lines(dst: str, found: Status) -> list[str]:
         (found.missing, "missing"),
     ):
         if ranks:
-            lines.append(f"{plural(len(ranks), 'rank')} {words}: {number_ranges(ranks)}")
+            lines.append(f"{plural(len(ranks), noun)} {words}: {number_ranges(ranks)}")
     if found.complete:
         lines.append(f"complete: {found.manifest or 'all lost ranks that are wanted are there'}")
     elif found.writing:
@@ -65,9 +70,9 @@ def _lines(dst: str, found: Status) -> list[str]:
         left = set(found.missing) if found.asked is None else set(found.missing).intersection(found.asked)
         unasked = set(found.missing).difference(left)
         if unasked:
-            lines.append(f"not complete: nobody asked for {rank_ranges(unasked)} so far")
+            lines.append(f"not complete: nobody asked for {rank_ranges(unasked, noun)} so far")
         if left and found.resumable:
-            lines.append(f"not complete: `reshard resume {shlex.quote(dst)}` goes on with {rank_ranges(left)}")
+            lines.append(f"not complete: `reshard resume {shlex.quote(dst)}` goes on with {rank_ranges(left, noun)}")
         elif not unasked:
             lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
         if found.changed:

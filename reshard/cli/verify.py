@@ -10,7 +10,7 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import RANKS, form_of
+from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
@@ -99,6 +99,7 @@ def verify(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
     unchecked: list[int] = []
+    noun = counted_as(RANKS)
     verdict = ""
     with FileHandles(decryption=decryption) as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
@@ -175,6 +176,7 @@ def verify(
                     hint="OUT alone is compared with its manifest, file by file",
                 )
             manifest = _of_ranks(read_manifest(out), ranks)
+            noun = counted_as(manifest.plan.form)
             if headers_only:
                 without = tuple(file._replace(crc32=None) for file in manifest.files)
                 manifest = dataclasses.replace(manifest, files=without)
@@ -182,16 +184,18 @@ def verify(
             unchecked = [file.rank for file in manifest.files if file.crc32 is None]
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
             if unchecked:
-                verdict = f"no differences in sizes and headers; contents of {rank_ranges(unchecked)} were not compared"
-                _warn_of_changed(out, unchecked, report)
+                verdict = (
+                    f"no differences in sizes and headers; contents of {rank_ranges(unchecked, noun)} were not compared"
+                )
+                _warn_of_changed(out, unchecked, noun, report)
         means.check_unchanged()
     if typed["as_json"]:
         echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
     if unchecked and not found and not headers_only:
         # Whoever removes the source after this must not take a look at headers for one at contents.
         raise UsageError(
-            f"{out}: contents of {rank_ranges(unchecked)} were not compared: the manifest has no checksums of them; "
-            "sizes and headers are as it says",
+            f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
+            "them; sizes and headers are as it says",
             hint="compare them with the source: --src SRC with --src-strategy and --dst-strategy; pass --headers-only "
             "if names and sizes are enough; a conversion with --checksum crc32 records checksums",
         )
@@ -255,22 +259,23 @@ def _of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
         return manifest
     files = tuple(file for file in manifest.files if file.rank in ranks)
     beyond = sorted(set(ranks).difference(file.rank for file in files))
+    noun = counted_as(manifest.plan.form)
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond)} (--ranks) is out of range: the manifest has "
-            f"{rank_ranges([file.rank for file in manifest.files])}",
+            f"{rank_ranges(beyond, noun)} (--ranks) is out of range: the manifest has "
+            f"{rank_ranges([file.rank for file in manifest.files], noun)}",
             rank=beyond[0],
         )
     return dataclasses.replace(manifest, files=files)
 
 
-def _warn_of_changed(out: str, unchecked: Sequence[int], report: Report) -> None:
+def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:
     """Say which files may have been changed, of ranks whose contents are not compared."""
     with contextlib.suppress(TargetError):
         changed = sorted(set(status_of(out).changed) & set(unchecked))
         if changed:
             report.warn(
-                f"files of {rank_ranges(changed)} have another time than when they were written: they may have been "
+                f"{rank_ranges(changed, noun)}: have another time than when they were written, so they may have been "
                 "changed since"
             )
 

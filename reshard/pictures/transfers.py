@@ -38,6 +38,8 @@ def transfer_map(
     copied: Optional[Pairs] = None,
     source_stages: Sequence[int] = (),
     target_stages: Sequence[int] = (),
+    source_noun: str = "rank",
+    target_noun: str = "rank",
 ) -> bytes:
     """Draw the bytes moved from source ranks (rows) to target ranks (columns) as an SVG heat map.
 
@@ -52,6 +54,8 @@ def transfer_map(
         copied: of these bytes, those of values that are copied as they are.
         source_stages: first rank of every pipeline stage of the source, ascending.
         target_stages: first rank of every pipeline stage of the target, ascending.
+        source_noun: what the source's numbers count, such as ``file``.
+        target_noun: likewise of the target.
 
     Returns:
         The SVG file's content.
@@ -62,7 +66,7 @@ def transfer_map(
     beyond = [pair for pair in moved if not (0 <= pair[0] < sources and 0 <= pair[1] < targets)]
     if beyond:
         raise ValueError(f"ranks {beyond[0]} are beyond {sources} source and {targets} target ranks")
-    down, across = _Axis(sources, source_stages, 18), _Axis(targets, target_stages, 44)
+    down, across = _Axis(sources, source_stages, 18, source_noun), _Axis(targets, target_stages, 44, target_noun)
     cells = _added_up(moved, down, across)
     values = _added_up(copied or {}, down, across)
     only_values = {cell for cell, size in cells.items() if values.get(cell) == size}
@@ -73,8 +77,10 @@ def transfer_map(
     body, line = svg.paragraph(16, 26, title, width - 32, style="font-weight:600")
     top = line + 34 + across.room_for_stages
     body += [
-        svg.text(left + across.length / 2, top - 26 - across.room_for_stages, "target rank", text_anchor="middle"),
-        svg.text(0, 0, "source rank", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
+        svg.text(
+            left + across.length / 2, top - 26 - across.room_for_stages, f"target {target_noun}", text_anchor="middle"
+        ),
+        svg.text(0, 0, f"source {source_noun}", text_anchor="middle", transform=_upright(24, top + down.length / 2)),
     ]
     body += [svg.text(left + at, top - 8, str(rank), "soft", text_anchor="middle") for at, rank in across.ticks()]
     body += [svg.text(left - 8, top + at + 4, str(rank), "soft", text_anchor="end") for at, rank in down.ticks()]
@@ -133,6 +139,7 @@ class _Axis:
 
     Attributes:
         ranks: how many there are.
+        noun: what they are.
         ranks_per_cell: neighbours that share a row or column.
         cells: rows or columns.
         cell: their height or width.
@@ -140,9 +147,10 @@ class _Axis:
         stages: first rank of every pipeline stage, where there are several.
     """
 
-    def __init__(self, ranks: int, stages: Sequence[int], distance: int) -> None:
+    def __init__(self, ranks: int, stages: Sequence[int], distance: int, noun: str) -> None:
         """Args: distance: pixels between labels at least."""
         self.ranks = ranks
+        self.noun = noun
         self._distance = distance
         self.stages = tuple(stages) if len(stages) > 1 else ()
         self.ranks_per_cell = max(1, math.ceil(ranks / MOST_CELLS))
@@ -153,7 +161,7 @@ class _Axis:
     def ranks_of(self, cell: int) -> str:
         """The ranks of a row or column, in words."""
         first = cell * self.ranks_per_cell
-        return rank_ranges(range(first, min(first + self.ranks_per_cell, self.ranks)))
+        return rank_ranges(range(first, min(first + self.ranks_per_cell, self.ranks)), self.noun)
 
     def ticks(self) -> list[tuple[float, int]]:
         """Places of labels, and the first rank there."""
@@ -266,14 +274,15 @@ def _legend(most: int, left: float, top: float) -> list[str]:
 def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis) -> list[str]:
     pairs = sum(1 for size in moved.values() if size)
     values = f", {byte_size(copied)} of it values that are copied as they are" if copied else ""
+    of = down.ranks * across.ranks
     said = [
-        f"{byte_size(sum(moved.values()))} from {plural(down.ranks, 'source rank')} to "
-        f"{plural(across.ranks, 'target rank')}{values}; {pairs} of {down.ranks * across.ranks} pairs move anything."
+        f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
+        f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs move anything."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
         said.append(
-            f"Neighbouring ranks are added up: a cell is {plural(down.ranks_per_cell, 'source rank')} by "
-            f"{plural(across.ranks_per_cell, 'target rank')}, and is labelled by the first."
+            f"Neighbours are added up: a cell is {plural(down.ranks_per_cell, f'source {down.noun}')} by "
+            f"{plural(across.ranks_per_cell, f'target {across.noun}')}, and is labelled by the first."
         )
     if heat:
         (row, column), size = max(heat.items(), key=lambda item: item[1])
