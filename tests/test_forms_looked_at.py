@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 from tests.test_forms import FORMS, to
+from tests.test_json_schemas import SCHEMAS, check
+from tests.trees import read_checkpoint
 
 FULL = tensors()
 
@@ -49,3 +53,58 @@ def test_what_is_no_rank_tree_is_not_recovered(form: str, world: World) -> None:
     made = make(form, world)
     fails(2, "recover", made, world.dst, "--strategy", world.new, says=[form, "no ranks"])
     assert not world.dst.exists()
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_inspect_shows_files_tensors_and_how_they_are_cut(form: str, world: World) -> None:
+    made = make(form, world)
+    found = done("inspect", made, "--json").json
+    check(found, SCHEMAS / "inspect.v1.json")
+    assert (found["form"], found["complete"], found["findings"]) == (form, True, [])
+    manifest = json.loads((made / "reshard-manifest.json").read_text())
+    listed = {(str(made / file["file"]), file["size"]) for file in manifest["files"]}
+    assert {(file["file"], file["bytes"]) for file in found["files"]} == listed
+    assert found["bytes"] == sum(size for _, size in listed)
+    assert found["full_bytes"] == sum(FULL[name].array.nbytes for name in FULL)
+    tensors_ = {item["name"]: item for item in found["tensors"]}
+    assert {name: item["shape"] for name, item in tensors_.items()} == {
+        name: list(value.array.shape) for name, value in FULL.items()
+    }
+    assert found["values"] == ["global_step"]
+    laid_out = form == "checkpoint2"
+    assert tensors_["w"]["cuts"] == ([1, 2] if laid_out else [1, 1])
+    assert tensors_["w"]["ranks"] == (2 if laid_out else None)
+    assert found["step"] == ("41" if laid_out else None)
+    said = done("inspect", made).out
+    assert form in said and "global_step" in said and ("1 x 2 on 2 ranks" in said) == laid_out
+    fails(2, "inspect", made, "--strategy", world.new, says=["rank tree"])
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_inspect_tells_what_a_checkpoint_lacks(form: str, world: World) -> None:
+    made = make(form, world)
+    path = next(path for path in sorted(made.rglob("*.safetensors")) if "w" in read_checkpoint(path))
+    path.unlink()
+    found = done("inspect", made, "--json").json
+    check(found, SCHEMAS / "inspect.v1.json")
+    assert not found["complete"]
+    assert any(finding["refuses"] and path.name in finding["text"] for finding in found["findings"])
+    assert str(path) not in [file["file"] for file in found["files"]] and found["files"]
+    if form == "checkpoint2":
+        assert {item["name"]: item["lost"] for item in found["tensors"]}["w"] == 1
+    said = done("inspect", made).out
+    assert "not complete" in said and "a conversion" in said and path.name in said
+
+
+def test_inspect_tells_which_iteration_is_the_last_finished_one(world: World) -> None:
+    made = make("checkpoint2", world)
+    shutil.copytree(made / "iteration_00000041", made / "iteration_00000050")
+    found = done("inspect", made, "--json").json
+    assert [(item["iteration"], item["finished"], item["latest"]) for item in found["iterations"]] == [
+        (41, True, True),
+        (50, False, False),
+    ]
+    assert found["step"] == "41"
+    assert done("inspect", made, "--step", 50, "--json").json["step"] == "50"
+    assert "newer than the last finished one" in done("inspect", made).out
+    fails(3, "inspect", made, "--step", 60, says=["60"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Optional
 
 import click
 
+from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
@@ -35,6 +36,7 @@ _LONGEST = 300
 reshard inspect ckpt/
 reshard inspect ckpt/ --strategy src_strategy.ckpt
 reshard inspect ckpt/rank_0
+reshard inspect iterations/ --step 1000
 reshard inspect ckpt/rank_0/net-3_10.ckpt
 """,
 )
@@ -56,15 +58,31 @@ def inspect(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Show what is in a checkpoint file, a rank directory or a rank tree at PATH.
+    """Show what is in a checkpoint file, a rank directory, a rank tree or another form at PATH.
 
     Contents of tensors are never read. Of a tree, every file's name and size is looked at, and the
     headers of the newest step, or of --step. With --strategy, steps are judged as a conversion
     judges them, from the newest to the first complete one, and what they lack is named; without it,
     what is said of completeness is a guess. What would make a conversion refuse is shown as a
-    finding, and the exit status stays 0.
+    finding, and the exit status stays 0. Of Checkpoint 2.0, unified and Hugging Face directories it
+    shows iterations, files, tensors, how these are cut, and what is lost.
     """
     decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
+    form = form_of(path)
+    if form != RANKS:
+        if strategy is not None or file_suffix is not None:
+            raise UsageError(
+                f"{path} is of the form {form}; --strategy and --file-suffix go with a rank tree", hint="leave them out"
+            )
+        from reshard.cli.inspect_form import form_json, show_form
+        from reshard.inspection.form import inspect_form
+
+        inspected = inspect_form(path, form, step)
+        if as_json:
+            echo_json(form_json(inspected))
+        else:
+            show_form(inspected, verbose)
+        return
     if not exists(path) or is_directory(path) or "{rank}" in path:
         from reshard.inspection.tree import inspect_tree
         from reshard.strategies import read_strategy
@@ -107,7 +125,7 @@ def _file_json(path: str, file: InspectedFile) -> dict[str, object]:
         "remove_redundancy": bool(file.contents.deduplicated),
         "dtypes": totals_json(file.contents.by_dtype()),
         "kinds": totals_json(file.contents.by_kind()),
-        "findings": _findings_json(file.findings),
+        "findings": findings_json(file.findings),
         "tensors": [
             {
                 "name": tensor.name,
@@ -131,7 +149,7 @@ def _tree_json(tree: InspectedTree, step: str) -> dict[str, object]:
         "ranks": list(tree.ranks),
         "strategy": tree.strategy,
         "latest": latest,
-        "findings": _findings_json(tree.findings),
+        "findings": findings_json(tree.findings),
         "steps": [_step_json(item) for item in tree.steps],
     }
 
@@ -181,7 +199,8 @@ def _contents_json(contents: Contents) -> dict[str, object]:
     }
 
 
-def _findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
+def findings_json(findings: Sequence[Finding]) -> list[dict[str, object]]:
+    """Findings as `--json` prints them."""
     return [{**finding._asdict(), "text": full_text(finding.text)} for finding in findings]
 
 
@@ -197,7 +216,7 @@ def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     marks = {key: value for key, value in index.metadata.items() if key not in index.tensors and key != "crc_num"}
     if marks:
         say("metadata: " + ", ".join(f"{one_line(key)}={one_line(value)}" for key, value in marks.items()))
-    _show_findings(file.findings, verbose)
+    show_findings(file.findings, verbose)
     _show_tensors(file.contents, verbose, per_file=True)
 
 
@@ -273,7 +292,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
         say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
         say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
-    _show_findings(tree.findings, verbose)
+    show_findings(tree.findings, verbose)
     # The step that is taken says most; without one, the newest that was read.
     read = [item for item in tree.steps if item.contents is not None]
     for item in read if verbose else [tree.latest or read[0]] if read else []:
@@ -315,7 +334,8 @@ def _state(step: InspectedStep, judged: bool) -> str:
     return ", ".join(words)
 
 
-def _show_findings(findings: Sequence[Finding], verbose: bool) -> None:
+def show_findings(findings: Sequence[Finding], verbose: bool) -> None:
+    """Findings as lines, those that make a conversion refuse named so."""
     shown = findings if verbose else findings[:_MOST_FINDINGS]
     for finding in shown:
         first, *rest = (full_text(finding.text) if verbose else finding.text).split("\n")
