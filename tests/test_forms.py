@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
 
@@ -218,3 +218,17 @@ def test_a_weight_that_nothing_lays_out_is_not_lost_without_a_word(world: World)
     world.save(FULL, copied={"layers.0.gate": scalar(3, shape=(1,))})
     words: list[Argument] = ["--src-strategy", world.old, *to("checkpoint2", world)]
     assert "layers.0.gate" in done("convert", world.src, world.dst, *words).err
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path) -> None:
+    full = {"w": value("w", (8, 6)), "q.weight": value("q", (8, 6), "F8_E4M3")}
+    layouts = single({name: layout([2], [0, -1]) for name in full})
+    world = World(tmp_path, layouts, layouts)
+    write_checkpoint(tmp_path / "src" / "model.safetensors", full)
+    result = done("convert", world.src, world.dst, *to(form, world))
+    if form == "huggingface":
+        assert "MindSpore" not in result.err
+    else:
+        warns(result, "read no .safetensors file that holds Float8E4M3FN", "'q.weight'")
+    assert "MindSpore and" not in done("convert", world.src, tmp_path / "w", *to(form, world), "--include", "w").err

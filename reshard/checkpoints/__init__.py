@@ -9,7 +9,7 @@ strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.decryption import Decryption
-from reshard.checkpoints.dtypes import can_hold
+from reshard.checkpoints.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.naming import FileNames
 from reshard.checkpoints.open import format_of, read_index
@@ -53,6 +53,7 @@ __all__ = [
     "lay_out_ckpt",
     "lay_out_copy",
     "lay_out_safetensors",
+    "mindspore_reads",
     "read_index",
     "reading_error",
     "tensors_named",

@@ -74,6 +74,14 @@ INTEGERS = frozenset(
 """Types that NumPy holds as integers (Bool is none of them)."""
 
 
+def mindspore_reads(dtype: str) -> bool:
+    """Whether MindSpore reads safetensors files that hold a tensor of this type; of others it reads no tensor at all.
+
+    So in 2.7.0 and 2.10.0, whose list of types is its own.
+    """
+    return can_hold("safetensors", dtype) and not dtype.startswith(("Float8", "Complex"))
+
+
 def can_hold(format: str, dtype: str) -> bool:
     """Whether a file of this format can hold tensors of this type.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.checkpoints import can_hold
+from reshard.checkpoints import can_hold, mindspore_reads
 from reshard.checkpoints.forms import CHECKPOINT2
+from reshard.checkpoints.full import HUGGINGFACE
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.filter_advice import warn_of_unmatched
 from reshard.messages import listing
@@ -71,6 +72,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     _warn_of_weights(plan, report)
     if plan.sorted.unholdable:
         report.warn(f"{format} cannot hold text; left out: " + listing(plan.sorted.unholdable))
+    _warn_of_types(plan, report)
     plain = {name for section in plan.sections for name in plan.names_of(section) if _plain(plan, name, section)}
     if plain:
         report.note(
@@ -180,6 +182,20 @@ def problems_of_unlisted(plan: Plan, checkpoint: RankCheckpoint, report: Report)
     for text, _ in told:
         report.warn(text)
     return []
+
+
+def _warn_of_types(plan: Plan, report: Report) -> None:
+    """Say which files MindSpore, and MindFormers with it, will not read, whatever it wants of them."""
+    if plan.form.format != "safetensors" or plan.form.name == HUGGINGFACE:
+        return
+    tensors = plan.checkpoint.tensors
+    unread = [name for name in plan.sorted.resharded if not mindspore_reads(tensors[name].dtype)]
+    if unread:
+        types = " or ".join(sorted({tensors[name].dtype for name in unread}))
+        report.warn(
+            f"MindSpore and MindFormers read no .safetensors file that holds {types}: they will not load those with "
+            + listing(unread)
+        )
 
 
 def _said_of_unlisted(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:

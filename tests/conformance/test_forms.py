@@ -24,11 +24,14 @@ from tests.trees import (
     Checkpoint,
     Value,
     cut_ranks,
+    layout,
     read_checkpoint,
     read_tree,
     same_checkpoints,
     same_ranks,
     scalar,
+    single,
+    value,
     write_checkpoint,
     write_strategy,
     write_tree,
@@ -300,6 +303,22 @@ def test_mindformers_loads_full_weights(version: str, unified: Mapping[str, Made
     answers = oracles.done(oracles.mindformers(version, [job for _, _, job in asked]))
     for (only, layouts, _), answer in zip(asked, answers):
         assert not differences(answer, slices_of(only, layouts))
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+def test_mindspore_loads_no_file_with_the_types_that_convert_warns_of(version: str, tmp_path: Path) -> None:
+    jobs, types = [], ("F8_E4M3", "F8_E5M2", "Complex64")
+    for dtype in types:
+        held = {"w": value("w", (8, 6)), "other": value("other", (8, 6), dtype)}
+        write_checkpoint(tmp_path / dtype / "src" / "model.safetensors", held)
+        result = done("convert", tmp_path / dtype / "src", tmp_path / dtype / "unified", "--to", "unified")
+        assert "MindSpore and MindFormers read no .safetensors file" in result.err
+        only = single({"w": layout([2], [0, -1])})
+        where = {"unified": str(tmp_path / dtype / "unified"), "dst": str(tmp_path / dtype / "dst")}
+        strategy = str(write_strategy(tmp_path / dtype / "new", only))
+        jobs.append({"do": "distribute", **where, "strategy": strategy, "ranks": [0]})
+    for dtype, answer in zip(types, oracles.mindspore(version, jobs)):
+        assert "error" in answer and "KeyError" in answer["error"], dtype
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)

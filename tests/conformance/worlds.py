@@ -15,7 +15,7 @@ from tests.reference import LayoutDict, Strategy, axes_of, shard_step
 from tests.trees import Value, layout, value
 
 SIZES = (4, 8, 12, 24)
-DTYPES = ("Float32", "BFloat16", "Float16", "Int32")
+DTYPES = ("Float32", "BFloat16", "Float16", "Int32", "Int64", "Int8", "Bool", "UInt16")
 STATE = "adam_m."
 
 
