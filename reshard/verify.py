@@ -21,7 +21,7 @@ from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
 from reshard.report import Report
 from reshard.source_ranks import check_ranks
-from reshard.storage import is_regular_file
+from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy
 from reshard.verification import (
     Difference,
@@ -37,7 +37,7 @@ from reshard.verification import (
     read_tree,
 )
 from reshard.verification.compare_forms import compare_with_form
-from reshard.verification.forms import tree_of
+from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.written import read_written
 from reshard.wording import plural, rank_ranges, some_names
 
@@ -195,6 +195,7 @@ class FormReader:
     Attributes:
         strategy: how the tree that was read last is laid out.
         checkpoint: the checkpoint that was read last.
+        found: the same as a tree.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class FormReader:
         self._chosen = chosen
         self.strategy = source.strategy
         self.checkpoint: Optional[Checkpoint] = None
+        self.found: Optional[FormTree] = None
 
     def read(self, damaged: Mapping[str, str]) -> Tree:
         """The files, given those that are damaged, and why, by path."""
@@ -219,7 +221,7 @@ class FormReader:
             ),
             self._chosen,
         )
-        self.strategy, self.checkpoint = found.strategy, found.checkpoint
+        self.strategy, self.checkpoint, self.found = found.strategy, found.checkpoint, found
         return found.tree
 
 
@@ -297,19 +299,54 @@ def verify_replicas(
         lambda damaged: read_tree(files, strategy, means.handles, filters.admit, damaged), crcs, copies=True
     )
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
+    _check_anything_left(held)
+    found = compare_copies(held, means)
+    _tell_not_held(held, strategy, report)
+    return found, _verdict(held, report)
+
+
+def _check_anything_left(held: Tree) -> None:
     if not (held.parameters or held.problems or held.outside):
         raise CheckpointError(
             "nothing would be compared: no parameter of the checkpoint is asked for",
             hint="check --include and --exclude, and that the strategy is of this model",
         )
-    found = compare_copies(held, means)
-    _tell_not_held(held, strategy, report)
+
+
+def _verdict(held: Tree, report: Report) -> str:
+    """What is said where copies do not differ; nothing where there are none, of which is warned."""
     alone = sum(1 for parameter in held.parameters.values() if not has_copies(parameter))
     if alone == len(held.parameters):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
-        return found, ""
+        return ""
     left = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
-    return found, f"verified: copies do not differ{left}"
+    return f"verified: copies do not differ{left}"
+
+
+def verify_copies(
+    source: Source, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
+) -> tuple[list[Difference], str]:
+    """Which copies of slices within a checkpoint of any form but rank directories differ.
+
+    Returns:
+        The differences, and what is said where there are none.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    reader = FormReader(source, lambda name: False, means, report)
+    tree = read_sound(reader.read, crcs, copies=True)
+    assert reader.found is not None
+    warn_of_unmatched(filters, (tree.names,), report)
+    tree = tree.only(filters.admit)
+    _check_anything_left(tree)
+    place = source.path if is_directory(source.path) else os.path.dirname(source.path)
+    found = []
+    for difference in compare_copies(tree, means):
+        files = tuple(os.path.relpath(path, place) for path in reader.found.paths(difference.ranks))
+        detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
+        found.append(difference._replace(ranks=(), files=files, detail=detail))
+    return found, _verdict(tree, report)
 
 
 def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:

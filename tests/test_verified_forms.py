@@ -11,6 +11,8 @@ from typing import Any, Callable
 
 import pytest
 
+from tests.corpus import CORPUS2
+from tests.corpus2 import needs_corpus2
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.test_forms import FORMS, to
@@ -223,3 +225,18 @@ def test_the_fingerprint_of_a_checkpoint_is_one_in_all_forms(world: World) -> No
         path = next(path for path in weights(made) if "w" in read_checkpoint(path))
         flip(path, "w")
         assert done("fingerprint", made).out != told
+
+
+@needs_corpus2
+def test_copies_in_files_of_checkpoint2_are_compared(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint"
+    shutil.copytree(CORPUS2 / "a01_dp2mp2" / "checkpoint", source)
+    assert "copies do not differ" in done("verify", source, "--replicas").err
+    fails(2, "verify", source, "--replicas", "--strategy", "none", says=["rank tree"])
+    path = weights(source)[-1]
+    path.chmod(0o644)
+    name = next(name for name, value in read_checkpoint(path).items() if value.array.size > 4)
+    flip(path, name)
+    found = fails(4, "verify", source, "--replicas", "--json").json["differences"]
+    assert [entry["parameter"] for entry in found] == [name]
+    assert str(path.relative_to(source)) in found[0]["files"] and len(found[0]["files"]) == 2

@@ -24,6 +24,7 @@ from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.report import Report
+from reshard.strategies import Strategy
 from reshard.swapped import SwapTest
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
@@ -35,6 +36,7 @@ from reshard.verify import (
     recorded_step,
     recovered_ranks,
     verify_conversion,
+    verify_copies,
     verify_replicas,
 )
 from reshard.wording import plural, printable, quoted, rank_ranges
@@ -105,7 +107,16 @@ def verify(
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
         crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-        if replicas:
+        if replicas and form_of(out) != RANKS:
+            if strategy is not None or typed["file_suffix"] is not None:
+                raise UsageError(
+                    f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
+                    hint="leave them out",
+                )
+            whole = Source(out, form_of(out), Strategy.none(), typed["step"])
+            differing, verdict = verify_copies(whole, filters, means, report, crcs)
+            found += differing
+        elif replicas:
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
             differing, verdict = verify_replicas(
