@@ -11,11 +11,13 @@ from typing import Any, Callable
 
 import pytest
 
+from reshard.plan import plan as plan_module
 from tests.corpus import CORPUS2
 from tests.corpus2 import needs_corpus2
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.test_forms import FORMS, to
+from tests.test_verification import off_by_one, swapped_rows
 from tests.trees import layout, read_checkpoint, single, write_checkpoint, write_strategy
 
 FULL = tensors()
@@ -240,3 +242,26 @@ def test_copies_in_files_of_checkpoint2_are_compared(tmp_path: Path) -> None:
     found = fails(4, "verify", source, "--replicas", "--json").json["differences"]
     assert [entry["parameter"] for entry in found] == [name]
     assert str(path.relative_to(source)) in found[0]["files"] and len(found[0]["files"]) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("mistake", [off_by_one, swapped_rows])
+def test_slices_taken_from_the_wrong_place_are_found(
+    source: str, form: str, mistake: Any, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(source, world)
+    monkeypatch.setattr(plan_module, "StoredSlice", mistake)
+    options: list[Argument] = ["--src-strategy", world.new] if source == "ranks" else []
+    fails(
+        4,
+        "convert",
+        made,
+        world.dst,
+        *options,
+        *to(form, world),
+        "--format",
+        "safetensors",
+        "--verify",
+        says=["differs from the source"],
+    )
