@@ -27,7 +27,7 @@ from benchmarks import (
     start_up,
     throughput,
 )
-from reshard.checkpoints.storage import file_system_of
+from reshard.storage.costs import file_system_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any, Callable
 
-from reshard.checkpoints import storage
 from reshard.cli.main import main
+from reshard.storage import costs as storage
 
 
 def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.messages import Message, block, full_text, joined, listing
-from reshard.names import as_pattern
-from reshard.wording import quoted
+from reshard.text.messages import Message, block, full_text, joined, listing
+from reshard.text.names import as_pattern
+from reshard.text.wording import quoted
 
 # What to do about several problems at once; more would hide it.
 _MOST_HINTS = 3

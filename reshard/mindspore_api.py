@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.checkpoints.naming import as_prefix
+from reshard.checkpoints.rank_tree.naming import as_prefix
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
-from reshard.report import Report
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.text.report import Report
 
 _LOG = logging.getLogger("reshard")
 

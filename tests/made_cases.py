@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from reshard.checkpoints.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.strategies import RecordedLayout, read_strategy_file
 from reshard.strategies.rules import FullTensor, ModelTensors, ShardSetting, Target, model_tensors, parse_sizes
 from tests.corpus import CORPUS, FIXTURES

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.storage import LOCAL, REMOTE, Storage, file_system_of
 from reshard.errors import RetryableError
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reading import Reader, make_reader
 from reshard.layout import Box, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
 
 READERS = pytest.mark.parametrize(("storage", "mapped"), list(itertools.product([LOCAL, REMOTE], [False, True])))
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)

@@ -10,7 +10,7 @@ from typing import Optional
 
 import pytest
 
-from reshard.checkpoints.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.rules import (

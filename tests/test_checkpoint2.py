@@ -16,7 +16,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.checkpoint2 import Checkpoint2, find_iterations, read_checkpoint2, recognise
 from reshard.errors import CheckpointError, UsageError
-from reshard.report import Report
+from reshard.text.report import Report
 from tests.checkpoint_writing import STORED
 from tests.corpus import CORPUS2, FIXTURES
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.checkpoint2.names import parse_key
 from reshard.layout import Layout
-from reshard.report import Report
+from reshard.text.report import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered
 from tests.test_checkpoint2 import full_bytes, read
 

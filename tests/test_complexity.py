@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from reshard.globs import Glob, Globs
 from reshard.layout import Layout, Overlap
-from reshard.name_filters import Filters
 from reshard.plan.replicas import choose
+from reshard.text.globs import Glob, Globs
+from reshard.text.name_filters import Filters
 from tests.running import Argument, done, warns
 from tests.small import COPIED, World, tensors
 from tests.strategy_writing import layout, protobuf

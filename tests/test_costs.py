@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from reshard.checkpoints import FileHandles, alike
-from reshard.checkpoints import open as opening
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.formats import alike
+from reshard.checkpoints.formats import open as opening
 from reshard.execute import reading, run
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import ReadableFile

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from reshard import transform_checkpoint_by_rank
-from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, crc, read_index
+from reshard.checkpoints import CheckpointIndex, FileHandles, check_crc, read_index
+from reshard.checkpoints.formats import crc
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import PLAIN, PLAIN_TARGET, World, tensors

@@ -17,7 +17,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.full import FullWeights, full_weights_form, read_huggingface, read_unified
 from reshard.errors import CheckpointError, ReshardError
-from reshard.report import Report
+from reshard.text.report import Report
 from tests.checkpoint_writing import STORED, write_safetensors
 from tests.corpus import CORPUS2, FIXTURES
 

@@ -17,8 +17,8 @@ from reshard.execute.run import ExecutionOptions, Progress, convert
 from reshard.execute.writing import TargetWriter
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
-from reshard.report import Report
 from reshard.strategies import read_strategy
+from reshard.text.report import Report
 from tests.corpus import ROOT
 from tests.reference import Strategy
 from tests.running import Argument, done, fails

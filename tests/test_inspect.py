@@ -10,7 +10,7 @@ from typing import Any, Optional
 import pytest
 
 from reshard.checkpoints import find_checkpoints
-from reshard.names import kind_of
+from reshard.text.names import kind_of
 from tests.checkpoint_writing import write_sparse
 from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal, warns
 from tests.small import World, tensors

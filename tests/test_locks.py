@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard import temporary
 from reshard.records import locks
+from reshard.storage import temporary
 from tests.running import fails, warns
 from tests.small import World, tensors
 from tests.trees import same_ranks

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoints.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.strategies import RecordedLayout, read_strategy_file
 from reshard.strategies.rules import (
     FullTensor,

@@ -16,7 +16,7 @@ from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
 from reshard.plan.holding import Holding
 from reshard.strategies import RecordedLayout, Stage
-from reshard.wording import byte_size, stepped_ranges
+from reshard.text.wording import byte_size, stepped_ranges
 from tests.layouts import layouts, shapes
 from tests.number_words import numbers_named
 from tests.reference import LayoutDict, axes_of, boxes

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.convert import Options, prepare
+from reshard.convert.transfers import transfers_of
 from reshard.execute.destination import space_for
 from reshard.plan.request import Request
 from reshard.strategies import read_strategy
-from reshard.transfers import transfers_of
 from tests.corpus import ROOT
 from tests.layouts import strategies, tensors
 from tests.running import Argument, done, fails, warns

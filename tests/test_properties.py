@@ -14,12 +14,12 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints import storage as storage_module
 from reshard.execute import run as run_module
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
-from reshard.report import Report
+from reshard.storage import costs as storage_module
 from reshard.strategies import read_strategy
+from reshard.text.report import Report
 from tests.conftest import LONG
 from tests.layouts import holders, json_is_ambiguous, layouts, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import SourceTree, Step, find_checkpoints
-from reshard.checkpoints.steps import name_families, parse_stem
+from reshard.checkpoints.rank_tree.steps import name_families, parse_stem
 from reshard.errors import CheckpointError, UsageError
 from tests.running import done
 from tests.small import World, tensors

@@ -15,15 +15,15 @@ import pytest
 
 from reshard.checkpoints import FileHandles, lay_out_copy
 from reshard.convert import Options, Part, transform
+from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import RetryableError
 from reshard.execute.writing import TargetWriter
 from reshard.plan.pieces import TargetFile
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.records import SourceSampler
-from reshard.report import Report
 from reshard.strategies import read_strategy
-from reshard.target_directory import TargetDirectory
+from reshard.text.report import Report
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -214,7 +214,7 @@ def test_temporary_files_of_dead_runs_are_removed_and_those_of_live_ones_are_not
     world.save(FULL)
     code = (
         "import sys, time\n"
-        "from reshard import temporary\n"
+        "from reshard.storage import temporary\n"
         "import os\n"
         "os.makedirs(sys.argv[1], exist_ok=True)\n"
         "print(temporary.create(sys.argv[1])[1], flush=True)\n"

@@ -8,8 +8,8 @@ from typing import Optional
 import pytest
 
 import reshard
-from reshard.checkpoints.naming import FileNames
-from reshard.checkpoints.steps import Step
+from reshard.checkpoints.rank_tree.naming import FileNames
+from reshard.checkpoints.rank_tree.steps import Step
 from reshard.errors import CheckpointError, UsageError
 from reshard.target.resume_training import meta_json
 from tests.running import done, fails

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reshard.cli.output import padded
-from reshard.name_patterns import name_patterns
+from reshard.text.name_patterns import name_patterns
 from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import layouts, shapes, strategies, tensors
 from tests.number_words import numbers_named

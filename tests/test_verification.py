@@ -13,7 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoints import FileHandles, headers, read_index
+from reshard.checkpoints import FileHandles, read_index
+from reshard.checkpoints.formats import headers
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
 from reshard.layout import Box, Overlap
 from reshard.plan import plan as plan_module

@@ -6,14 +6,13 @@ where every byte of a new file goes, before a tensor is at hand. Nothing here kn
 strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
 """
 
-from reshard.checkpoints.alike import KnownStructures
-from reshard.checkpoints.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.decryption import Decryption
-from reshard.checkpoints.dtypes import can_hold, mindspore_reads
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.naming import FileNames
-from reshard.checkpoints.open import format_of, read_index
-from reshard.checkpoints.output import (
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
+from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
+from reshard.checkpoints.formats.open import format_of, read_index
+from reshard.checkpoints.formats.output import (
     Data,
     Literal,
     OutputLayout,
@@ -22,10 +21,11 @@ from reshard.checkpoints.output import (
     lay_out_copy,
     lay_out_safetensors,
 )
-from reshard.checkpoints.steps import Step
-from reshard.checkpoints.table import tensors_named
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.tree import SourceTree, StepFiles, find_checkpoints
+from reshard.checkpoints.formats.table import tensors_named
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.rank_tree.naming import FileNames
+from reshard.checkpoints.rank_tree.steps import Step
+from reshard.checkpoints.rank_tree.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.storage import cut_short
 
 __all__ = [

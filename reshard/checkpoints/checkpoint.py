@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Optional, Protocol
 
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import Grid
 
 

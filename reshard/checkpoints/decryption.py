@@ -14,8 +14,8 @@ from typing import Any, Optional
 
 from reshard.checkpoints.encrypted import Blocks, DecryptedFile, Key
 from reshard.errors import EncryptedCheckpointError, InputError, UsageError
-from reshard.other_files import MARK_SIZE, cipher_of
 from reshard.storage import LocalFile, ReadableFile, read_range
+from reshard.storage.other_files import MARK_SIZE, cipher_of
 
 STANDARD_INPUT = "-"
 

@@ -23,10 +23,10 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
-from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
+from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError, InputError
-from reshard.other_files import CIPHERS, GCM, is_ckpt
 from reshard.storage import LocalFile, fill, read_range
+from reshard.storage.other_files import CIPHERS, GCM, is_ckpt
 
 SM4 = "SM4-CBC"
 

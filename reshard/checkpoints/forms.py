@@ -9,10 +9,10 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import read_checkpoint2, recognise
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
-from reshard.checkpoints.path_pattern import RANK
+from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import UsageError
-from reshard.report import Report
 from reshard.storage import is_directory
+from reshard.text.report import Report
 
 RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
 FORMS = (RANKS, CHECKPOINT2, UNIFIED, HUGGINGFACE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from reshard.near_names import near_names
+from reshard.text.near_names import near_names
 
 # How MindSpore and MindFormers spell what is here, too.
 SPELLINGS = {

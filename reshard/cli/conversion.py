@@ -10,12 +10,12 @@ from reshard.cli import options
 from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
-from reshard.messages import listing
-from reshard.name_filters import Filters
 from reshard.plan.request import Request
-from reshard.report import Report
 from reshard.strategies import Strategy, read_strategy
-from reshard.wording import plural
+from reshard.text.messages import listing
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.text.wording import plural
 
 # Where the time went is told of conversions that took so long, in seconds; and which phases took any.
 _LEAST_TOTAL = 2.0

@@ -25,8 +25,8 @@ from reshard.convert import Options, Summary, prepare
 from reshard.errors import UsageError
 from reshard.execute import Progress
 from reshard.plan.request import Request
-from reshard.report import Report
-from reshard.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
+from reshard.text.report import Report
+from reshard.text.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -146,7 +146,7 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
     """
     # Loaded only here, because by-rank runs in loops.
     from reshard.verification import Means, RecordedCrcs
-    from reshard.verify import Source, Target, recorded_step, verify_conversion
+    from reshard.verification.end_to_end import Source, Target, recorded_step, verify_conversion
 
     assert isinstance(request.src, str)
     report = Report()

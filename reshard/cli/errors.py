@@ -12,9 +12,9 @@ import click
 from reshard.cli.command import Group
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError
-from reshard.messages import is_shortened
 from reshard.signals import Stopped
-from reshard.wording import printable
+from reshard.text.messages import is_shortened
+from reshard.text.wording import printable
 
 # Below the first line of an error; of more the first line is said again at the end.
 _MANY_LINES = 8

@@ -10,6 +10,7 @@ import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.checkpoints.forms import RANKS, form_of
+from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import strategy_of
@@ -17,12 +18,12 @@ from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
-from reshard.filter_advice import warn_of_unmatched
-from reshard.messages import listing
-from reshard.name_filters import Filters
-from reshard.report import Report
-from reshard.source_ranks import check_ranks
 from reshard.strategies import NONE, Strategy
+from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.messages import listing
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
 from reshard.verification import (
     Entry,
     Fingerprints,
@@ -35,10 +36,9 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
+from reshard.verification.end_to_end import FormReader, Source
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.tree import Tree
-from reshard.verify import FormReader, Source
-from reshard.wording import one_line, plural, quoted, rank_ranges, step_words
 
 
 @command(

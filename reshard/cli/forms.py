@@ -10,8 +10,8 @@ from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import options
 from reshard.errors import UsageError
-from reshard.report import Report
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.text.report import Report
 
 _WITH_STRATEGY = (RANKS, CHECKPOINT2)
 

@@ -15,9 +15,9 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
 from reshard.errors import UsageError
-from reshard.messages import full_text
 from reshard.storage import exists, is_directory
-from reshard.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
+from reshard.text.messages import full_text
+from reshard.text.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
     from reshard.inspection.contents import Contents, Finding, Stored
@@ -228,7 +228,7 @@ def _show_totals(contents: Contents) -> None:
 
 def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> None:
     """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
-    from reshard.name_patterns import name_patterns
+    from reshard.text.name_patterns import name_patterns
 
     rows: list[tuple[str, int, Stored]] = []
     plain = verbose or len(contents.stored) <= _MOST_ROWS
@@ -356,7 +356,7 @@ def _show_lines(lines: Sequence[str], verbose: bool, before: str = "  ") -> None
 
 
 def _show_contents(step: InspectedStep, verbose: bool) -> None:
-    from reshard.name_patterns import pattern_lines
+    from reshard.text.name_patterns import pattern_lines
 
     contents = step.contents
     if contents is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.cli.inspect import findings_json, show_findings
 from reshard.cli.output import say, table, totals_json, totals_words
-from reshard.wording import byte_size, one_line, plural, some_names
+from reshard.text.wording import byte_size, one_line, plural, some_names
 
 if TYPE_CHECKING:
     from reshard.inspection.form import InspectedForm, LaidOut
@@ -103,7 +103,7 @@ def _show_files(found: InspectedForm, verbose: bool) -> None:
 
 def _show_tensors(found: InspectedForm, verbose: bool) -> None:
     """A row per tensor; where these are too many, a row per pattern of names that are alike."""
-    from reshard.name_patterns import name_patterns
+    from reshard.text.name_patterns import name_patterns
 
     if not found.tensors:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.layout import Layout
 from reshard.strategies import Strategy
-from reshard.wording import plural
+from reshard.text.wording import plural
 
 
 def strategy_words(strategy: Strategy) -> str:

@@ -14,9 +14,9 @@ from typing import Callable
 import click
 
 from reshard.errors import UnwritableError
-from reshard.messages import full_text
-from reshard.names import Total
-from reshard.wording import byte_size, one_line, printable
+from reshard.text.messages import full_text
+from reshard.text.names import Total
+from reshard.text.wording import byte_size, one_line, printable
 
 # Rows of a table that rich draws in well below a second.
 _MOST_DRAWN = 1000
@@ -121,7 +121,7 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
     Raises:
         UnwritableError: it cannot be written.
     """
-    from reshard.temporary import write_whole
+    from reshard.storage.temporary import write_whole
 
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -14,10 +14,10 @@ from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.convert import Prepared, Summary, prepare
+from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
-from reshard.transfers import Transfers, transfers_of
-from reshard.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
+from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
 

@@ -20,8 +20,8 @@ from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
 from reshard.errors import UsageError
-from reshard.report import Report
-from reshard.wording import byte_size, counted_ranks, rank_ranges, step_words
+from reshard.text.report import Report
+from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
 
 
 @command(

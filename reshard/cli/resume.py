@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, counted_as, form_of
-from reshard.checkpoints.path_pattern import RANK, fixed_directory
+from reshard.checkpoints.rank_tree.path_pattern import RANK, fixed_directory
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
@@ -27,7 +27,7 @@ from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory
 from reshard.strategies import SAME, read_strategy
-from reshard.wording import counted_ranks, number_ranges, rank_ranges
+from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
 
 @command(

@@ -8,7 +8,7 @@ from typing import Optional
 
 from reshard.convert import Options, Workers
 from reshard.errors import UsageError
-from reshard.report import Report
+from reshard.text.report import Report
 
 
 def cluster_of(

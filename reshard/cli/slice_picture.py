@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Callable, NamedTuple, Optional
 
 from reshard.pictures.slices import Arrangement, Slice, coordinates, shown_positions
-from reshard.wording import plural
+from reshard.text.wording import plural
 
 _MOST_MATRIX_ROWS = 8
 _MOST_MATRIX_COLUMNS = 16

@@ -11,7 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
 from reshard.records.status import Status, status_of
-from reshard.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges
+from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges
 
 
 @command("status", "reshard status out/")

@@ -11,7 +11,7 @@ from reshard.cli.command import Group, argument, command, option
 from reshard.cli.output import echo_json, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import read_strategy
-from reshard.wording import one_line, plural, rank_ranges
+from reshard.text.wording import one_line, plural, rank_ranges
 
 
 @command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.storage import storage_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.conversion import strategy_of
@@ -17,15 +16,16 @@ from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.execute import ExecutionOptions
-from reshard.messages import full_text
-from reshard.name_filters import Filters
-from reshard.name_patterns import pattern_lines
-from reshard.names import is_weight
-from reshard.report import Report
 from reshard.source_replicas import Differing
+from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
+from reshard.storage.costs import storage_of
 from reshard.strategies import Strategy
-from reshard.strategy_check import StrategyCheck, check_strategy
-from reshard.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
+from reshard.text.messages import full_text
+from reshard.text.name_filters import Filters
+from reshard.text.name_patterns import pattern_lines
+from reshard.text.names import is_weight
+from reshard.text.report import Report
+from reshard.text.wording import number_ranges, one_line, plural, quoted, rank_ranges, step_words
 
 DOES_NOT_FIT = 4
 """Exit status where something speaks against the strategy."""

@@ -205,7 +205,7 @@ def strategy_rules(
 
 def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
     """The names that no pattern fits."""
-    from reshard.globs import Globs
+    from reshard.text.globs import Globs
 
     globs = Globs(stated)
     return tuple(name for name in names if not globs.match(name))
@@ -237,7 +237,7 @@ def _sources(src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any
 
 def _shapes(sources: Sequence[Source], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
     """Full shapes, from where they are said, or from the strategies; None where nothing tells them."""
-    from reshard.model_shapes import strategy_shapes
+    from reshard.checkpoints.model_shapes import strategy_shapes
 
     if path is not None:
         return shapes_of(path, sources[0].strategy, typed)

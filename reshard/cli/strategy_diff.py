@@ -10,9 +10,6 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
-from reshard.messages import listing
-from reshard.name_patterns import pattern_lines
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.changes import (
     CONTRADICTING,
     CUT_DIFFERENTLY,
@@ -26,7 +23,10 @@ from reshard.plan.changes import (
 )
 from reshard.plan.holding import Holding
 from reshard.strategies import Strategy, read_strategy
-from reshard.wording import plural, rank_ranges, some_numbers, stepped_ranges
+from reshard.text.messages import listing
+from reshard.text.name_patterns import pattern_lines
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import plural, rank_ranges, some_numbers, stepped_ranges
 
 DIFFERENT = 4
 """Exit status of --exit-code where the strategies differ."""

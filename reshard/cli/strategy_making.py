@@ -14,7 +14,7 @@ from reshard.cli.command import option
 from reshard.cli.output import echo_json, say
 from reshard.errors import UsageError
 from reshard.strategies import Strategy
-from reshard.wording import plural, rank_ranges
+from reshard.text.wording import plural, rank_ranges
 
 if TYPE_CHECKING:
     from reshard.strategies.rules import MadeStage, ModelTensors, Rules, Target
@@ -125,7 +125,7 @@ def target_of(sizes: Any, typed: dict[str, Any]) -> Target:
 def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
-    from reshard.model_shapes import read_shapes
+    from reshard.checkpoints.model_shapes import read_shapes
 
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:

@@ -15,14 +15,14 @@ from reshard.cli.output import echo_json, paint, say, show_notes, table, termina
 from reshard.cli.strategy_making import SIZES, SizesType
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
-from reshard.name_filters import Filters
-from reshard.name_patterns import pattern_lines
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.pictures.slices import Arrangement
 from reshard.plan.holding import Holding
 from reshard.storage import exists
 from reshard.strategies import Stage, Strategy, read_strategy
-from reshard.wording import one_line, plural, quoted, some_numbers
+from reshard.text.name_filters import Filters
+from reshard.text.name_patterns import pattern_lines
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import one_line, plural, quoted, some_numbers
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """As in `reshard.strategies.rules.axis_names`, which is imported only where there are names."""

@@ -19,16 +19,17 @@ from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import InputError, TargetError, UsageError
-from reshard.messages import MOST_LINES, listing
-from reshard.name_filters import Filters
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
-from reshard.report import Report
+from reshard.source_replicas.swapped import SwapTest
 from reshard.strategies import Strategy
-from reshard.swapped import SwapTest
+from reshard.text.messages import MOST_LINES, listing
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.text.wording import plural, printable, quoted, rank_ranges
 from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verify import (
+from reshard.verification.end_to_end import (
     Source,
     Target,
     converted_files,
@@ -39,7 +40,6 @@ from reshard.verify import (
     verify_copies,
     verify_replicas,
 )
-from reshard.wording import plural, printable, quoted, rank_ranges
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""

@@ -25,8 +25,8 @@ from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.plan.shares import bundles
-from reshard.report import Report
-from reshard.wording import rank_ranges
+from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
 
 _ITEMS_PER_THREAD = 4
 # Workers may come while it runs.

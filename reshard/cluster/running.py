@@ -19,7 +19,7 @@ from reshard._version import __version__
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
-from reshard.report import Report
+from reshard.text.report import Report
 
 _RETRIES = 2
 # Seconds between looks at the cluster.

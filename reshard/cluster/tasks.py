@@ -16,13 +16,13 @@ from distributed import get_worker
 from reshard._version import __version__
 from reshard.checkpoints import FileHandles, read_index
 from reshard.convert import Options, Part, prepare
+from reshard.convert.source_crcs import damaged_files
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.request import Request
-from reshard.report import Report
-from reshard.source_crcs import damaged_files
 from reshard.storage import status_at
-from reshard.wording import some_names
+from reshard.text.report import Report
+from reshard.text.wording import some_names
 
 TOPIC = "reshard"
 # Seconds between a task's words.

@@ -9,7 +9,7 @@ from reshard.convert.options import Options
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
 from reshard.strategies import NONE, SAME, Strategy
-from reshard.wording import number_ranges
+from reshard.text.wording import number_ranges
 
 # What is recorded of a request and of options, and what is not: the rest is how much of the machine is used, what
 # follows from the step that was chosen, or concerns one run alone. A test sees that nothing is forgotten.

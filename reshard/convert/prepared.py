@@ -12,11 +12,12 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.forms import RANKS
-from reshard.checkpoints.naming import check_prefix
-from reshard.checkpoints.storage import LOCAL, storage_of
+from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
+from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.convert.summary import Phases, Summary
+from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
@@ -29,12 +30,11 @@ from reshard.plan.request import Request
 from reshard.plan.shares import share_of
 from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
-from reshard.report import Report
-from reshard.source_crcs import Check, SourceCrcs, damaged_files
 from reshard.source_replicas import ReplicaCheck, compare_replicas
-from reshard.swapped import SwapTest
-from reshard.target_directory import TargetDirectory
-from reshard.wording import plural, rank_ranges
+from reshard.source_replicas.swapped import SwapTest
+from reshard.storage.costs import LOCAL, storage_of
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
 
 
 def transform(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.names import Total
 from reshard.source_replicas import ReplicaCheck
+from reshard.text.names import Total
 
 
 @dataclass

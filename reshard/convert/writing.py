@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
-from reshard.report import Report
-from reshard.target_directory import TargetDirectory
-from reshard.wording import plural, rank_ranges
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
 
 # Network file systems remember for up to a minute that a file is not there.
 _SEEN_AFTER = 90.0

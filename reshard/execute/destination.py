@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
-from reshard import temporary
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
-from reshard.storage import exists, is_directory, is_regular_file, link_at, look_error, names_in, status_at
+from reshard.storage import exists, is_directory, is_regular_file, link_at, look_error, names_in, status_at, temporary
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")

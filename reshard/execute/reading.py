@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles, cut_short
-from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.errors import RetryableError
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import fill
+from reshard.storage.costs import LOCAL, Storage
 
 Bytes = npt.NDArray[np.uint8]
 

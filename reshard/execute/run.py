@@ -20,7 +20,6 @@ from typing import Optional, Union
 import numpy as np
 
 from reshard.checkpoints import Data, FileHandles, Literal
-from reshard.checkpoints.storage import LOCAL, Storage
 from reshard.defaults import MAX_MEMORY
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
 from reshard.execute.boxes import boxes_of_range
@@ -31,7 +30,8 @@ from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
 from reshard.plan.pieces import TargetFile, TargetTensor
-from reshard.wording import rank_ranges
+from reshard.storage.costs import LOCAL, Storage
+from reshard.text.wording import rank_ranges
 
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20

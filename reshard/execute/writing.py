@@ -12,11 +12,10 @@ from typing import Callable, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard import temporary
 from reshard.errors import ReshardError, RetryableError, UnwritableError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import is_directory, too_long
+from reshard.storage import is_directory, temporary, too_long
 
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, can_hold
-from reshard.checkpoints.dtypes import INT4, MAP_TENSOR, TEXT
-from reshard.messages import listing
-from reshard.names import KINDS, Total
+from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
+from reshard.text.messages import listing
+from reshard.text.names import KINDS, Total
 
 
 class Finding(NamedTuple):
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
         shapes: shapes of its slices, each once.
         files: how many files hold it.
         nbytes: bytes of tensor contents in them.
-        kind: one of `reshard.names.KINDS`.
+        kind: one of `reshard.text.names.KINDS`.
     """
 
     name: str

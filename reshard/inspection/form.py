@@ -15,11 +15,11 @@ from reshard.checkpoints.forms import CHECKPOINT2, read_checkpoint
 from reshard.checkpoints.full import FullWeights
 from reshard.errors import InputError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
-from reshard.messages import listing
-from reshard.names import kind_of
-from reshard.report import Report
 from reshard.storage import is_directory, names_in, status_at
-from reshard.wording import plural
+from reshard.text.messages import listing
+from reshard.text.names import kind_of
+from reshard.text.report import Report
+from reshard.text.wording import plural
 
 
 class InspectedIteration(NamedTuple):
@@ -61,7 +61,7 @@ class LaidOut(NamedTuple):
         name: its name.
         dtype: MindSpore's name of its element type.
         shape: shape of the full tensor.
-        kind: one of `reshard.names.KINDS`.
+        kind: one of `reshard.text.names.KINDS`.
         cuts: slices per dimension.
         ranks: how many ranks it is laid out over; None where the form says nothing of ranks.
         files: how many files hold a slice of it.

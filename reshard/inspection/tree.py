@@ -18,28 +18,28 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints import Decryption, FileHandles, SourceTree, Step, find_checkpoints, reading_error
-from reshard.checkpoints.steps import saved_at_fault
-from reshard.checkpoints.storage import storage_of
-from reshard.checkpoints.tree import find_rank, passed_over
+from reshard.checkpoints.rank_tree.source_ranks import check_ranks
+from reshard.checkpoints.rank_tree.steps import saved_at_fault
+from reshard.checkpoints.rank_tree.tree import find_rank, passed_over
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.inspection.file import told_by_name
-from reshard.messages import listing
-from reshard.name_filters import Filters
-from reshard.names import CURRENT_RANK
 from reshard.plan.coverage import Lost
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.selection import Incomplete, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.report import Report
-from reshard.source_ranks import check_ranks
 from reshard.storage import exists, is_directory
+from reshard.storage.costs import storage_of
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
-from reshard.wording import plural, rank_ranges, some_names
+from reshard.text.messages import listing
+from reshard.text.name_filters import Filters
+from reshard.text.names import CURRENT_RANK
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges, some_names
 
 # Files of a directory without checkpoints that are looked at to tell what it is.
 _MOST_TRIED = 8

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
-from reshard.wording import some_numbers
+from reshard.text.wording import some_numbers
 
 IntArray = npt.NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 
 from reshard.layout import Box
 from reshard.plan.holding import Holding
-from reshard.wording import some_numbers, stepped_rank_ranges
+from reshard.text.wording import some_numbers, stepped_rank_ranges
 
 #: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.
 COLOURS = 4

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.pictures import svg
-from reshard.wording import byte_size, plural, rank_ranges
+from reshard.text.wording import byte_size, plural, rank_ranges
 
 #: More rows or columns than this cannot be told apart on a screen: neighbouring ranks share one.
 MOST_CELLS = 128

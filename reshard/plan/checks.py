@@ -8,16 +8,16 @@ from reshard.checkpoints import can_hold, mindspore_reads
 from reshard.checkpoints.forms import CHECKPOINT2
 from reshard.checkpoints.full import HUGGINGFACE
 from reshard.errors import CheckpointError, InputError, one_error
-from reshard.filter_advice import warn_of_unmatched
-from reshard.messages import listing
-from reshard.names import as_pattern, is_weight
 from reshard.plan.plan import Plan
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.values import CopiedValues
-from reshard.report import Report
 from reshard.target import Section
 from reshard.target.checkpoint2_metadata import check_described
-from reshard.wording import number_ranges, plural, quoted
+from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.messages import listing
+from reshard.text.names import as_pattern, is_weight
+from reshard.text.report import Report
+from reshard.text.wording import number_ranges, plural, quoted
 
 # Pairs of pipeline stages that are told of one by one.
 _MOST_STAGES = 2

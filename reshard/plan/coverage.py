@@ -13,11 +13,11 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Grid, Overlap
-from reshard.messages import Message, listing
 from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, rank_ranges
+from reshard.text.messages import Message, listing
+from reshard.text.wording import plural, rank_ranges
 
 _MOST_GROUPS = 8
 

@@ -12,7 +12,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
 from reshard.layout import Layout, Overlap
 from reshard.target import Section, layout_in
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 
 @dataclass(frozen=True)

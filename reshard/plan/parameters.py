@@ -17,11 +17,11 @@ from reshard.checkpoints import Tensor, tensors_named
 from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.layout import Layout, whole
-from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.plan.holding import StageSharding
 from reshard.plan.source import SourceStep
 from reshard.strategies import Stage, Strategy
-from reshard.wording import plural, quoted, rank_ranges
+from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
+from reshard.text.wording import plural, quoted, rank_ranges
 
 
 def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:

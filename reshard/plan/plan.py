@@ -28,7 +28,7 @@ from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.target import Section, TargetForm
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Callable, Optional
 from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.forms import RANKS, read_checkpoint
+from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
@@ -21,11 +22,10 @@ from reshard.plan.request import Request
 from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
 from reshard.plan.written_form import format_asked, rank_names, written_form
-from reshard.report import Report
-from reshard.source_ranks import check_ranks
 from reshard.storage import exists
 from reshard.target import TargetForm
-from reshard.wording import plural, rank_ranges
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
 
 
 def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:

@@ -18,15 +18,15 @@ from typing import Optional
 from reshard.checkpoints import CheckpointIndex, FileHandles, FileNames
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.layout.candidates import cuts_of, possible_holders
-from reshard.messages import listing
-from reshard.names import belongs_to_rank
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
-from reshard.report import Report
 from reshard.strategies import Stage
 from reshard.target import RankFiles
-from reshard.wording import rank_ranges
+from reshard.text.messages import listing
+from reshard.text.names import belongs_to_rank
+from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
 
 
 class Recovery:

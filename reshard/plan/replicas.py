@@ -22,11 +22,11 @@ import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
-from reshard.messages import block, listing
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.holding import Holding
 from reshard.strategies import Stage, Strategy
-from reshard.wording import quoted, rank_ranges
+from reshard.text.messages import block, listing
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import quoted, rank_ranges
 
 
 class Need(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
-from reshard.name_filters import Filters
 from reshard.strategies import Strategy
+from reshard.text.name_filters import Filters
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,18 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import FileHandles, Step, StepFiles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import IncompleteSourceError, InputError
-from reshard.messages import block, joined, listing
-from reshard.name_filters import Filters
-from reshard.names import is_weight
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.source import SourceStep
-from reshard.report import Report
 from reshard.strategies import Stage, Strategy
 from reshard.target import Section, stage_sections
-from reshard.wording import plural, rank_ranges
+from reshard.text.messages import block, joined, listing
+from reshard.text.name_filters import Filters
+from reshard.text.names import is_weight
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, StepFiles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.headers import read_headers
+from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError
 from reshard.plan.holding import stage_shardings
-from reshard.report import Report
 from reshard.strategies import Stage
-from reshard.wording import step_words
+from reshard.text.report import Report
+from reshard.text.wording import step_words
 
 # In the metadata of .safetensors files.
 _DEDUPLICATED_KEY = "remove_redundancy"

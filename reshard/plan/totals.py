@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from reshard.names import KINDS, Total, kind_of
 from reshard.plan.plan import Plan, in_section
+from reshard.text.names import KINDS, Total, kind_of
 
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:

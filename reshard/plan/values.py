@@ -14,13 +14,13 @@ from typing import NamedTuple
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
-from reshard.messages import listing
-from reshard.name_filters import Filters
-from reshard.names import as_pattern, belongs_to_rank
-from reshard.report import Report
 from reshard.storage import read_range
 from reshard.target import TargetForm
-from reshard.wording import quoted, rank_ranges
+from reshard.text.messages import listing
+from reshard.text.name_filters import Filters
+from reshard.text.names import as_pattern, belongs_to_rank
+from reshard.text.report import Report
+from reshard.text.wording import quoted, rank_ranges
 
 _BLOCK = 1 << 20
 

@@ -15,15 +15,15 @@ from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError
-from reshard.messages import listing
-from reshard.names import is_weight
 from reshard.plan.request import Request
-from reshard.report import Report
 from reshard.storage import read_range, read_small
 from reshard.target import FinishingFile, RankFiles, TargetForm
 from reshard.target.checkpoint2_common import COMMON_NAME, common_json
 from reshard.target.checkpoint2_files import Checkpoint2Files
 from reshard.target.full_directory import FullDirectory
+from reshard.text.messages import listing
+from reshard.text.names import is_weight
+from reshard.text.report import Report
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"

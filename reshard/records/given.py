@@ -18,17 +18,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard import temporary
 from reshard.checkpoints import Step
+from reshard.checkpoints.formats.open import FORMATS
 from reshard.checkpoints.forms import FORMS
-from reshard.checkpoints.open import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
-from reshard.storage import names_in, read_small
+from reshard.storage import names_in, read_small, temporary
 from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE, SAME
-from reshard.wording import number_ranges
+from reshard.text.wording import number_ranges
 
 VERSION = 1
 IS_GIVEN = re.compile(r"command\.[0-9a-f]{16}\.json")

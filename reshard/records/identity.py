@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import FileNames, Literal, OutputLayout
-from reshard.checkpoints.open import FORMATS
+from reshard.checkpoints.formats.open import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Strategy
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 _DIGEST_LENGTH = 16
 # How members of a record are taken, by the attribute's annotation.

@@ -27,7 +27,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import Callable, NamedTuple, Optional
 
-from reshard import temporary
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
@@ -44,7 +43,7 @@ from reshard.records.record_files import (
     unwritable,
 )
 from reshard.records.sources import SourceFile
-from reshard.storage import UnfitError, exists, is_regular_file, read_small
+from reshard.storage import UnfitError, exists, is_regular_file, read_small, temporary
 from reshard.storage.json_text import JsonError
 
 _OURS = re.compile(r"[0-9a-f]{16}")

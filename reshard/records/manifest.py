@@ -14,16 +14,15 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard import temporary
-from reshard.checkpoints.naming import check_inside
+from reshard.checkpoints.rank_tree.naming import check_inside
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
-from reshard.near_names import path_meant
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
-from reshard.storage import UnfitError, is_directory, read_small, too_long
+from reshard.storage import UnfitError, is_directory, read_small, temporary, too_long
 from reshard.storage.json_text import Fields, JsonError, parse_json
-from reshard.wording import quoted
+from reshard.text.near_names import path_meant
+from reshard.text.wording import quoted
 
 MANIFEST_NAME = "reshard-manifest.json"
 VERSION = 1

@@ -10,7 +10,7 @@ from typing import Optional
 from reshard.checkpoints import FileNames
 from reshard.errors import TargetError
 from reshard.records.identity import Identity
-from reshard.wording import rank_ranges, some_names
+from reshard.text.wording import rank_ranges, some_names
 
 _MOST_SHOWN = 200
 _SAID = {

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
-from reshard.checkpoints.storage import storage_of
 from reshard.errors import DamagedCheckpointError
-from reshard.names import OTHER, belongs_to_rank, kind_of
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_range
+from reshard.storage.costs import storage_of
+from reshard.text.names import OTHER, belongs_to_rank, kind_of
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
 _TENSORS = 8

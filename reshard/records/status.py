@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.errors import TargetError
-from reshard.near_names import path_meant
 from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, read_manifest
 from reshard.storage import exists, status_at
+from reshard.text.near_names import path_meant
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Box, Grid, Overlap, volume_of
-from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
+from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 
 # Ranks of a group to compare, if there are as many.
 _FEWEST_PROBED = 4

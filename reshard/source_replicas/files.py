@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.storage import Storage
 from reshard.execute.reading import ExplicitReader
 from reshard.layout import Box
 from reshard.plan.pieces import StoredSlice
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Holder, offset_in
+from reshard.storage.costs import Storage
 
 
 class ReplicaFiles:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.errors import CheckpointError
-from reshard.messages import Message, joined, listing
-from reshard.wording import plural, quoted, rank_ranges
+from reshard.text.messages import Message, joined, listing
+from reshard.text.wording import plural, quoted, rank_ranges
 
 _MOST_EXAMPLES = 2
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.names import ACCUMULATED_GRADIENTS, is_weight
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Alike
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
+from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 
 
 class Tally:

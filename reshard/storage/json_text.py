@@ -13,7 +13,7 @@ import re
 from collections.abc import Container, Iterator
 from typing import Any, Callable, NoReturn, Optional
 
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Half of a surrogate pair can only be spelled so.

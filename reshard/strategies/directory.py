@@ -30,7 +30,7 @@ from reshard.strategies.stages import (
     same_content,
     stage_list,
 )
-from reshard.wording import some_names
+from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
 

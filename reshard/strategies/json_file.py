@@ -14,7 +14,7 @@ from typing import Any, Optional
 from reshard.errors import StrategyError
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, windows_of
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 _AGAIN = "copy it again from where it was written, or have MindSpore write it again"
 # A table that is split by hand has a number for each of its slices, of which there may be a hundred thousand.

@@ -12,15 +12,15 @@ import os
 from dataclasses import replace
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
-from reshard.messages import listing
 from reshard.storage import exists, is_directory
+from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.stages import StageRecord, preferred, records_of
-from reshard.temporary import write_whole
-from reshard.wording import quoted
+from reshard.text.messages import listing
+from reshard.text.wording import quoted
 
 _WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
 

@@ -18,7 +18,7 @@ from typing import Optional
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import LayoutError, UsageError
 from reshard.layout import Layout
-from reshard.wording import rank_ranges, some_numbers
+from reshard.text.wording import rank_ranges, some_numbers
 
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
-from reshard.near_names import path_meant
-from reshard.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.storage import LocalFile, UnfitError, opened_regular, read_range, too_long
+from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
+from reshard.text.near_names import path_meant
 
 # Real ones have some ten KB per hundred parameters. Parsed JSON takes several times its size.
 LARGEST_PROTOBUF = 2**26

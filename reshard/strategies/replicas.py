@@ -18,11 +18,11 @@ import numpy as np
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
-from reshard.messages import listing
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
-from reshard.wording import number_ranges, rank_ranges
+from reshard.text.messages import listing
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import number_ranges, rank_ranges
 
 _OWN_DIRECTORY = re.compile(r"(?:ckpt_dir|rank_)([0-9]{1,9})")
 _OWN_NAME = re.compile(r".*rank_([0-9]{1,9})")

@@ -19,9 +19,9 @@ from typing import Optional
 from reshard.defaults import MOST_DEVICES, MOST_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
-from reshard.messages import joined, listing
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
-from reshard.wording import plural, quoted
+from reshard.text.messages import joined, listing
+from reshard.text.wording import plural, quoted
 
 _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 

@@ -17,16 +17,16 @@ import numpy.typing as npt
 from reshard.checkpoints import CheckpointIndex, FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.checkpoint2.names import MODEL, OPTIMIZER, iteration_name
-from reshard.checkpoints.naming import NamedFile
-from reshard.checkpoints.output import MINDSPORE_METADATA
+from reshard.checkpoints.formats.output import MINDSPORE_METADATA
+from reshard.checkpoints.rank_tree.naming import NamedFile
 from reshard.errors import InputError, LayoutError
 from reshard.layout import Layout
-from reshard.names import GRADIENTS, OPTIMIZER_STATE, kind_of
 from reshard.strategies import Stage, Strategy
 from reshard.target.checkpoint2_metadata import Described, metadata_json, tracker_text
 from reshard.target.form import FinishingFile, Section
 from reshard.target.layouts import layout_in
 from reshard.target.rank_files import stage_sections
+from reshard.text.names import GRADIENTS, OPTIMIZER_STATE, kind_of
 
 
 class _File(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, LayoutError
 from reshard.layout import Layout, shape_of
-from reshard.names import as_pattern
 from reshard.target.rank_layouts import plain_layout
-from reshard.wording import quoted
+from reshard.text.names import as_pattern
+from reshard.text.wording import quoted
 
 
 class Described(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Optional
 from reshard.checkpoints import CheckpointIndex, FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.full import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
-from reshard.checkpoints.naming import NamedFile
+from reshard.checkpoints.rank_tree.naming import NamedFile
 from reshard.target.form import FinishingFile, Section, WholeLayouts
 from reshard.target.full_files import (
     HUGGINGFACE_FORMAT,

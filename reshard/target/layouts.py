@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.layout import Layout
-from reshard.wording import quoted, rank_ranges
+from reshard.text.wording import quoted, rank_ranges
 
 
 def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layout:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.checkpoints.steps import parse_stem
+from reshard.checkpoints.rank_tree.steps import parse_stem
 from reshard.target.form import FinishingFile
 
 META_NAME = "meta.json"

@@ -24,7 +24,7 @@ from typing import Callable, Optional
 import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
-from reshard.checkpoints.dtypes import INT4
+from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy

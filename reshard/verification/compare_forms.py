@@ -20,6 +20,7 @@ from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
+from reshard.text.wording import number_ranges
 from reshard.verification.compare import strange_metadata
 from reshard.verification.completeness import Lost, converted_part, refuse
 from reshard.verification.contents import Contents, Copies
@@ -28,7 +29,6 @@ from reshard.verification.forms import FormTree
 from reshard.verification.parameter import Holding, Parameter, shared
 from reshard.verification.reading import Means, batches
 from reshard.verification.tree import Tree
-from reshard.wording import number_ranges
 
 _FORMATS = {HUGGINGFACE: "pt"}
 """What files say as ``format`` where that is not MindSpore's ``ms``: transformers refuses what is not its own."""

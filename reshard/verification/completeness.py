@@ -20,11 +20,11 @@ import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError
 from reshard.layout import Box, Layout, intersection, whole_box
-from reshard.messages import Message, block, listing
 from reshard.strategies import Stage, Strategy
+from reshard.text.messages import Message, block, listing
+from reshard.text.wording import plural, rank_ranges
 from reshard.verification.parameter import Holding, Parameter, Shards, is_empty
 from reshard.verification.tree import Tree
-from reshard.wording import plural, rank_ranges
 
 CURE = "bring back a rank that holds each of these slices"
 

@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Callable, Optional
 
-from reshard.names import belongs_to_rank
 from reshard.strategies import Strategy
+from reshard.text.names import belongs_to_rank
+from reshard.text.wording import rank_ranges
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.parameter import Parameter, Slice, is_empty
 from reshard.verification.reading import Means, batches, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree, read_tree
-from reshard.wording import rank_ranges
 
 
 def compare_replicas(

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.errors import CheckpointError, InputError
 from reshard.layout import Box, whole_box
-from reshard.names import belongs_to_rank
+from reshard.text.names import belongs_to_rank
+from reshard.text.wording import number_ranges, quoted
 from reshard.verification.parameter import Parameter
 from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 from reshard.verification.tree import Tree
 from reshard.verification.true_layouts import is_text
-from reshard.wording import number_ranges, quoted
 
 _SUM_BYTES = 16
 SEVERAL = -1

@@ -16,9 +16,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
 from reshard.errors import CheckpointError
 from reshard.layout import Grid, Layout
 from reshard.strategies import Stage, Strategy
+from reshard.text.wording import quoted
 from reshard.verification.parameter import Holding, Parameter, shared
 from reshard.verification.tree import Tree
-from reshard.wording import quoted
 
 _Holders = tuple[tuple[int, ...], ...]
 

@@ -12,9 +12,9 @@ from itertools import accumulate
 from typing import Callable, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
-from reshard.checkpoints.storage import storage_of
 from reshard.layout import Box
 from reshard.storage import fill
+from reshard.storage.costs import storage_of
 from reshard.verification.sums import PRIME, Workspace
 
 # Larger parts are taken by several threads.

@@ -12,9 +12,9 @@ from reshard.errors import InputError
 from reshard.layout import Box
 from reshard.storage import LocalFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
+from reshard.text.wording import quoted
 from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
 from reshard.verification.sums import PRIME, VERSION
-from reshard.wording import quoted
 
 _LARGEST = 1 << 30
 _WINDOW = 1 << 18

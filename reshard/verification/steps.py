@@ -17,12 +17,12 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles
 from reshard.errors import IncompleteSourceError, InputError
-from reshard.messages import Message, block, joined
-from reshard.report import Report
 from reshard.strategies import Strategy
+from reshard.text.messages import Message, block, joined
+from reshard.text.report import Report
+from reshard.text.wording import rank_ranges, step_words
 from reshard.verification.completeness import CURE, Needs, lost, told, why_not_comparable
 from reshard.verification.tree import Tree, read_tree
-from reshard.wording import rank_ranges, step_words
 
 _MOST_LINES = 3
 

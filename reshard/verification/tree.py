@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Callable, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor
-from reshard.checkpoints.headers import read_headers
+from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError, InputError, one_error
 from reshard.layout import Box, whole_box
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies import Strategy
+from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.verification.parameter import Parameter
 from reshard.verification.reading import Part
 from reshard.verification.true_layouts import is_text, true_parameter

@@ -15,10 +15,10 @@ from typing import Callable, NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, Tensor, tensors_named
 from reshard.errors import CheckpointError
 from reshard.layout import Layout
-from reshard.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.strategies import Stage, Strategy
+from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
+from reshard.text.wording import quoted, rank_ranges
 from reshard.verification.parameter import Holding, Parameter, Shards, shared, slice_shape
-from reshard.wording import quoted, rank_ranges
 
 _OPAQUE = ("str", "MapTensor")
 

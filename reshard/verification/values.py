@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from reshard.names import belongs_to_rank
 from reshard.strategies import Strategy
+from reshard.text.names import belongs_to_rank
 from reshard.verification.tree import Tree
 
 

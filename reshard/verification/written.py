@@ -25,11 +25,11 @@ from reshard.checkpoints.full import (
 )
 from reshard.checkpoints.full.weight_map import read_weight_map
 from reshard.errors import InputError
-from reshard.report import Report
 from reshard.storage import is_regular_file
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted, some_names
 from reshard.verification.difference import Difference
 from reshard.verification.forms import FormTree, tree_of
-from reshard.wording import plural, quoted, some_names
 
 _MAPS = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, find_checkpoints, read_index
 from reshard.checkpoints.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
-from reshard.report import Report
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
+from reshard.text.report import Report
 from tests.checkpoint2_writing import saving
 from tests.checkpoint_writing import (
     ckpt_bytes,

@@ -9,11 +9,11 @@ from typing import Any, Callable, NamedTuple, Optional
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.checkpoint2.placing import Placement
 from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import IncompleteSourceError, InputError, one_error
 from reshard.layout import Layout
-from reshard.messages import Message, block, listing
-from reshard.wording import plural, some_names
+from reshard.text.messages import Message, block, listing
+from reshard.text.wording import plural, some_names
 
 # Of names, in a line of an error.
 _MOST_PATTERNS = 6

@@ -22,12 +22,12 @@ from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint, rank_lists
 from reshard.checkpoints.checkpoint2.records import Metadata
 from reshard.checkpoints.checkpoint2.unlisted import judge
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.tensors import Tensor
+from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
-from reshard.messages import listing
-from reshard.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, is_weight, kind_of
-from reshard.report import Report
-from reshard.wording import plural, quoted, some_names
+from reshard.text.messages import listing
+from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, is_weight, kind_of
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted, some_names
 
 
 class Remark(Enum):

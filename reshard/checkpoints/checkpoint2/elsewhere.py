@@ -16,7 +16,7 @@ from reshard.checkpoints.checkpoint2.files import IterationFiles
 from reshard.checkpoints.checkpoint2.placing import Placement, Placer
 from reshard.checkpoints.checkpoint2.ranks import ranks_of_files
 from reshard.checkpoints.checkpoint2.records import Chunks, Description, Metadata
-from reshard.names import STATE_PREFIXES
+from reshard.text.names import STATE_PREFIXES
 
 
 class Elsewhere:

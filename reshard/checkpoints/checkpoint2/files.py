@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.checkpoint2.names import METADATA, file_order, parse_file_name
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.headers import read_headers
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.report import Report
 from reshard.storage import is_regular_file
-from reshard.wording import plural, some_names
+from reshard.text.report import Report
+from reshard.text.wording import plural, some_names
 
 _ENDING = ".safetensors"
 

@@ -21,10 +21,10 @@ from reshard.checkpoints.checkpoint2.names import (
 )
 from reshard.checkpoints.files import reading_error
 from reshard.errors import CheckpointError, UsageError
-from reshard.report import Report
 from reshard.storage import UnfitError, is_directory, names_in, opened_regular, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.wording import some_names
+from reshard.text.report import Report
+from reshard.text.wording import some_names
 
 _HEAD = 4096
 _LONGEST_TRACKER = 256

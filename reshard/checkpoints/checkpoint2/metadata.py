@@ -27,7 +27,7 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError
 from reshard.storage import LocalFile, UnfitError, opened_regular, read_range
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 _AGAIN = "copy the directory again from where it was saved, or take another iteration"
 _DESCRIPTIONS, _STORED = "state_dict_metadata", "storage_data"

@@ -15,12 +15,12 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import FileSharding
 from reshard.checkpoints.checkpoint2.files import IterationFiles
 from reshard.checkpoints.checkpoint2.records import Description, Metadata, RecordedLayout, StoredSlices
-from reshard.checkpoints.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
-from reshard.checkpoints.tensors import Tensor
+from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAMES
+from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, LayoutError
 from reshard.layout import Grid, Layout, shape_of, volume_of
-from reshard.names import as_pattern
-from reshard.wording import quoted, some_numbers
+from reshard.text.names import as_pattern
+from reshard.text.wording import quoted, some_numbers
 
 # What the two kinds of runs, and the loaders, call the types; in small letters.
 _DTYPES = {name.lower(): name for name in ITEM_SIZES} | {

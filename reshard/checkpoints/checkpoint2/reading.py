@@ -14,8 +14,8 @@ from reshard.checkpoints.checkpoint2.metadata import read_metadata
 from reshard.checkpoints.checkpoint2.names import ADAPTER
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import InputError
-from reshard.report import Report
 from reshard.storage import exists
+from reshard.text.report import Report
 
 
 def read_checkpoint2(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from reshard.checkpoints.checkpoint2.checkpoint2 import Checkpoint2
 from reshard.errors import CheckpointError
-from reshard.messages import listing
 from reshard.strategies import SAME, Stage, Strategy
-from reshard.wording import plural, rank_ranges
+from reshard.text.messages import listing
+from reshard.text.wording import plural, rank_ranges
 
 _HINT = "pass the target's strategy instead of same"
 

@@ -7,20 +7,20 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.full.directory import ONE_COPY, file_names
 from reshard.checkpoints.full.weights import WholeTensors
-from reshard.checkpoints.headers import read_headers
 from reshard.checkpoints.name_order import layers_in_order, natural_order
-from reshard.checkpoints.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
-from reshard.messages import listing
-from reshard.names import OTHER
-from reshard.report import Report
 from reshard.storage import is_regular_file
-from reshard.wording import one_line, plural, quoted, some_names
+from reshard.text.messages import listing
+from reshard.text.names import OTHER
+from reshard.text.report import Report
+from reshard.text.wording import one_line, plural, quoted, some_names
 
 
 class Contents:

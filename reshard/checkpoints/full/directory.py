@@ -17,9 +17,9 @@ from reshard.checkpoints.full.weight_map import (
 from reshard.checkpoints.full.weights import HUGGINGFACE, UNIFIED
 from reshard.checkpoints.name_order import natural_order
 from reshard.errors import CheckpointError
-from reshard.report import Report
 from reshard.storage import is_directory, is_regular_file, names_in
-from reshard.wording import one_line, plural, some_names
+from reshard.text.report import Report
+from reshard.text.wording import one_line, plural, some_names
 
 SINGLE = "model" + WEIGHTS_ENDING
 """What Hugging Face calls the file of a model that has one."""

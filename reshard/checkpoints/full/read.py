@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Optional
 
 from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.full.contents import Contents
 from reshard.checkpoints.full.directory import (
     NUMBERED,
@@ -22,12 +23,11 @@ from reshard.checkpoints.full.directory import (
 from reshard.checkpoints.full.weight_map import HYPER_PARAMETERS, UNIFIED_MAP, read_weight_map
 from reshard.checkpoints.full.weights import HUGGINGFACE, UNIFIED, FullWeights
 from reshard.checkpoints.name_order import natural_order
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError
-from reshard.messages import listing
-from reshard.names import OTHER
-from reshard.report import Report
 from reshard.storage import is_directory, names_in
+from reshard.text.messages import listing
+from reshard.text.names import OTHER
+from reshard.text.report import Report
 
 
 def read_unified(

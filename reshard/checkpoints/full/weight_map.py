@@ -13,11 +13,11 @@ import os
 import sys
 from typing import Any
 
-from reshard.checkpoints.naming import check_inside
+from reshard.checkpoints.rank_tree.naming import check_inside
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import UnfitError, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 UNIFIED_MAP = "param_name_map.json"
 HYPER_PARAMETERS = "hyper_param.safetensors"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import Grid
-from reshard.wording import step_words
+from reshard.text.wording import step_words
 
 UNIFIED, HUGGINGFACE = "unified", "huggingface"
 """The forms."""

@@ -6,10 +6,10 @@ import os
 from dataclasses import replace
 
 from reshard.errors import StrategyError
-from reshard.near_names import near_names
 from reshard.storage import exists
 from reshard.strategies.rules.model import Rules
 from reshard.strategies.rules.toml_file import read_rules
+from reshard.text.near_names import near_names
 
 _DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "builtin")
 _ENDING = ".toml"

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.errors import StrategyError
-from reshard.messages import listing
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.model import Pipeline, Rule, Rules, Shown
 from reshard.strategies.rules.pipeline import is_numbered
@@ -26,6 +25,7 @@ from reshard.strategies.rules.shown import (
 from reshard.strategies.rules.shown_shards import ShownShards, shown_shards
 from reshard.strategies.rules.sizes import NAMES, Sizes, condition
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
+from reshard.text.messages import listing
 
 GROWTH = "growth"
 DP_OUTERMOST = "dp-outermost"

@@ -16,7 +16,6 @@ from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.communication import SERVER, device_count_allowed, forbidden_group
 from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Reading, Rule, Rules, merged
@@ -32,7 +31,8 @@ from reshard.strategies.rules.problems import Problems, UnsettledError
 from reshard.strategies.rules.sizes import EXPERTS, ExpressionError, NoReadingError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
 from reshard.strategies.rules.toml_text import quoted_list, toml_string
-from reshard.wording import rank_ranges
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import rank_ranges
 
 MODEL = "mp"
 # More readings of a rule than so many say nothing.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional, Union
 
-from reshard.globs import Glob
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.sizes import Condition, Product, Sizes, product
+from reshard.text.globs import Glob
 
 LAYER = "{layer}"
 """Stands for a layer's number in the patterns of ``[pipeline]``."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Optional
 
 from reshard.errors import StrategyError, UsageError
-from reshard.globs import Glob, Globs
-from reshard.messages import listing
 from reshard.strategies.rules.model import LAYER, Pipeline
 from reshard.strategies.rules.tensors import patterns_for
 from reshard.strategies.rules.toml_text import quoted_list
-from reshard.wording import plural, quoted
+from reshard.text.globs import Glob, Globs
+from reshard.text.messages import listing
+from reshard.text.wording import plural, quoted
 
 _LAYER_NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9][0-9]{0,5})(?=\.)")
 

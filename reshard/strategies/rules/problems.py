@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reshard.errors import StrategyError
-from reshard.messages import Message, joined, listing
 from reshard.strategies.rules.tensors import patterns_for
 from reshard.strategies.rules.toml_text import one_or_list
-from reshard.wording import plural
+from reshard.text.messages import Message, joined, listing
+from reshard.text.wording import plural
 
 _MOST_GROUPS = 8
 

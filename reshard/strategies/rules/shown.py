@@ -16,14 +16,14 @@ from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
-from reshard.messages import listing
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.strategies.model import RecordedLayout, Stage, Strategy
 from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Matrix, Reading
 from reshard.strategies.rules.placement import Placement, Strided, place, strided_cuts
 from reshard.strategies.rules.sizes import ExpressionError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
-from reshard.wording import plural, quoted
+from reshard.text.messages import listing
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.wording import plural, quoted
 
 _MP, _CP, _EP, _MP_CP = product("mp"), product("cp"), product("ep"), product("mp*cp")
 OUTERMOST: Matrix = (product("mp"), product("dp"), product("cp"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.names import ACCUMULATED_GRADIENTS
+from reshard.text.names import ACCUMULATED_GRADIENTS
 
 # A part of a name that is a number, as those of layers and experts are.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
@@ -97,7 +97,7 @@ def _literal(name: str) -> str:
 
 
 def _fits_only(patterns: Sequence[str], wanted: frozenset[str], known: Iterable[str]) -> bool:
-    from reshard.globs import Globs
+    from reshard.text.globs import Globs
 
     globs = Globs(patterns)
     return all(name in wanted for name in known if globs.match(name))

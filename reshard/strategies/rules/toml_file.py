@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError, UsageError
-from reshard.near_names import near_names
 from reshard.storage import UnfitError, read_small
 from reshard.strategies.one_file import read_error
 from reshard.strategies.rules.model import (
@@ -24,7 +23,8 @@ from reshard.strategies.rules.model import (
     Shown,
 )
 from reshard.strategies.rules.sizes import Condition, ExpressionError, condition, parse_sizes, product
-from reshard.wording import quoted
+from reshard.text.near_names import near_names
+from reshard.text.wording import quoted
 
 LARGEST = 1 << 22
 _TOP = ("pipeline", "parameter", "optimizer_states", "shown_for", "shown_with", "dtype", "matrix", "optimizer_shard")

@@ -10,12 +10,12 @@ from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.storage import exists, is_directory
+from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.rules.make import MadeStage
-from reshard.temporary import write_whole
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
 _WRITERS = {".ckpt": protobuf_file.serialize_strategy, ".json": json_file.serialize_strategy}

@@ -12,17 +12,18 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import find_iterations
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, read_checkpoint
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, TargetError
-from reshard.filter_advice import warn_of_unmatched
-from reshard.messages import Message, joined, listing
-from reshard.name_filters import Filters
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
-from reshard.report import Report
-from reshard.source_ranks import check_ranks
 from reshard.storage import is_directory, is_regular_file
 from reshard.strategies import Strategy
+from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.messages import Message, joined, listing
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges, some_names
 from reshard.verification import (
     Difference,
     Means,
@@ -39,7 +40,6 @@ from reshard.verification import (
 from reshard.verification.compare_forms import compare_with_form
 from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.written import read_written
-from reshard.wording import plural, rank_ranges, some_names
 
 _MOST_SHOWN = 3
 

@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.checkpoints.path_pattern import RANK
-from reshard.checkpoints.steps import Pattern, Step, parse_stem
+from reshard.checkpoints.rank_tree.path_pattern import RANK
+from reshard.checkpoints.rank_tree.steps import Pattern, Step, parse_stem
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, UsageError
 from reshard.storage.json_text import Fields, JsonError
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 _FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
 # In what --prefix says; a brace that is none of these says nothing.

@@ -20,13 +20,13 @@ import math
 import sys
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR
-from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.tensors import CheckpointIndex, content_size, logical_shape
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR
+from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
+from reshard.checkpoints.formats.tensors import CheckpointIndex, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
-from reshard.other_files import MARK_SIZE, cipher_of
 from reshard.storage import ReadableFile, read_range
-from reshard.wording import quoted
+from reshard.storage.other_files import MARK_SIZE, cipher_of
+from reshard.text.wording import quoted
 
 CRC_MARK = b"crc_num"
 TRAILER_SIZE = len(CRC_MARK) + 10

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Callable, NamedTuple
 
-from reshard.checkpoints.ckpt_index import TRAILER_SIZE
-from reshard.checkpoints.dtypes import INTEGERS, MAP_TENSOR
 from reshard.checkpoints.encrypted import DecryptedFile
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.formats.ckpt_index import TRAILER_SIZE
+from reshard.checkpoints.formats.dtypes import INTEGERS, MAP_TENSOR
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.other_files import GCM
 from reshard.storage import ReadableFile, UnfitError, fill, opened_regular, read_range
-from reshard.wording import quoted
+from reshard.storage.other_files import GCM
+from reshard.text.wording import quoted
 
 # MindSpore counts a 0-d integer of value N as N zero bytes, and had to have them in memory; so a
 # larger N was not written by it, and would take us longer than a few seconds.

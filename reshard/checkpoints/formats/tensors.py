@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
-from reshard.names import kind_of
-from reshard.other_files import GCM
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
+from reshard.storage.other_files import GCM
+from reshard.text.names import kind_of
 
 
 class Tensor(NamedTuple):
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it is by its name: one of `reshard.names.KINDS`."""
+        """What it is by its name: one of `reshard.text.names.KINDS`."""
         return kind_of(self.name, 1 if self.dtype in (TEXT, MAP_TENSOR) else math.prod(self.shape))
 
 

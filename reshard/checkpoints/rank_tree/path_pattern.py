@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.steps import RANK_NUMBER, Pattern
-from reshard.globs import Glob
+from reshard.checkpoints.rank_tree.steps import RANK_NUMBER, Pattern
 from reshard.storage import is_directory
+from reshard.text.globs import Glob
 
 RANK = "{rank}"
 

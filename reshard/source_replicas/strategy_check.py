@@ -14,17 +14,13 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles, Tensor, find_checkpoints
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.dtypes import MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.filter_advice import warn_of_unmatched
 from reshard.layout import Layout
-from reshard.name_filters import Filters
-from reshard.names import ACCUMULATED_GRADIENTS, belongs_to_rank
 from reshard.plan.holding import StageSharding
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
-from reshard.report import Report
 from reshard.source_replicas import (
     Comparison,
     SameSlices,
@@ -34,6 +30,10 @@ from reshard.source_replicas import (
     misplaced,
 )
 from reshard.strategies import Stage, Strategy
+from reshard.text.filter_advice import warn_of_unmatched
+from reshard.text.name_filters import Filters
+from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank
+from reshard.text.report import Report
 
 # The stage of what no stage lists, which every rank may hold.
 _NO_STAGE = -1

@@ -10,8 +10,8 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import DamagedCheckpointError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.records import SourceFile, SourceSampler
-from reshard.report import Report
-from reshard.wording import plural, some_names
+from reshard.text.report import Report
+from reshard.text.wording import plural, some_names
 
 Check = Callable[[Sequence[CheckpointIndex]], Mapping[str, DamagedCheckpointError]]
 """Checks files; gives the errors of those that are damaged, by path."""

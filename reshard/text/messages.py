@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Optional
 
-from reshard.name_patterns import name_patterns
-from reshard.wording import one_line, quoted
+from reshard.text.name_patterns import name_patterns
+from reshard.text.wording import one_line, quoted
 
 #: Lines of a list in a message.
 MOST_LINES = 12

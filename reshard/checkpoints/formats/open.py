@@ -6,14 +6,14 @@ import os
 import stat
 from typing import Optional
 
-from reshard.checkpoints.alike import KnownStructures
-from reshard.checkpoints.ckpt_index import read_ckpt_index
 from reshard.checkpoints.files import FileHandles, reading_error
-from reshard.checkpoints.safetensors_index import read_safetensors_index
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.ckpt_index import read_ckpt_index
+from reshard.checkpoints.formats.safetensors_index import read_safetensors_index
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.other_files import GCM, HEAD, kind_by_head, kind_of
 from reshard.storage import ReadableFile
+from reshard.storage.other_files import GCM, HEAD, kind_by_head, kind_of
 
 _WANTED = "give a checkpoint that MindSpore saved: .ckpt or .safetensors"
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
-from reshard.checkpoints.naming import FileNames, names_of
-from reshard.checkpoints.open import FORMATS, format_of
-from reshard.checkpoints.path_pattern import RANK, fixed_directory, match_paths
-from reshard.checkpoints.refused import refuse_other_forms
-from reshard.checkpoints.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
+from reshard.checkpoints.formats.open import FORMATS, format_of
+from reshard.checkpoints.rank_tree.naming import FileNames, names_of
+from reshard.checkpoints.rank_tree.path_pattern import RANK, fixed_directory, match_paths
+from reshard.checkpoints.rank_tree.refused import refuse_other_forms
+from reshard.checkpoints.rank_tree.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.errors import CheckpointError, ReshardError
-from reshard.near_names import path_meant
 from reshard.storage import exists, is_directory
-from reshard.wording import some_names
+from reshard.text.near_names import path_meant
+from reshard.text.wording import some_names
 
 _RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
 _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")

@@ -15,9 +15,9 @@ from fnmatch import translate
 from itertools import product
 from typing import NamedTuple, Optional
 
-from reshard.globs import Glob, Globs
-from reshard.name_filters import Filters
-from reshard.names import (
+from reshard.text.globs import Glob, Globs
+from reshard.text.name_filters import Filters
+from reshard.text.names import (
     ACCUMULATED_GRADIENTS,
     GRADIENTS,
     OPTIMIZER_STATE,
@@ -25,8 +25,8 @@ from reshard.names import (
     kind_of,
     state_prefix,
 )
-from reshard.report import Report
-from reshard.wording import plural, quoted
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted
 
 _SEPARATORS = "._/:-"
 # Patterns that one stands for at the most, as by braces.

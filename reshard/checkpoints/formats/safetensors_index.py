@@ -15,13 +15,13 @@ from array import array
 from collections.abc import Iterable
 from typing import Any, Optional
 
-from reshard.checkpoints.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
-from reshard.checkpoints.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
+from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, JsonStream
-from reshard.wording import quoted
+from reshard.text.wording import quoted
 
 METADATA = "__metadata__"
 LENGTH_SIZE = 8

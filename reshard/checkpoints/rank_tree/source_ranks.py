@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.checkpoints import FileHandles, SourceTree, read_index
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
-from reshard.wording import rank_ranges
+from reshard.text.wording import rank_ranges
 
 
 def check_ranks(tree: SourceTree, source: Strategy, handles: FileHandles) -> None:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Container, Iterable
 from typing import NamedTuple, Union
 
-from reshard.names import state_prefix
-from reshard.wording import one_line, plural, stepped_ranges
+from reshard.text.names import state_prefix
+from reshard.text.wording import one_line, plural, stepped_ranges
 
 # Numbers that are written as str(int) writes them, so that a range tells their text.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,8})(?![0-9])")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard.globs import Globs
+from reshard.text.globs import Globs
 
 
 @dataclass(frozen=True)

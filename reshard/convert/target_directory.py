@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
-from reshard import temporary
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.forms import RANKS, forms_among
 from reshard.errors import RetryableError, TargetError
@@ -39,11 +38,20 @@ from reshard.records import (
 from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
-from reshard.report import Report
-from reshard.storage import UnfitError, exists, is_directory, is_regular_file, names_in, read_small, status_at
+from reshard.storage import (
+    UnfitError,
+    exists,
+    is_directory,
+    is_regular_file,
+    names_in,
+    read_small,
+    status_at,
+    temporary,
+)
 from reshard.target import TargetForm
 from reshard.target.marks import marks_of
-from reshard.wording import rank_ranges
+from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
 
 
 class _Seen(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 
-from reshard.checkpoints.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.errors import CheckpointError
 
 MOST_TENSORS = 1 << 19

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, Optional
 
-from reshard.messages import full_text
+from reshard.text.messages import full_text
 
 
 class Report:

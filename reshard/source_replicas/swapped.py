@@ -16,16 +16,12 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles, StepFiles, find_checkpoints
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.storage import storage_of
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.layout import Layout
-from reshard.messages import joined, listing
-from reshard.names import ACCUMULATED_GRADIENTS
 from reshard.plan.coverage import lost_slices
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
-from reshard.report import Report
 from reshard.source_replicas import (
     Comparison,
     Distinctness,
@@ -33,8 +29,12 @@ from reshard.source_replicas import (
     compare_slices,
     misplaced,
 )
+from reshard.storage.costs import storage_of
 from reshard.strategies import Strategy
-from reshard.wording import plural, quoted, rank_ranges, some_numbers
+from reshard.text.messages import joined, listing
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted, rank_ranges, some_numbers
 
 _MOST_EXAMPLES = 3
 _WHOLE = "leaves it whole"

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, find_checkpoints, read_index
-from reshard.checkpoints.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.names import ACCUMULATED_GRADIENTS, OTHER
 from reshard.storage import UnfitError, is_directory, names_in, read_small
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.one_file import read_error
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
-from reshard.wording import quoted, rank_ranges
+from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER
+from reshard.text.wording import quoted, rank_ranges
 
 _LARGEST_INDEX = 1 << 26
 _MAPS = ("param_name_map.json", "model.safetensors.index.json")

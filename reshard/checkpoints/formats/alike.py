@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import RetryableError
 from reshard.storage import ReadableFile, read_range
 

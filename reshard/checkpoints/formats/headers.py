@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Union
 
-from reshard.checkpoints.alike import KnownStructures
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.open import read_index
-from reshard.checkpoints.storage import storage_of
-from reshard.checkpoints.tensors import CheckpointIndex
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.open import read_index
+from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
 from reshard.storage import exists
+from reshard.storage.costs import storage_of
 
 # Reading headers from network storage is waiting, whatever the number of CPUs.
 _IN_FLIGHT = 16

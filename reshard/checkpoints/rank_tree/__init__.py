@@ -1,0 +1,1 @@
+"""Trees of rank directories: which rank has a file of which step, by names alone."""

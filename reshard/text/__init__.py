@@ -1,0 +1,1 @@
+"""Words: names of parameters and patterns of them, messages, and what is told to people."""
