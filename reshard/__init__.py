@@ -12,7 +12,10 @@ from reshard._version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reshard.mindspore_api import (
+        convert_checkpoint_by_rank,
+        convert_checkpoints,
         merge_pipeline_strategys,
+        rank_list_for_convert,
         rank_list_for_transform,
         restore_group_info_list,
         transform_checkpoint_by_rank,
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
+    "convert_checkpoint_by_rank",
+    "convert_checkpoints",
     "merge_pipeline_strategys",
+    "rank_list_for_convert",
     "rank_list_for_transform",
     "restore_group_info_list",
     "transform_checkpoint_by_rank",

@@ -99,6 +99,12 @@ def rank_list_for_transform(
     return list(ReplicaChoice(source, target).ranks(rank_id))
 
 
+# Since MindSpore 2.10 they are called so, too.
+convert_checkpoints = transform_checkpoints
+convert_checkpoint_by_rank = transform_checkpoint_by_rank
+rank_list_for_convert = rank_list_for_transform
+
+
 def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> None:
     """Merge the pipeline stages' strategy files of a directory into one file.
 

@@ -22,6 +22,20 @@ def test_a_tree_is_converted(world: World) -> None:
     same_ranks(world.found(), world.expected(FULL))
 
 
+def test_the_names_of_newer_mindspores_do_the_same(world: World) -> None:
+    world.save(FULL)
+    strategies = (str(world.old), str(world.new))
+    reshard.convert_checkpoints(str(world.src), str(world.dst), "checkpoint_", *strategies)
+    same_ranks(world.found(), world.expected(FULL))
+    ranks = reshard.rank_list_for_convert(1, *strategies)
+    assert ranks == reshard.rank_list_for_transform(1, *strategies)
+    (world.root / "one").mkdir()
+    target = world.root / "one" / "rank1.ckpt"
+    files = {rank: str(next((world.src / f"rank_{rank}").iterdir())) for rank in ranks}
+    reshard.convert_checkpoint_by_rank(1, files, str(target), *strategies)
+    same_checkpoints(read_checkpoint(target), world.expected(FULL)[1])
+
+
 def test_prefix_workers_and_format_are_mindspores(world: World) -> None:
     world.save(FULL, "rank_{rank}/net-1_10.safetensors")
     reshard.transform_checkpoints(
