@@ -285,10 +285,9 @@ def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Repo
     with contextlib.suppress(TargetError):
         changed = sorted(set(status_of(out).changed) & set(unchecked))
         if changed:
-            report.warn(
-                f"{rank_ranges(changed, noun)}: have another time than when they were written, so they may have been "
-                "changed since"
-            )
+            numbered = rank_ranges(changed, noun)
+            files = numbered if noun == "file" else f"files of {numbered}"
+            report.warn(f"{files} have another time than when they were written, so they may have been changed since")
 
 
 def _manifest(out: str) -> Optional[Manifest]:
