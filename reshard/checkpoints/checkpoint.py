@@ -7,12 +7,13 @@ of a grid is held by any number of files: replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Optional, Protocol
 
+from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import Grid
 
@@ -89,7 +90,7 @@ class GlobalTensor(NamedTuple):
     shards: ShardReading = AS_RECORDED
 
 
-class TensorsInOrder(Mapping[str, GlobalTensor]):
+class TensorsInOrder(ByName[GlobalTensor]):
     """Some tensors by name, in an order of their own; none is held here, since there may be very many.
 
     Args:
@@ -98,22 +99,13 @@ class TensorsInOrder(Mapping[str, GlobalTensor]):
     """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Iterable[str]) -> None:
+        super().__init__(dict.fromkeys(names))
         self._tensors = tensors
-        self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> GlobalTensor:
         if name not in self._names:
             raise KeyError(name)
         return self._tensors[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class Checkpoint(Protocol):

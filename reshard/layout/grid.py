@@ -46,6 +46,20 @@ def intersection(one: Box, other: Box) -> Optional[Box]:
     return tuple(common)
 
 
+def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
+    """The position along every dimension of what counts in C order.
+
+    Args:
+        number: which.
+        cuts: how many there are along every dimension.
+    """
+    place = []
+    for count in reversed(cuts):
+        number, position = divmod(number, count)
+        place.append(position)
+    return tuple(reversed(place))
+
+
 @dataclass(frozen=True)
 class Grid:
     """How a tensor is cut.
@@ -107,11 +121,7 @@ class Grid:
 
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
         """A box's position along every dimension."""
-        index = []
-        for count in reversed(self.cuts):
-            slice_number, position = divmod(slice_number, count)
-            index.append(position)
-        return tuple(reversed(index))
+        return place_of(slice_number, self.cuts)
 
     def slice_box(self, slice_number: int) -> Box:
         """One of the boxes."""

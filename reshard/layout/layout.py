@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import LayoutError
-from reshard.layout.grid import Box, Grid
+from reshard.layout.grid import Box, Grid, place_of
 from reshard.text.wording import some_numbers
 
 IntArray = npt.NDArray[np.int64]
@@ -208,11 +208,7 @@ class Layout:
 
     def slice_index(self, slice_number: int) -> tuple[int, ...]:
         """A slice's position along every dimension."""
-        index = []
-        for count in reversed(self.cuts):
-            slice_number, position = divmod(slice_number, count)
-            index.append(position)
-        return tuple(reversed(index))
+        return place_of(slice_number, self.cuts)
 
     def boundaries(self, dimension: int, size: int) -> tuple[int, ...]:
         """Where a dimension of ``size`` elements is cut: ``cuts[dimension] + 1`` ascending positions.

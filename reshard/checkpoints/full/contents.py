@@ -22,6 +22,8 @@ from reshard.text.names import OTHER
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
 
+_ONE_SAVE = "the files and this list are not of one save: copy or download the directory again"
+
 
 class Contents:
     """Files of a directory, and what is in them.
@@ -128,7 +130,7 @@ class Contents:
                     + f" (in {file_names(files)}, it says)",
                     file=place,
                     parameter=nowhere[0],
-                    hint="the files and this list are not of one save: copy or download the directory again",
+                    hint=_ONE_SAVE,
                 )
             )
         if elsewhere:
@@ -137,7 +139,7 @@ class Contents:
                     f"{place}: names another file than the one that holds them: {self._places(elsewhere)}",
                     file=place,
                     parameter=next(iter(elsewhere)),
-                    hint="the files and this list are not of one save: copy or download the directory again",
+                    hint=_ONE_SAVE,
                 )
             )
         if problems:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
+from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import Grid
@@ -15,7 +16,7 @@ UNIFIED, HUGGINGFACE = "unified", "huggingface"
 """The forms."""
 
 
-class WholeTensors(Mapping[str, GlobalTensor]):
+class WholeTensors(ByName[GlobalTensor]):
     """Tensors by name, each whole in one file; a `GlobalTensor` is made when one is asked for.
 
     Args:
@@ -24,6 +25,7 @@ class WholeTensors(Mapping[str, GlobalTensor]):
     """
 
     def __init__(self, indexes: Mapping[int, CheckpointIndex], holders: Mapping[str, int]) -> None:
+        super().__init__(holders)
         self._indexes = indexes
         self._holders = holders
         # There are few shapes and files, and many tensors.
@@ -37,15 +39,6 @@ class WholeTensors(Mapping[str, GlobalTensor]):
             shardings = (FileSharding(Grid.whole(tensor.shape), ((number,),)),)
             self._shardings[number, tensor.shape] = shardings
         return GlobalTensor(name, tensor.dtype, tensor.item_size, tensor.shape, shardings)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._holders
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._holders)
-
-    def __len__(self) -> int:
-        return len(self._holders)
 
 
 @dataclass
