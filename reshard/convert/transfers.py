@@ -47,16 +47,15 @@ class Transfers:
 def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -> Transfers:
     """What a conversion moves for some target files, ascending."""
     found = Transfers()
-    holders = {path: holder for holder, path in plan.checkpoint.files.items()}
     made = []
     for file in work:
-        taken_over = plan.form.taken_over(file)
-        if taken_over is None:
+        holder = plan.form.taken_over(file)
+        if holder is None:
             made.append(file)
             continue
-        holder = holders[taken_over.path]
-        found.taken[holder, file] += taken_over.size
-        found.read[holder] += taken_over.size
+        size = plan.checkpoint.indexes[holder].size
+        found.taken[holder, file] += size
+        found.read[holder] += size
     # Files of which each holds other tensors are walked through whole; of the others one tensor of each kind is.
     alone = [file for file in made if plan.form.names_in(file) is not None]
     together = [file for file in made if plan.form.names_in(file) is None]

@@ -166,14 +166,15 @@ class Plan:
 
     def data_bytes(self, files: Iterable[int]) -> dict[int, int]:
         """Bytes of tensor contents in each of some target files; of one that is taken over, all of its bytes."""
-        chosen = list(files)
         total = {}
-        for file in chosen:
+        made = []
+        for file in files:
             taken_over = self.form.taken_over(file)
-            total[file] = 0 if taken_over is None else taken_over.size
-        made = [file for file in chosen if self.form.taken_over(file) is None]
-        for file in made:
-            total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
+            if taken_over is None:
+                made.append(file)
+                total[file] = sum(value.tensor.nbytes for value in self.values_of(file))
+            else:
+                total[file] = self.checkpoint.indexes[taken_over].size
         for section in self.sections:
             here = in_section(section, made)
             for kind in self.kinds_of(section):
@@ -200,7 +201,7 @@ class Plan:
         for file in files:
             taken_over = self.form.taken_over(file)
             if taken_over is not None:
-                found[file] = taken_over.size
+                found[file] = self.checkpoint.indexes[taken_over].size
                 continue
             section = self.form.section_of(file)
             position = section.position(file)
@@ -226,12 +227,11 @@ class Plan:
         """
         taken_over = self.form.taken_over(file)
         if taken_over is not None:
-            box = ((0, taken_over.size),)
-            (holder,) = (number for number, path in self.checkpoint.files.items() if path == taken_over.path)
-            source = StoredSlice(taken_over.path, holder, ((0, taken_over.size),), box)
-            whole = TargetTensor(taken_over.path, 1, box, (Piece(source, box),) if taken_over.size else ())
-            layout = lay_out_copy(taken_over.size)
-            return TargetFile(file, self.path(file), layout, (whole,), frozenset([taken_over.path]))
+            index = self.checkpoint.indexes[taken_over]
+            box = ((0, index.size),)
+            source = StoredSlice(index.path, taken_over, box, box)
+            whole = TargetTensor(index.path, 1, box, (Piece(source, box),) if index.size else ())
+            return TargetFile(file, self.path(file), lay_out_copy(index.size), (whole,), frozenset([index.path]))
         section = self.form.section_of(file)
         leader = self._leaders[file]
         base = [self._base(leader)] + ([self._base(file)] if file != leader else [])

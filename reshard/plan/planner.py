@@ -173,8 +173,8 @@ def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) ->
 
 
 def _names(request: Request, checkpoint: RankCheckpoint) -> FileNames:
-    """Of the files of ranks; of a recovery as in the source, unless others were asked for."""
+    """Of the files of a recovery: as in the source, unless others were asked for."""
     found = checkpoint.source.found.names
-    if request.recover and request.prefix is None and found is not None:
+    if request.prefix is None and found is not None:
         return found
     return rank_names(request, checkpoint)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileHandles, FileNames
+from reshard.checkpoints import FileHandles, FileNames
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.layout.candidates import cuts_of, possible_holders
 from reshard.plan.rank_checkpoint import RankCheckpoint
@@ -50,13 +50,13 @@ class Recovery:
         self._held: dict[int, tuple[Counter[str], int]] = {}
         self._holders: dict[tuple[str, int], dict[int, int]] = {}
 
-    def intact(self, rank: int) -> Optional[CheckpointIndex]:
-        """A rank's own file, if it holds all that its stage's ranks have to hold at this step."""
+    def intact(self, rank: int) -> bool:
+        """Whether a rank's own file holds all that its stage's ranks have to hold at this step."""
         index = self._step.indexes.get(rank)
         if index is None or index.format != self._format:
-            return None
+            return False
         if self._strategy.is_none:
-            return index
+            return True
         stage = self._strategy.stage_of(rank)
         # Files that are built alike share their tensors, so this is decided once for all of them.
         key = (stage.number, id(index.tensors))
@@ -66,7 +66,7 @@ class Recovery:
             wanted.update(name for name, count in counts.items() if ranks > 2 and count == ranks - 1)
             self._lacked[key] = sorted(wanted - index.tensors.keys())
         # What has no elements is left out of most .ckpt files.
-        return index if all(self._is_empty(name, rank, stage) for name in self._lacked[key]) else None
+        return all(self._is_empty(name, rank, stage) for name in self._lacked[key])
 
     def _is_empty(self, name: str, rank: int, stage: Stage) -> bool:
         """Whether a rank's slice of what its stage lists has no elements."""
@@ -79,7 +79,7 @@ class Recovery:
         """Unlisted parameters of lost ranks that nobody can be known to hold as they did."""
         nowhere: dict[int, list[str]] = {}
         for rank in ranks:
-            if self.intact(rank) is None:
+            if not self.intact(rank):
                 names = [name for name, holder in self._unlisted(rank).items() if holder is None]
                 if names:
                     nowhere[rank] = names
@@ -98,7 +98,7 @@ class Recovery:
 
     def tell(self, ranks: Sequence[int], form: RankFiles, values: CopiedValues, report: Report) -> None:
         """Say how lost ranks' files are named, and what only the lost ranks knew."""
-        lost = [rank for rank in ranks if self.intact(rank) is None]
+        lost = [rank for rank in ranks if not self.intact(rank)]
         unnamed = [rank for rank in lost if rank not in self._step.found.files]
         if form.names.own and unnamed:
             report.note(
@@ -222,9 +222,9 @@ class RecoveredFiles(RankFiles):
         super().__init__(request.target, checkpoint.tensors, format, names)
         self._recovery = recovery
 
-    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
+    def taken_over(self, file: int) -> Optional[int]:
         """A rank's own file where it is intact."""
-        return self._recovery.intact(file)
+        return file if self._recovery.intact(file) else None
 
 
 class RecoveredValues:
@@ -242,7 +242,7 @@ class RecoveredValues:
     def of(self, file: int) -> list[CopiedValue]:
         """What one rank gets."""
         values = self._values.of(file)
-        return values if self._recovery.intact(file) is not None else self._recovery.values_of(file, values)
+        return values if self._recovery.intact(file) else self._recovery.values_of(file, values)
 
 
 def _explains(way: Sequence[int], content: Mapping[int, int], first_rank: int) -> bool:

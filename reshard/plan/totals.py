@@ -29,8 +29,9 @@ class _Held(NamedTuple):
 
 def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
     """What the files hold; the bytes are those of one file or several."""
-    taken_over = [index for file in files for index in [plan.form.taken_over(file)] if index is not None]
-    made = sorted(file for file in files if plan.form.taken_over(file) is None)
+    taken_over = {file: plan.form.taken_over(file) for file in files}
+    copies = [plan.checkpoint.indexes[holder] for holder in taken_over.values() if holder is not None]
+    made = sorted(file for file, holder in taken_over.items() if holder is None)
     for section in plan.sections:
         here = in_section(section, made)
         # Files that hold the same ones of the section's tensors.
@@ -49,8 +50,8 @@ def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
         for value in plan.values_of(file):
             yield _Held(value.tensor.kind, value.name, value.tensor.nbytes)
     # Files that are taken over are copied as they are, many of them built alike.
-    tensors = {id(index.tensors): index.tensors for index in taken_over}
-    counts = Counter(id(index.tensors) for index in taken_over)
+    tensors = {id(index.tensors): index.tensors for index in copies}
+    counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
             yield _Held(stored.kind, stored.name, stored.nbytes * count)

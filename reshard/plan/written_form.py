@@ -10,6 +10,8 @@ from typing import Any, Optional
 from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
+from reshard.checkpoints.checkpoint2.names import COMMON
+from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.checkpoints.name_order import layers_in_order
@@ -18,7 +20,7 @@ from reshard.errors import CheckpointError
 from reshard.plan.request import Request
 from reshard.storage import read_range, read_small
 from reshard.target import FinishingFile, RankFiles, TargetForm
-from reshard.target.checkpoint2_common import COMMON_NAME, common_json
+from reshard.target.checkpoint2_common import common_json
 from reshard.target.checkpoint2_files import Checkpoint2Files
 from reshard.target.full_directory import FullDirectory
 from reshard.text.messages import listing
@@ -47,13 +49,11 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     tensors = TensorsInOrder(checkpoint.tensors, order)
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
-        return FullDirectory(
-            request.to, tensors, values, request.max_shard_size, _others(request, checkpoint, handles, report)
-        )
+        return FullDirectory(request.to, tensors, values, request.max_shard_size, _others(request, checkpoint, report))
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
         report.warn(
-            f"nothing tells the global batch size, so {COMMON_NAME} does not: training that goes on from it asks for "
+            f"nothing tells the global batch size, so {COMMON} does not: training that goes on from it asks for "
             "global_batch_size there"
         )
     unlisted = [name for name in values if is_weight(name)]
@@ -64,7 +64,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
-    common = FinishingFile(COMMON_NAME, lambda: common_json(said))
+    common = FinishingFile(COMMON, lambda: common_json(said))
     return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
 
 
@@ -115,12 +115,12 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
     found = {}
     for name in names:
         tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        if tensor.dtype not in ("str", "MapTensor"):
+        if tensor.dtype not in (TEXT, MAP_TENSOR):
             found[name] = tensor.nbytes
     return found
 
 
-def _others(request: Request, checkpoint: Checkpoint, handles: FileHandles, report: Report) -> list[FinishingFile]:
+def _others(request: Request, checkpoint: Checkpoint, report: Report) -> list[FinishingFile]:
     """Files beside the weights that a Hugging Face directory takes over from another."""
     if not isinstance(checkpoint, FullWeights) or not checkpoint.others:
         return []

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-COMMON_NAME = "common.json"
 _MEMBERS = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 
 

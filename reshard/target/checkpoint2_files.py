@@ -14,16 +14,16 @@ from typing import NamedTuple, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints import FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.checkpoint2.names import MODEL, OPTIMIZER, iteration_name
+from reshard.checkpoints.checkpoint2.names import METADATA, MODEL, OPTIMIZER, TRACKER, iteration_name
 from reshard.checkpoints.formats.output import MINDSPORE_METADATA
 from reshard.checkpoints.rank_tree.naming import NamedFile
 from reshard.errors import InputError, LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
 from reshard.target.checkpoint2_metadata import Described, metadata_json, tracker_text
-from reshard.target.form import FinishingFile, Section
+from reshard.target.form import FinishingFile, Section, TargetForm
 from reshard.target.layouts import layout_in
 from reshard.target.rank_files import stage_sections
 from reshard.text.names import GRADIENTS, OPTIMIZER_STATE, kind_of
@@ -38,7 +38,7 @@ class _File(NamedTuple):
     names: frozenset[str]
 
 
-class Checkpoint2Files:
+class Checkpoint2Files(TargetForm):
     """The files of one iteration; see `TargetForm`.
 
     Args:
@@ -70,9 +70,9 @@ class Checkpoint2Files:
         self._tensors = tensors
         self._layouts: dict[str, tuple[Stage, Layout]] = {}
         self._files: list[_File] = []
-        stages = stage_sections(strategy, tensors)
+        self.sections: list[Section] = []
         for kind in (MODEL, OPTIMIZER):
-            for stage, section in zip(strategy.stages, stages):
+            for stage, section in zip(strategy.stages, stage_sections(strategy, tensors)):
                 chosen = [
                     tensor
                     for name, tensor in tensors.items()
@@ -87,7 +87,6 @@ class Checkpoint2Files:
             for number, file in enumerate(self._files)
         ]
         self.names = FileNames("file{rank}", tuple(NamedFile(number, name) for number, name in enumerate(names)))
-        self.sections: Sequence[Section] = self._sections(stages)
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
         self._values = frozenset(values)
         self._value_file = self._first[OPTIMIZER] if counts[OPTIMIZER] else 0
@@ -114,35 +113,16 @@ class Checkpoint2Files:
                 names.setdefault(device, []).append(tensor.name)
         # Files of the same names share them.
         known: dict[frozenset[str], frozenset[str]] = {}
-        for device in sorted(names):
+        first, devices = len(self._files), sorted(names)
+        for device in devices:
             held = frozenset(names[device])
             self._files.append(_File(kind, stage, device, known.setdefault(held, held)))
-
-    def _sections(self, stages: Sequence[Section]) -> list[Section]:
-        sections: list[Section] = []
-        start = 0
-        while start < len(self._files):
-            first = self._files[start]
-            stop = start
-            while stop < len(self._files) and self._files[stop][:2] == first[:2]:
-                stop += 1
-            stage = stages[first.stage.number]
-            layouts = {
-                name: stage.layouts[name]
-                for name in sorted(frozenset().union(*(file.names for file in self._files[start:stop])))
-            }
-            sections.append(
-                Section(
-                    len(sections),
-                    range(start, stop),
-                    layouts,
-                    stage.in_pipeline,
-                    stage.label,
-                    tuple(file.device for file in self._files[start:stop]),
-                )
+        if devices:
+            layouts = {name: section.layouts[name] for name in sorted(tensor.name for tensor in tensors)}
+            files = range(first, len(self._files))
+            self.sections.append(
+                Section(len(self.sections), files, layouts, section.in_pipeline, section.label, tuple(devices))
             )
-            start = stop
-        return sections
 
     @property
     def count(self) -> int:
@@ -161,17 +141,13 @@ class Checkpoint2Files:
         """Values are in one file, of optimizer state where there is any; loaders look for no other copy."""
         return name in self._values and file == self._value_file
 
-    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
-        """None is."""
-        return None
-
     def finishing(self) -> Sequence[FinishingFile]:
         """metadata.json and common.json, then the tracker, which says that the iteration is complete."""
         directory = iteration_name(self._iteration)
         return [
-            FinishingFile(f"{directory}/metadata.json", self._metadata),
+            FinishingFile(f"{directory}/{METADATA}", self._metadata),
             FinishingFile(f"{directory}/{self._common.name}", self._common.make),
-            FinishingFile("latest_checkpointed_iteration.txt", lambda: tracker_text(self._iteration)),
+            FinishingFile(TRACKER, lambda: tracker_text(self._iteration)),
         ]
 
     def _metadata(self) -> bytes:

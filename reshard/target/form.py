@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints import FileNames
+from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Layout, whole
 
@@ -56,7 +57,6 @@ class TargetForm(Protocol):
         name: ``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``.
         by_rank: a file's number is the rank that will read it, and all that rank reads.
         takes_everything: it takes whatever the source holds, and asks for nothing else.
-        several_formats: what to do where the source's files are of several formats.
         format: ``ckpt`` or ``safetensors``.
         names: what the files are called, by number.
         sections: all sections, in the order of their files; every file is in one.
@@ -79,19 +79,21 @@ class TargetForm(Protocol):
         """The section of a file."""
 
     def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """Which of its section's tensors a file holds; None for all."""
+        """Which of its section's tensors a file holds; None, as for most forms, for all."""
+        return None
 
     def takes_value(self, name: str, file: int) -> bool:
         """Whether a file gets a value that is copied as it is, where the section's layouts do not forbid it."""
 
-    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
-        """The source file that a file is a copy of, byte for byte; None where it is made anew."""
+    def taken_over(self, file: int) -> Optional[int]:
+        """The number of the source file that a file is a copy of, byte for byte; None where it is made anew."""
+        return None
 
     def finishing(self) -> Sequence[FinishingFile]:
         """What is written when all files are there, in this order: what makes the directory complete comes last."""
 
 
-class WholeLayouts(Mapping[str, Layout]):
+class WholeLayouts(ByName[Layout]):
     """Layouts of tensors that one device holds whole.
 
     Args:
@@ -100,19 +102,10 @@ class WholeLayouts(Mapping[str, Layout]):
     """
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
+        super().__init__(tensors.keys() if names is None else names)
         self._tensors = tensors
-        self._names = tensors.keys() if names is None else names
 
     def __getitem__(self, name: str) -> Layout:
         if name not in self._names:
             raise KeyError(name)
         return whole(len(self._tensors[name].shape))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

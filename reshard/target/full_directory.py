@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints import FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.full import HUGGINGFACE, HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED, UNIFIED_MAP
 from reshard.checkpoints.rank_tree.naming import NamedFile
-from reshard.target.form import FinishingFile, Section, WholeLayouts
+from reshard.target.form import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.target.full_files import (
     HUGGINGFACE_FORMAT,
     MAX_SHARD_SIZE,
@@ -26,7 +26,7 @@ from reshard.target.full_files import (
 _ENDING = ".safetensors"
 
 
-class FullDirectory:
+class FullDirectory(TargetForm):
     """The files of a directory of full weights; see `TargetForm`.
 
     Args:
@@ -51,7 +51,6 @@ class FullDirectory:
     ) -> None:
         self.name = name
         self._others = others
-        self._values = values
         self._sizes: Sizes = [(tensor.name, math.prod(tensor.shape) * tensor.item_size) for tensor in tensors.values()]
         if name == HUGGINGFACE:
             self.metadata: Optional[Mapping[str, str]] = {"format": HUGGINGFACE_FORMAT}
@@ -86,17 +85,9 @@ class FullDirectory:
         """Every file is a section."""
         return self.sections[file]
 
-    def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """Every tensor of the section."""
-        return None
-
     def takes_value(self, name: str, file: int) -> bool:
         """Every value is in one file."""
         return self._file_of_value.get(name) == file
-
-    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
-        """None is."""
-        return None
 
     def finishing(self) -> Sequence[FinishingFile]:
         """The files beside the weights, then the map or index."""

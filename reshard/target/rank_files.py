@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import CheckpointIndex, FileNames
+from reshard.checkpoints import FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.strategies import Strategy
-from reshard.target.form import FinishingFile, Section, WholeLayouts
+from reshard.target.form import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.target.resume_training import resume_files
 
 
-class RankFiles:
+class RankFiles(TargetForm):
     """The files of all ranks of a strategy; see `TargetForm`.
 
     Args:
@@ -42,17 +42,9 @@ class RankFiles:
         """The pipeline stage of a rank."""
         return self.sections[self._strategy.stage_of(file).number]
 
-    def names_in(self, file: int) -> Optional[frozenset[str]]:
-        """Every tensor of the stage."""
-        return None
-
     def takes_value(self, name: str, file: int) -> bool:
         """Every rank gets every value."""
         return True
-
-    def taken_over(self, file: int) -> Optional[CheckpointIndex]:
-        """None is."""
-        return None
 
     def finishing(self) -> Sequence[FinishingFile]:
         """What trainers go by, where files are named as theirs."""
