@@ -11,7 +11,7 @@ from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
 from reshard.plan.request import Request
-from reshard.strategies import Strategy, read_strategy
+from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -20,18 +20,6 @@ from reshard.text.wording import plural
 # Where the time went is told of conversions that took so long, in seconds; and which phases took any.
 _LEAST_TOTAL = 2.0
 _LEAST_SHOWN = 0.1
-
-
-def strategy_of(path: str, report: Report) -> Strategy:
-    """The strategy that a path names; what was noted of it is told.
-
-    Raises:
-        ReshardError: it cannot be read.
-    """
-    strategy = read_strategy(path)
-    for note in strategy.notes:
-        report.note(note)
-    return strategy
 
 
 def request_between(

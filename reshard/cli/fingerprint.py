@@ -13,7 +13,7 @@ from reshard.checkpoints.forms import RANKS, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import strategy_of
+from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
@@ -129,7 +129,7 @@ def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report:
                 "--strategy is missing",
                 hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
             )
-        return Source(src, form, strategy_of(strategy, report), step, suffix)
+        return Source(src, form, typed_strategy(strategy, report), step, suffix)
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
     if suffix is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
@@ -52,11 +52,11 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
     elif form == RANKS:
         source_path, _ = options.required_strategies(source_path, NONE)
-    source = _strategy(source_path, report) if form == RANKS else Strategy.none()
+    source = typed_strategy(source_path, report) if form == RANKS else Strategy.none()
     if to not in _WITH_STRATEGY:
         return Ends(form, source, to, Strategy.none())
     if target_path != SAME:
-        return Ends(form, source, to, _strategy(target_path, report))
+        return Ends(form, source, to, typed_strategy(target_path, report))
     if form == RANKS:
         return Ends(form, source, to, source)
     with FileHandles() as handles:
@@ -83,8 +83,12 @@ def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
         raise UsageError("--max-shard-size goes with --to unified and --to huggingface", hint="leave it out")
 
 
-def _strategy(path: Optional[str], report: Report) -> Strategy:
-    assert path is not None
+def typed_strategy(path: str, report: Report) -> Strategy:
+    """The strategy that a path names; what was noted of it is told.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
     strategy = read_strategy(path)
     for note in strategy.notes:
         report.note(note)

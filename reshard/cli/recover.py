@@ -13,9 +13,9 @@ from reshard.cli.conversion import (
     phases_line,
     replicas_line,
     request_of,
-    strategy_of,
     summary_json,
 )
+from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
@@ -65,7 +65,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener(typed["quiet"]))
-    read = strategy_of(strategy, report)
+    read = typed_strategy(strategy, report)
     request = request_of(src, dst, read, read, ranks, typed, recover=True)
     how = options_of(typed, lost_only=typed["lost_only"])
     progress = progress_of(typed["quiet"], typed["progress"])

@@ -10,7 +10,7 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.conversion import strategy_of
+from reshard.cli.forms import typed_strategy
 from reshard.cli.layouts import strategy_words
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
@@ -59,7 +59,7 @@ def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **
     not be tested, because no two ranks should hold the same, is told.
     """
     report = Report(listener(typed["quiet"]))
-    read = strategy_of(strategy, report)
+    read = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:

@@ -13,8 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.conversion import strategy_of
-from reshard.cli.forms import read_ends
+from reshard.cli.forms import read_ends, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
@@ -120,7 +119,7 @@ def verify(
             if strategy is None:
                 raise UsageError("--strategy is missing", hint="--replicas needs the strategy of OUT")
             differing, verdict = verify_replicas(
-                out, strategy_of(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
+                out, typed_strategy(strategy, report), typed["step"], typed["file_suffix"], filters, means, report, crcs
             )
             found += differing
         elif strategy is not None:
