@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.measure import COMPARED, Compared, Section, against_copy, memory_backed, reshard
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.synthetic_forms import (
     write_checkpoint2,
@@ -83,19 +83,8 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 def convert(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
     """Measure `convert` against `cp -r` of what it wrote."""
     words = prepare(place, model, claim)
-    made, copied, pattern = place / "made", place / "copied", place / "pattern"
-    run(words)
-    made.rename(pattern)
-
-    def ours() -> Run:
-        remove(made)
-        return run(words)
-
-    def copy() -> Run:
-        remove(copied)
-        return run(["cp", "-r", pattern, copied])
-
-    found = pairs(ours, copy, count)
+    made = place / "made"
+    found = against_copy(words, made, count)
     assert FORMS[claim.target].wrong(made, model, claim.new) == 0
     return found
 

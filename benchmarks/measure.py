@@ -192,6 +192,29 @@ def pairs(ours: Callable[[], Run], theirs: Callable[[], Run], count: int) -> Com
     return compare(mine[1:], other[1:])
 
 
+def against_copy(words: Sequence[object], made: Path, count: int) -> Compared:
+    """Measure a command against `cp -r` of the directory that it makes.
+
+    Args:
+        words: the command.
+        made: the directory; it stays as the command made it last.
+        count: pairs, after one that warms up.
+    """
+    copied, pattern = made.with_name("copied"), made.with_name("pattern")
+    run(words)
+    made.rename(pattern)
+
+    def ours() -> Run:
+        remove(made)
+        return run(words)
+
+    def copy() -> Run:
+        remove(copied)
+        return run(["cp", "-r", pattern, copied])
+
+    return pairs(ours, copy, count)
+
+
 def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> Compared:
     """Summarise pairs of runs."""
     ratios = [mine.seconds / other.seconds for mine, other in zip(ours, theirs)]

@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.measure import COMPARED, Compared, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.measure import (
+    COMPARED,
+    Compared,
+    Run,
+    Section,
+    against_copy,
+    memory_backed,
+    pairs,
+    remove,
+    reshard,
+    run,
+)
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
 PAIRS = 6
@@ -73,20 +84,8 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
 def transform_dir(place: Path, model: Model, claim: Claim, count: int = PAIRS) -> Compared:
     """Measure `transform-dir` against `cp -r` of what it wrote."""
     options = prepare(place, model, claim)
-    made, copied, pattern = place / "made", place / "copied", place / "pattern"
-    words = reshard("transform-dir", place / "src", made, *options)
-    run(words)
-    made.rename(pattern)
-
-    def ours() -> Run:
-        remove(made)
-        return run(words)
-
-    def copy() -> Run:
-        remove(copied)
-        return run(["cp", "-r", pattern, copied])
-
-    found = pairs(ours, copy, count)
+    made = place / "made"
+    found = against_copy(reshard("transform-dir", place / "src", made, *options), made, count)
     assert wrong_slices(made, model, claim.new, claim.ending) == 0
     return found
 
