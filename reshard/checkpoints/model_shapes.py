@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, find_checkpoints, read_index
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
+from reshard.checkpoints.full.weight_map import INDEX_ENDING, UNIFIED_MAP
 from reshard.errors import CheckpointError, LayoutError, StrategyError
 from reshard.storage import UnfitError, is_directory, names_in, read_small
 from reshard.storage.json_text import Fields, JsonError, parse_json
@@ -18,7 +19,6 @@ from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER
 from reshard.text.wording import quoted, rank_ranges
 
 _LARGEST_INDEX = 1 << 26
-_MAPS = ("param_name_map.json", "model.safetensors.index.json")
 _WANTED = (
     "pass an unsharded checkpoint, its index or param_name_map.json, a JSON strategy with shapes, "
     "or rank directories with the strategy they were saved with"
@@ -53,7 +53,7 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles) -
 
 def _of_directory(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterable[FullTensor]:
     names = names_in(path)
-    maps = [name for name in names if name in _MAPS or name.endswith(".safetensors.index.json")]
+    maps = [name for name in names if name == UNIFIED_MAP or name.endswith(INDEX_ENDING)]
     if len(maps) > 1:
         raise CheckpointError(
             f"{path}: holds {' and '.join(sorted(maps))}", file=path, hint="pass the one that is meant"
@@ -80,7 +80,7 @@ def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
 
 def _is_value(tensor: Tensor) -> bool:
     """Whether a tensor is none that strategies list: counters, learning rates, text."""
-    return tensor.kind == OTHER or tensor.dtype in (TEXT, MAP_TENSOR)
+    return tensor.kind == OTHER or tensor.dtype in NO_ARRAYS
 
 
 def _of_json(path: str, handles: FileHandles) -> Iterable[FullTensor]:

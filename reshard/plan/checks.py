@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
+from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.checkpoints.forms import CHECKPOINT2
 from reshard.checkpoints.full import HUGGINGFACE
 from reshard.errors import CheckpointError, InputError, one_error
@@ -53,7 +54,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
         if not can_hold(format, dtype):
             problems.append(_cannot_hold(name, dtype, format))
     for name, tensor in values.examples():
-        if tensor.dtype == "MapTensor" or (tensor.dtype != "str" and not can_hold(format, tensor.dtype)):
+        if tensor.dtype == MAP_TENSOR or (tensor.dtype != TEXT and not can_hold(format, tensor.dtype)):
             problems.append(_cannot_hold(name, tensor.dtype, format))
     problems += values.problems()
     problems += found
@@ -212,7 +213,7 @@ def _said_of_unlisted(checkpoint: RankCheckpoint, stage: str, elsewhere: str, un
 
 
 def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:
-    if dtype == "MapTensor":
+    if dtype == MAP_TENSOR:
         return CheckpointError(
             f"{quoted(name)} is a map tensor, which has no layout and cannot be converted",
             parameter=name,

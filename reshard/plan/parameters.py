@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Tensor, tensors_named
 from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.layout import Layout, whole
 from reshard.plan.holding import StageSharding
@@ -32,7 +33,7 @@ def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
         name
         for index in step.indexes.values()
         for name, tensor in index.tensors.items()
-        if tensor.dtype not in ("str", "MapTensor") and math.prod(tensor.shape) != 1
+        if tensor.dtype not in NO_ARRAYS and math.prod(tensor.shape) != 1
     }
 
 
@@ -231,8 +232,8 @@ def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Ten
     slices = [pair for held in stored for pair in zip(held.ranks, held.tensors)]
     first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
     for rank, tensor in slices:
-        if tensor.dtype in ("str", "MapTensor"):
-            kind = "text" if tensor.dtype == "str" else "a map tensor"
+        if tensor.dtype in NO_ARRAYS:
+            kind = "text" if tensor.dtype == TEXT else "a map tensor"
             raise CheckpointError(
                 f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
                 file=step.files[rank],

@@ -9,6 +9,7 @@ from typing import Callable, Optional
 
 from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.checkpoints.forms import RANKS, read_checkpoint
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
@@ -132,7 +133,7 @@ def sort(
         left_out = sorted(name for name in there if name not in everywhere)
     missing = sorted(name for name in wanted if admit(name) and name not in checkpoint.tensors and name not in copied)
     unholdable = sorted(
-        name for name, tensor in values.examples() if tensor.dtype == "str" and not can_hold(form.format, tensor.dtype)
+        name for name, tensor in values.examples() if tensor.dtype == TEXT and not can_hold(form.format, tensor.dtype)
     )
     return Sorted(resharded, left_out, missing, sorted(copied.difference(unholdable)), unholdable)
 

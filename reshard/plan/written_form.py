@@ -11,7 +11,7 @@ from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading
 from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.checkpoint2.names import COMMON
-from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.checkpoints.name_order import layers_in_order
@@ -115,7 +115,7 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
     found = {}
     for name in names:
         tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        if tensor.dtype not in (TEXT, MAP_TENSOR):
+        if tensor.dtype not in NO_ARRAYS:
             found[name] = tensor.nbytes
     return found
 

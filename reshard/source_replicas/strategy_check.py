@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, SourceTree, StepFiles, Tensor, find_checkpoints
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, InputError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.layout import Layout
@@ -219,7 +219,7 @@ def _not_described(
 
 
 def _is_value(tensor: Tensor) -> bool:
-    return tensor.dtype in (TEXT, MAP_TENSOR) or math.prod(tensor.shape) <= 1
+    return tensor.dtype in NO_ARRAYS or math.prod(tensor.shape) <= 1
 
 
 def _same_slices(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from reshard.checkpoints.checkpoint2.names import COMMON, METADATA, TRACKER
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
-from reshard.checkpoints.full import HUGGINGFACE, HUGGINGFACE_INDEX, UNIFIED, UNIFIED_MAP
+from reshard.checkpoints.full import MAP_FILES
 from reshard.target.resume_training import resume_files
 
 
@@ -22,4 +22,4 @@ def marks_of(form: str, files: Sequence[str]) -> list[str]:
     if form == CHECKPOINT2:
         iteration = files[0].rpartition("/")[0]
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]
-    return {UNIFIED: [UNIFIED_MAP], HUGGINGFACE: [HUGGINGFACE_INDEX]}.get(form, [])
+    return [MAP_FILES[form]] if form in MAP_FILES else []

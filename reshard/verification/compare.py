@@ -26,7 +26,7 @@ import numpy as np
 from reshard.checkpoints import CheckpointIndex, Tensor, can_hold, format_of
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import LayoutError
-from reshard.layout import Layout
+from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
 from reshard.verification.completeness import Lost, converted_part, refuse
 from reshard.verification.contents import Contents, Copies
@@ -295,7 +295,7 @@ class _Comparison:
             LayoutError: the target's strategy does not fit the parameter.
         """
         if self._new.is_none:
-            return Layout((), ((),) * len(parameter.shape))
+            return whole(len(parameter.shape))
         return parameter.target_layout(stage.layouts[parameter.name], len(self._new.stages) > 1)
 
     def _alone(self, parameter: Parameter, layout: Layout, stage: Stage) -> bool:

@@ -18,7 +18,7 @@ from reshard.checkpoints import can_hold
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
-from reshard.layout import Layout
+from reshard.layout import whole
 from reshard.strategies import Stage, Strategy
 from reshard.text.wording import number_ranges
 from reshard.verification.compare import strange_metadata
@@ -139,7 +139,7 @@ class _Comparison:
         """A value as a parameter that some files hold whole."""
         holders = tuple(ranks)
         tensor = tree.tensor(name, holders[0])
-        layout = shared(Layout((), ((),) * len(tensor.shape)))
+        layout = shared(whole(len(tensor.shape)))
         holdings = tuple(Holding(Stage(0, rank, 1, {}), layout, (rank,)) for rank in holders)
         return Parameter(name, tensor.dtype, tensor.shape, holdings)
 
@@ -188,7 +188,7 @@ class _Comparison:
             return
         placement = checkpoint.placements[parameter.name]
         if self._new.is_none:
-            stage, recorded = self._new.stages[0], Layout((), ((),) * len(parameter.shape))
+            stage, recorded = self._new.stages[0], whole(len(parameter.shape))
         else:
             stage = next(stage for stage in self._new.stages if parameter.name in stage.layouts)
             recorded = stage.layouts[parameter.name]

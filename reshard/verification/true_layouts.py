@@ -13,19 +13,18 @@ from collections.abc import Mapping
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import CheckpointIndex, Tensor, tensors_named
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError
-from reshard.layout import Layout
+from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
 from reshard.text.wording import quoted, rank_ranges
 from reshard.verification.parameter import Holding, Parameter, Shards, shared, slice_shape
 
-_OPAQUE = ("str", "MapTensor")
-
 
 def is_text(dtype: str) -> bool:
     """Whether a value is text or a map tensor, which not every format can hold."""
-    return dtype in _OPAQUE
+    return dtype in NO_ARRAYS
 
 
 class _Stored(NamedTuple):
@@ -103,7 +102,7 @@ def true_parameter(
             continue
         held = dict(zip(ranks, tensors_named(name, (indexes[rank] for rank in ranks))))
         tensors.update(held)
-        recorded = Layout((), ((),) * len(held[ranks[0]].shape)) if strategy.is_none else stage.layouts[name]
+        recorded = whole(len(held[ranks[0]].shape)) if strategy.is_none else stage.layouts[name]
         stored.append(_Stored(stage, recorded, ranks, {rank: tensor.shape for rank, tensor in held.items()}))
     if not stored:
         return None

@@ -13,16 +13,9 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.checkpoint2.iterations import read_tracker
-from reshard.checkpoints.checkpoint2.names import COMMON, TRACKER, parse_iteration
+from reshard.checkpoints.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
 from reshard.checkpoints.forms import read_checkpoint
-from reshard.checkpoints.full import (
-    HUGGINGFACE,
-    HUGGINGFACE_INDEX,
-    HYPER_PARAMETERS,
-    UNIFIED,
-    UNIFIED_MAP,
-    FullWeights,
-)
+from reshard.checkpoints.full import HYPER_PARAMETERS, MAP_FILES, UNIFIED, FullWeights
 from reshard.checkpoints.full.weight_map import read_weight_map
 from reshard.errors import InputError
 from reshard.storage import is_regular_file
@@ -30,8 +23,6 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 from reshard.verification.difference import Difference
 from reshard.verification.forms import FormTree, tree_of
-
-_MAPS = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
 
 
 def read_written(
@@ -74,7 +65,7 @@ def _problems_of_map(directory: str, written: FormTree) -> Iterator[tuple[str, s
     """In what a map of full weights does not say what the files hold: the map's name, and what is wrong."""
     checkpoint = written.checkpoint
     assert isinstance(checkpoint, FullWeights)
-    name = _MAPS[checkpoint.form]
+    name = MAP_FILES[checkpoint.form]
     held: dict[str, str] = {}
     for number, path in checkpoint.files.items():
         file = os.path.relpath(path, directory)
@@ -112,4 +103,4 @@ def _problems_of_iteration(directory: str, written: FormTree) -> Iterator[tuple[
     ]
     if healed:
         told = some_names([quoted(name) for name in healed], 3)
-        yield os.path.join(place, "metadata.json"), f"does not say in which files {told} are"
+        yield os.path.join(place, METADATA), f"does not say in which files {told} are"

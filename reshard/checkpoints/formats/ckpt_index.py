@@ -20,7 +20,7 @@ import math
 import sys
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
 from reshard.checkpoints.formats.tensors import CheckpointIndex, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
@@ -232,7 +232,7 @@ class _Parameters:
         if expected is None:
             # Text, or a type that only the file knows: whole elements are all that can be asked.
             elements = math.prod(logical_shape(first.dtype, first.dims, nbytes))
-            if first.dtype == "str":
+            if first.dtype == TEXT:
                 fits = nbytes % 4 == 0
             elif elements:
                 fits = nbytes > 0 and nbytes % elements == 0

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 TEXT = "str"
 MAP_TENSOR = "MapTensor"
+NO_ARRAYS = (TEXT, MAP_TENSOR)
+"""Types of what has no elements, so that nothing lays it out."""
+
 INT4 = "Int4"
 
 # Two Int4 values share a byte; files count the packed bytes, and so does everything here.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.storage.other_files import GCM
 from reshard.text.names import kind_of
 
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
     @property
     def kind(self) -> str:
         """What it is by its name: one of `reshard.text.names.KINDS`."""
-        return kind_of(self.name, 1 if self.dtype in (TEXT, MAP_TENSOR) else math.prod(self.shape))
+        return kind_of(self.name, 1 if self.dtype in NO_ARRAYS else math.prod(self.shape))
 
 
 @dataclass

@@ -11,12 +11,13 @@ it is no scalar may be rank 0's slice of a tensor, so it is left out.
 from reshard.checkpoints.full.directory import full_weights_form
 from reshard.checkpoints.full.read import read_huggingface, read_unified
 from reshard.checkpoints.full.weight_map import HUGGINGFACE_INDEX, HYPER_PARAMETERS, UNIFIED_MAP
-from reshard.checkpoints.full.weights import HUGGINGFACE, UNIFIED, FullWeights
+from reshard.checkpoints.full.weights import HUGGINGFACE, MAP_FILES, UNIFIED, FullWeights
 
 __all__ = [
     "HUGGINGFACE",
     "HUGGINGFACE_INDEX",
     "HYPER_PARAMETERS",
+    "MAP_FILES",
     "UNIFIED",
     "UNIFIED_MAP",
     "FullWeights",

@@ -9,11 +9,15 @@ from typing import Optional
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
 from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.checkpoints.full.weight_map import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.layout import Grid
 from reshard.text.wording import step_words
 
 UNIFIED, HUGGINGFACE = "unified", "huggingface"
 """The forms."""
+
+MAP_FILES = {UNIFIED: UNIFIED_MAP, HUGGINGFACE: HUGGINGFACE_INDEX}
+"""The file of each form that says in which file a tensor is."""
 
 
 class WholeTensors(ByName[GlobalTensor]):
