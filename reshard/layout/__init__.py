@@ -2,19 +2,24 @@
 
 This room knows nothing of files, dtypes or bytes. `Layout` says how one parameter is cut over the
 devices of a stage; `Grid` is the geometry of it, for a tensor of a given shape; `Overlap` says which
-source slices a target slice is made of.
+source slices a target slice is made of; `View` is a tensor made of strided boxes of others.
 """
 
 from reshard.layout.grid import Box, Grid, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
+from reshard.layout.views import ZEROS, Loop, Region, View
 
 __all__ = [
+    "ZEROS",
     "Box",
     "Cell",
     "Grid",
     "Layout",
+    "Loop",
     "Overlap",
+    "Region",
+    "View",
     "intersection",
     "shape_of",
     "stand_in_shape",

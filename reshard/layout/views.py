@@ -1,0 +1,411 @@
+"""Tensors made of others without arithmetic: strided boxes of numbered source tensors.
+
+Concatenation, splitting, interleaving of rows, stacking, grouping of query heads, transposition and
+reshaping only move elements. Whatever chain of them makes a tensor, each element of it is one element of one
+source, and elements that belong together form few *regions*: nests of loops that step evenly through the
+tensor and through a source. So a view never holds elements or indices, however large the tensors, and where a
+layout cuts it, or cuts its sources, the parts are regions again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from reshard.errors import LayoutError
+from reshard.layout.grid import Box
+
+ZEROS = -1
+"""In place of a source's number: elements that no source has, all zero."""
+
+
+class Loop(NamedTuple):
+    """Elements that follow each other evenly, in the view and in the source.
+
+    Attributes:
+        length: how many, at least 2.
+        dimension: along which dimension of the view.
+        step: from one to the next there, at least 1.
+        source_dimension: along which dimension of the source.
+        source_step: from one to the next there, at least 1.
+    """
+
+    length: int
+    dimension: int
+    step: int
+    source_dimension: int
+    source_step: int
+
+
+class Region(NamedTuple):
+    """A nest of loops through a view and through one of its sources.
+
+    Along a dimension, on either side, the steps are nested: what lies within one step of a loop is all that
+    the loops of smaller steps reach.
+
+    Attributes:
+        source: number of the source, or ``ZEROS``.
+        origin: the first element, per dimension of the view.
+        source_origin: where the source has it, per dimension.
+        loops: by dimension of the view, and the largest step first.
+    """
+
+    source: int
+    origin: tuple[int, ...]
+    source_origin: tuple[int, ...]
+    loops: tuple[Loop, ...]
+
+    @property
+    def volume(self) -> int:
+        """Elements."""
+        return math.prod(loop.length for loop in self.loops)
+
+    @property
+    def box(self) -> Box:
+        """The smallest box of the view that it lies in."""
+        stops = [start + 1 for start in self.origin]
+        for loop in self.loops:
+            stops[loop.dimension] += (loop.length - 1) * loop.step
+        return tuple(zip(self.origin, stops))
+
+    @property
+    def source_box(self) -> Box:
+        """The smallest box of the source that it lies in."""
+        stops = [start + 1 for start in self.source_origin]
+        for loop in self.loops:
+            stops[loop.source_dimension] += (loop.length - 1) * loop.source_step
+        return tuple(zip(self.source_origin, stops))
+
+    def within(self, dimension: int, start: int, stop: int) -> Iterator[Region]:
+        """Those parts that lie between two positions along a dimension of the view."""
+        first = self.origin[dimension]
+        places = [place for place, loop in enumerate(self.loops) if loop.dimension == dimension]
+        # Loops are sorted by step already.
+        steps = [(self.loops[place].length, self.loops[place].step) for place in places]
+        for ranges in _ranges(steps, start - first, stop - first):
+            yield self._part(places, ranges)
+
+    def within_source(self, dimension: int, start: int, stop: int) -> Iterator[Region]:
+        """Those parts that lie between two positions along a dimension of the source."""
+        first = self.source_origin[dimension]
+        places = [place for place, loop in enumerate(self.loops) if loop.source_dimension == dimension]
+        places.sort(key=lambda place: -self.loops[place].source_step)
+        steps = [(self.loops[place].length, self.loops[place].source_step) for place in places]
+        for ranges in _ranges(steps, start - first, stop - first):
+            yield self._part(places, ranges)
+
+    def within_box(self, box: Box) -> Iterator[Region]:
+        """Those parts that lie in a box of the view."""
+        found: Iterable[Region] = [self]
+        for dimension, ((start, stop), (low, high)) in enumerate(zip(box, self.box)):
+            if start > low or stop < high:
+                found = [part for region in found for part in region.within(dimension, start, stop)]
+        yield from found
+
+    def moved(self, offsets: Sequence[int]) -> Region:
+        """The same elements elsewhere in the view."""
+        return self._replace(origin=tuple(start + offset for start, offset in zip(self.origin, offsets)))
+
+    def _part(self, places: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Region:
+        """The elements that some loops have from ``first`` on, ``count`` of them each."""
+        loops, origin, source_origin = list(self.loops), list(self.origin), list(self.source_origin)
+        for place, (first, count) in zip(places, ranges):
+            loop = loops[place]
+            origin[loop.dimension] += first * loop.step
+            if self.source != ZEROS:
+                source_origin[loop.source_dimension] += first * loop.source_step
+            loops[place] = loop._replace(length=count)
+        return _region(self.source, origin, source_origin, loops)
+
+    def _split(self, dimension: int, inner: int) -> list[Region]:
+        """The regions where a dimension becomes two, of which the second has ``inner`` elements."""
+        outer, low = divmod(self.origin[dimension], inner)
+        crossing = [loop for loop in self.loops if loop.dimension == dimension and loop.step % inner]
+        span = sum((loop.length - 1) * loop.step for loop in crossing)
+        if low + span < inner:
+            return [self._carried(dimension, inner, outer, low)]
+        widest = max(crossing, key=lambda loop: loop.step)
+        others = span - (widest.length - 1) * widest.step
+        if widest.step > inner or inner % widest.step or low % widest.step + others >= widest.step:
+            # Row by row of the new outer dimension: nothing that the built-in operations make comes here.
+            touched = range(outer, (self.box[dimension][1] - 1) // inner + 1)
+            parts = (part for row in touched for part in self.within(dimension, row * inner, (row + 1) * inner))
+            return [region for part in parts for region in part._split(dimension, inner)]
+        turn = inner // widest.step
+        place = self.loops.index(widest)
+        head = min(widest.length, -(low // widest.step) % turn)
+        full = (widest.length - head) // turn
+        left = widest.length - head - full * turn
+        found = []
+        if head:
+            found += self._part([place], [(0, head)])._split(dimension, inner)
+        if full:
+            # As one loop over whole rows, and one within a row.
+            rows = Loop(full, dimension, inner, widest.source_dimension, widest.source_step * turn)
+            loops = (*self.loops[:place], rows, widest._replace(length=turn), *self.loops[place + 1 :])
+            moved = self._part([place], [(head, 1)])
+            whole_rows = Region(self.source, moved.origin, moved.source_origin, loops)
+            found.append(whole_rows._carried(dimension, inner, *divmod(moved.origin[dimension], inner)))
+        if left:
+            found += self._part([place], [(head + full * turn, left)])._split(dimension, inner)
+        return found
+
+    def _carried(self, dimension: int, inner: int, outer: int, low: int) -> Region:
+        """The region where every loop stays in one of the two dimensions that a dimension becomes."""
+        origin = (*self.origin[:dimension], outer, low, *self.origin[dimension + 1 :])
+        loops = []
+        for loop in self.loops:
+            if loop.dimension < dimension:
+                loops.append(loop)
+            elif loop.dimension > dimension:
+                loops.append(loop._replace(dimension=loop.dimension + 1))
+            elif loop.step % inner:
+                loops.append(loop._replace(dimension=dimension + 1))
+            else:
+                loops.append(loop._replace(step=loop.step // inner))
+        return _region(self.source, origin, self.source_origin, loops)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor whose elements are elements of numbered sources, or zero.
+
+    Attributes:
+        shape: elements per dimension.
+        regions: what it is made of; together they are all of it, and no element is in two.
+    """
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+    @classmethod
+    def whole(cls, source: int, shape: Sequence[int]) -> View:
+        """A source as it is."""
+        zeros = (0,) * len(shape)
+        loops = [Loop(size, dimension, 1, dimension, 1) for dimension, size in enumerate(shape)]
+        return cls(tuple(shape), (_region(source, zeros, zeros, loops),) if math.prod(shape) else ())
+
+    @classmethod
+    def zeros(cls, shape: Sequence[int]) -> View:
+        """Elements that no source has."""
+        return View.whole(ZEROS, shape)
+
+    @classmethod
+    def concat(cls, views: Sequence[View], dimension: int) -> View:
+        """Views one after the other along a dimension.
+
+        Raises:
+            LayoutError: there are none, or they differ in another dimension.
+        """
+        if not views:
+            raise LayoutError("nothing is to be joined")
+        first = views[0].shape
+        _check_dimension(dimension, first)
+        regions: list[Region] = []
+        offset = 0
+        for view in views:
+            if (*view.shape[:dimension], *view.shape[dimension + 1 :]) != (*first[:dimension], *first[dimension + 1 :]):
+                shapes = ", ".join(str(list(each.shape)) for each in views[:4])
+                raise LayoutError(f"tensors of shapes {shapes} cannot be joined along dimension {dimension}")
+            offsets = [0] * len(first)
+            offsets[dimension] = offset
+            regions += (region.moved(offsets) for region in view.regions)
+            offset += view.shape[dimension]
+        return cls((*first[:dimension], offset, *first[dimension + 1 :]), tuple(regions))
+
+    def part(self, dimension: int, start: int, stop: int) -> View:
+        """What lies between two positions along a dimension.
+
+        Raises:
+            LayoutError: it is not within the tensor.
+        """
+        _check_dimension(dimension, self.shape)
+        if not 0 <= start <= stop <= self.shape[dimension]:
+            raise LayoutError(f"{start} to {stop} is not within dimension {dimension} of shape {list(self.shape)}")
+        shape = (*self.shape[:dimension], stop - start, *self.shape[dimension + 1 :])
+        if not math.prod(shape):
+            return View(shape, ())
+        offsets = [0] * len(shape)
+        offsets[dimension] = -start
+        parts = (part for region in self.regions for part in region.within(dimension, start, stop))
+        return View(shape, tuple(part.moved(offsets) for part in parts))
+
+    def transpose(self, order: Sequence[int]) -> View:
+        """The same elements with the dimensions in another order.
+
+        Args:
+            order: which dimension each dimension of the result is.
+
+        Raises:
+            LayoutError: that is no order of the dimensions.
+        """
+        if sorted(order) != list(range(len(self.shape))):
+            raise LayoutError(f"{list(order)} is no order of the dimensions of a tensor of shape {list(self.shape)}")
+        place = {dimension: number for number, dimension in enumerate(order)}
+        regions = (
+            _region(
+                region.source,
+                [region.origin[dimension] for dimension in order],
+                region.source_origin,
+                [loop._replace(dimension=place[loop.dimension]) for loop in region.loops],
+            )
+            for region in self.regions
+        )
+        return View(tuple(self.shape[dimension] for dimension in order), tuple(regions))
+
+    def reshape(self, shape: Sequence[int]) -> View:
+        """The same elements in C order, as a tensor of another shape.
+
+        Raises:
+            LayoutError: it has another number of elements.
+        """
+        if math.prod(shape) != math.prod(self.shape) or any(size < 0 for size in shape):
+            raise LayoutError(f"a tensor of shape {list(self.shape)} cannot get shape {list(shape)}")
+        if not math.prod(shape):
+            return View(tuple(shape), ())
+        regions = list(self.regions)
+        # From behind, so that the numbers of the dimensions before stay.
+        for first, count, sizes in reversed(list(_regrouped(self.shape, shape))):
+            if not sizes:
+                regions = [_without(region, first, count) for region in regions]
+                continue
+            regions = [_joined(region, first, self.shape[first : first + count]) for region in regions]
+            for place in range(len(sizes) - 1):
+                inner = math.prod(sizes[place + 1 :])
+                regions = [part for region in regions for part in region._split(first + place, inner)]
+        return View(tuple(shape), tuple(regions))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it is its only source as it is."""
+        return len(self.regions) == 1 and self == View.whole(self.regions[0].source, self.shape)
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether elements of it are in no source."""
+        return any(region.source == ZEROS for region in self.regions)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # A layer's views are looked up for every layer, and may have a region per expert.
+        return hash((self.shape, self.regions))
+
+
+def _region(source: int, origin: Sequence[int], source_origin: Sequence[int], loops: Iterable[Loop]) -> Region:
+    """A region in normal form: loops of one element left out, those that go on evenly joined, all sorted."""
+    ordered = sorted(
+        (loop for loop in loops if loop.length > 1),
+        key=lambda loop: (loop.dimension, -loop.step, loop.source_dimension),
+    )
+    found: list[Loop] = []
+    for loop in ordered:
+        before = found[-1] if found else None
+        if (
+            before is not None
+            and (before.dimension, before.source_dimension) == (loop.dimension, loop.source_dimension)
+            and (before.step, before.source_step) == (loop.length * loop.step, loop.length * loop.source_step)
+        ):
+            found[-1] = loop._replace(length=before.length * loop.length)
+        else:
+            found.append(loop)
+    if source == ZEROS:
+        source_origin = [0] * len(source_origin)
+    return Region(source, tuple(origin), tuple(source_origin), tuple(found))
+
+
+def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The parts of nested loops that reach positions from ``low`` to ``high``.
+
+    Args:
+        steps: (count, step) of every loop, the largest step first; they begin at position 0.
+        low: first position.
+        high: one past the last.
+
+    Yields:
+        Per loop the first of its elements and how many.
+    """
+    span = sum((count - 1) * step for count, step in steps)
+    if low <= 0 and span < high:
+        yield tuple((0, count) for count, _ in steps)
+        return
+    if not steps or low > span or high <= 0:
+        return
+    (count, step), inner = steps[0], steps[1:]
+    inner_span = span - (count - 1) * step
+    begin, end = max(0, -(-(low - inner_span) // step)), min(count - 1, (high - 1) // step)
+    # Of these everything is inside, of the others some.
+    first, last = max(0, -(-low // step)), min(count - 1, (high - 1 - inner_span) // step)
+    number = begin
+    while number <= end:
+        if first <= number <= last:
+            yield ((number, last + 1 - number), *((0, each) for each, _ in inner))
+            number = last + 1
+            continue
+        for rest in _ranges(inner, low - number * step, high - number * step):
+            yield ((number, 1), *rest)
+        number += 1
+
+
+def _joined(region: Region, first: int, sizes: Sequence[int]) -> Region:
+    """The region where several dimensions become one.
+
+    Args:
+        region: the region.
+        first: the first of the dimensions.
+        sizes: their sizes, at least one.
+    """
+    last = first + len(sizes)
+    scales = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    position = sum(start * scale for start, scale in zip(region.origin[first:last], scales))
+    loops = []
+    for loop in region.loops:
+        if first <= loop.dimension < last:
+            loop = loop._replace(dimension=first, step=loop.step * scales[loop.dimension - first])
+        elif loop.dimension >= last:
+            loop = loop._replace(dimension=loop.dimension - len(sizes) + 1)
+        loops.append(loop)
+    origin = (*region.origin[:first], position, *region.origin[last:])
+    return _region(region.source, origin, region.source_origin, loops)
+
+
+def _without(region: Region, first: int, count: int) -> Region:
+    """The region without some dimensions of one element."""
+    loops = [
+        loop._replace(dimension=loop.dimension - count) if loop.dimension >= first else loop for loop in region.loops
+    ]
+    origin = (*region.origin[:first], *region.origin[first + count :])
+    return _region(region.source, origin, region.source_origin, loops)
+
+
+def _regrouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """Which dimensions become which, in the smallest groups that have equally many elements.
+
+    Yields:
+        The first old dimension of a group, how many there are, and the new sizes. Dimensions of one element
+        stay beside their neighbours.
+    """
+    at = to = 0
+    while at < len(old) or to < len(new):
+        begin, start = at, to
+        here, there = 1, 1
+        if at < len(old):
+            here, at = old[at], at + 1
+        if to < len(new):
+            there, to = new[to], to + 1
+        while here != there:
+            if here < there:
+                here, at = here * old[at], at + 1
+            else:
+                there, to = there * new[to], to + 1
+        yield begin, at - begin, new[start:to]
+
+
+def _check_dimension(dimension: int, shape: Sequence[int]) -> None:
+    if not 0 <= dimension < len(shape):
+        raise LayoutError(f"a tensor of shape {list(shape)} has no dimension {dimension}")
