@@ -27,9 +27,9 @@ from tests.checkpoint_writing import (
     text,
     write_safetensors,
 )
+from tests.checkpoints.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 from tests.encryption import KEY, MODES, encrypted
 from tests.strategy_writing import group_info, json_content, layout, protobuf
-from tests.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 
 
 class Reader(NamedTuple):

@@ -20,10 +20,10 @@ from typing import Any, Callable, Optional
 import pytest
 
 from reshard.errors import ReshardError
+from tests.cli.test_hostile import within
 from tests.corpus import FIXTURES
 from tests.fuzz.mutate import mutated
 from tests.fuzz.readers import READERS, Reader
-from tests.test_hostile import within
 
 KEPT = FIXTURES / "hostile"
 INPUTS = 800

@@ -15,10 +15,10 @@ from typing import Any, Callable, NamedTuple
 
 import pytest
 
+from tests.cli.test_hostile import within
 from tests.reference import Strategy
 from tests.running import reshard
 from tests.small import COPIED, PLAIN, PLAIN_TARGET, SOURCE, TARGET, World, tensors, without
-from tests.test_hostile import within
 from tests.trees import Value
 
 SHARDED = without(SOURCE, "w", "v")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.convert.test_properties import COPIED, FORMATS, examples, shapes_of
 from tests.layouts import strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
 from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED as SCALARS
 from tests.small import World
 from tests.small import tensors as small_tensors
-from tests.test_properties import COPIED, FORMATS, examples, shapes_of
 from tests.trees import (
     Value,
     cut_ranks,

@@ -1,6 +1,6 @@
 """A signal ends a run with 130 or 143 at whatever moment it comes, with nothing half-written and no traceback.
 
-`tests/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
+`tests/execute/test_interruption.py` stops long runs, too, and looks at what the next one makes of it.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_json_schemas import SCHEMAS, check
+from tests.convert.test_forms import FORMS, to
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
-from tests.test_forms import FORMS, to
-from tests.test_json_schemas import SCHEMAS, check
 from tests.trees import read_checkpoint
 
 FULL = tensors()

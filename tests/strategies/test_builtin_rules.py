@@ -26,7 +26,7 @@ from reshard.strategies.rules.builtin_rules import builtin_names, rules_named
 from reshard.strategies.rules.placement import strided_cuts
 from tests import made_cases
 from tests.running import done, fails
-from tests.test_made_strategies import CASES, PANGU, as_recorded, pangu_shape
+from tests.strategies.test_made_strategies import CASES, PANGU, as_recorded, pangu_shape
 
 _LLAMA = [(r"\.(wq|wk|wv|wo|w_qkv)\.", r".attention.\1."), (r"\.(w1|w2|w3)\.weight", r".feed_forward.\1.weight")]
 _GLM = [

@@ -16,10 +16,10 @@ from reshard.layout import Layout, Overlap
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from reshard.text.name_filters import Filters
+from tests.cli.test_hostile import refused, within
 from tests.running import Argument, done, warns
 from tests.small import COPIED, World, tensors
 from tests.strategy_writing import layout, protobuf
-from tests.test_hostile import refused, within
 from tests.trees import cut_ranks, same_ranks
 
 FULL = tensors()

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from reshard.errors import ReshardError
 from tests.checkpoint2_writing import Laid, numbered, saving
+from tests.checkpoints.test_checkpoint2 import full_bytes, read
+from tests.cli.test_hostile import within
 from tests.conftest import LONG
 from tests.corpus import FIXTURES
-from tests.test_checkpoint2 import full_bytes, read
-from tests.test_hostile import within
 
 ITERATION = "iteration_00000010"
 KEY = "('first.weight', (0,))"

@@ -23,11 +23,11 @@ from reshard.execute.destination import space_for
 from reshard.plan.request import Request
 from reshard.strategies import read_strategy
 from tests.corpus import ROOT
+from tests.execute.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.layouts import strategies, tensors
 from tests.running import Argument, done, fails, warns
 from tests.small import World
 from tests.small import tensors as small_tensors
-from tests.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
 from tests.trees import cut_ranks, layout, scalar, single, value, write_strategy, write_tree
 
 __all__ = ["costs", "no_windows"]
@@ -234,7 +234,7 @@ def test_the_pages_pictures_of_transfers_are_what_is_drawn_now(
 
 
 def test_many_target_ranks_are_shortened_unless_all_are_asked_for(tmp_path: Path) -> None:
-    from tests.test_costs import columns, rows
+    from tests.execute.test_costs import columns, rows
 
     write_tree(tmp_path / "src", cut_ranks(rows(1, 1), FULL))
     old, new = write_strategy(tmp_path / "old", rows(1, 1)), write_strategy(tmp_path / "new", columns(8, 8))

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from hypothesis import given, note
 from hypothesis import strategies as st
 
+from tests.convert.test_properties import FORMATS, examples, subset
 from tests.layouts import holders, layouts, strategies, tensors
 from tests.reference import Strategy, names_of, rank_count
 from tests.running import Argument, done, reshard
-from tests.test_properties import FORMATS, examples, subset
 from tests.trees import (
     Checkpoint,
     Value,

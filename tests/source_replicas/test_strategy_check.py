@@ -11,7 +11,7 @@ import pytest
 from tests.corpus import FIXTURES
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
-from tests.test_source_replicas import FULL, NORMS, TRUE, WEIGHTS, Tree, model
+from tests.source_replicas.test_source_replicas import FULL, NORMS, TRUE, WEIGHTS, Tree, model
 from tests.trees import (
     Value,
     cut_ranks,

@@ -15,9 +15,9 @@ import pytest
 
 from reshard.verification.sums import VERSION
 from tests.checkpoint_writing import write_sparse
+from tests.cli.test_hostile import SPECIAL, measured, within
 from tests.running import Argument, Result, done, reshard
 from tests.small import World, tensors
-from tests.test_hostile import SPECIAL, measured, within
 
 
 class Record(NamedTuple):

@@ -27,7 +27,6 @@ from tests.layouts import strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import COPIED, World
-from tests.test_verification import Quiet, files_of
 from tests.trees import (
     Checkpoint,
     Value,
@@ -39,6 +38,7 @@ from tests.trees import (
     write_checkpoint,
     write_tree,
 )
+from tests.verification.test_verification import Quiet, files_of
 
 Held = dict[int, dict[str, Value]]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint2_writing import Laid, numbered, saving
+from tests.checkpoints.test_checkpoint2 import cases, expected_of, hash_of
 from tests.running import Argument, done, fails, warns
-from tests.test_checkpoint2 import cases, expected_of, hash_of
 from tests.trees import layout, read_checkpoint, read_tree, single, write_strategy
 
 UNPLACED = {"a08_dtypes": {"extra_cell.q"}}

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from tests.conftest import LONG
+from tests.corpus import ROOT
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL = Model(layers=4, matrices=4, rows=384, columns=256)
 SCHEMES = {
     "rows": (Scheme(data=2, model=4, sharded=True), Scheme(model=6)),
@@ -30,7 +30,7 @@ def test_killed_runs_leave_whole_files_and_are_gone_on_with(kind: str, processes
     write_strategy(tmp_path / "new", MODEL, new)
     kills = 200 if LONG else 12
     words = [sys.executable, "-m", "tests.kills", str(tmp_path), str(kills), str(kills), str(processes)]
-    result = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     said = json.loads(result.stdout)
     assert said["kills"] >= kills and said["ends"] >= 1

@@ -19,8 +19,8 @@ from reshard.target.full_files import (
     unified_files,
     unified_map,
 )
+from tests.checkpoints.test_full_weights import CASES, read
 from tests.corpus import CORPUS2
-from tests.test_full_weights import CASES, read
 
 GB, GIB = 10**9, 1 << 30
 
