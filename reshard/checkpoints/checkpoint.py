@@ -15,7 +15,7 @@ from typing import NamedTuple, Optional, Protocol
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
-from reshard.layout import Grid
+from reshard.layout import Grid, View
 
 
 class Sharding(Protocol):
@@ -80,6 +80,9 @@ class GlobalTensor(NamedTuple):
         shape: shape of the full tensor.
         shardings: the ways in which files hold it, at least one; any of them will do.
         shards: of accumulated gradients, whether recorded optimizer shards are made.
+        stored: the tensors in the files that it is made of, where it is not one itself; the shardings are then
+            theirs, one after the other. Types may differ from its own: its elements are cast.
+        view: which elements of them it is made of; None where it is all of the only one.
     """
 
     name: str
@@ -88,6 +91,13 @@ class GlobalTensor(NamedTuple):
     shape: tuple[int, ...]
     shardings: tuple[Sharding, ...]
     shards: ShardReading = AS_RECORDED
+    stored: tuple[GlobalTensor, ...] = ()
+    view: Optional[View] = None
+
+    @property
+    def sources(self) -> tuple[GlobalTensor, ...]:
+        """The tensors in the files: what it is made of, or it alone."""
+        return self.stored or (self,)
 
 
 class TensorsInOrder(ByName[GlobalTensor]):

@@ -8,20 +8,22 @@ one; and what is contiguous on both sides goes straight into the block.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Optional
 
 import numpy as np
-import numpy.typing as npt
 
+from reshard.execute.boxes import boxes_of_range
+from reshard.execute.casts import Cast, Overflows, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, Reader
-from reshard.layout import Box, intersection, shape_of, volume_of
-from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
-
-Words = npt.NDArray[Any]
+from reshard.layout import Box, Region, intersection, shape_of, volume_of
+from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
+# Elements along each side of a tile of a transposed copy: two tiles of them fit the innermost cache.
+_TILE = 64
+_FAR = 1 << 62
 
 
 class BlockFiller:
@@ -31,13 +33,16 @@ class BlockFiller:
         reader: where bytes come from.
         scratch: room for rows that have to be read before they are gathered; half of it must hold an
             element.
+        overflows: counts elements that a cast made infinite.
     """
 
-    def __init__(self, reader: Reader, scratch: Bytes) -> None:
+    def __init__(self, reader: Reader, scratch: Bytes, overflows: Optional[Overflows] = None) -> None:
         self._reader = reader
+        self._overflows = overflows if overflows is not None else Overflows()
         half = len(scratch) // 2
         self._scratch = scratch[:half]
-        # Shared rows stay while they are handed out, and must not be overwritten by reading them.
+        # Shared rows stay while they are handed out, and must not be overwritten by reading them; nor must what is
+        # to be cast.
         self._room = scratch[half:]
 
     def fill(self, tensor: TargetTensor, block: Box, out: memoryview) -> None:
@@ -50,19 +55,24 @@ class BlockFiller:
         """
         # Blocks and pieces meet in coordinates of the full tensor.
         box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
-        shape = shape_of(block)
-        # Elements go as numbers, not as rows of bytes: short rows then cost an instruction, not a call.
-        word = next(size for size in _WORDS if tensor.item_size % size == 0)
-        view = np.frombuffer(out, dtype=f"u{word}").reshape(*shape, tensor.item_size // word)
+        view = as_words(out, shape_of(block), tensor.item_size)
+        if tensor.padded:
+            view[...] = 0
         for piece in tensor.pieces:
-            region = intersection(piece.box, box)
-            if region is not None:
-                self._fill_region(piece, region, view[_inside(region, box)], tensor.item_size)
+            common = intersection(piece.box, box)
+            if common is None:
+                continue
+            cast = None if piece.dtype is None else Cast(piece.dtype, str(tensor.dtype), tensor.name, self._overflows)
+            if piece.region is None:
+                self._fill_region(piece.source, common, view[_inside(common, box)], tensor.item_size, cast)
+                continue
+            for region in piece.region.within_box(common):
+                self._fill_loops(piece.source, region, box, view, tensor.item_size, cast)
 
     def most_shared_rows(self, shared: SharedRows) -> int:
         """How many shared rows of the widest source fit the scratch room."""
         axis = len(shared.outer)
-        item_size = shared.tensors[0].item_size
+        item_size = shared.stored_size
         widest = max(volume_of(source.box[axis:]) for source, _ in shared.uses)
         return len(self._room) // (widest * item_size)
 
@@ -76,26 +86,27 @@ class BlockFiller:
             outs: per member exactly the rows' bytes.
         """
         axis = len(shared.outer)
-        item_size = shared.tensors[0].item_size
-        word = next(size for size in _WORDS if item_size % size == 0)
+        example = shared.tensors[0]
         outer = tuple((start + low, start + high) for (start, _), (low, high) in zip(shared.outer, rows))
         boxes = [(*outer, *tensor.box[axis:]) for tensor in shared.tensors]
-        views = [
-            np.frombuffer(out, dtype=f"u{word}").reshape(*shape_of(box), item_size // word)
-            for out, box in zip(outs, boxes)
-        ]
+        views = [as_words(out, shape_of(box), example.item_size) for out, box in zip(outs, boxes)]
+        cast = None
+        if shared.dtype is not None:
+            cast = Cast(shared.dtype, str(example.dtype), example.name, self._overflows)
         for source, taken in shared.uses:
             region = intersection((*outer, *source.box[axis:]), source.box)
             if region is None:
                 continue
-            data = self._rows(source, region, item_size, word)
+            data = self._rows(source, region, shared.stored_size)
             for member, box in taken:
                 common = intersection(box, region)
                 if common is not None:
-                    views[member][_inside(common, boxes[member])] = data[_inside(common, region)]
+                    out = views[member][_inside(common, boxes[member])]
+                    put(data[_inside(common, region)], out, cast)
 
-    def _rows(self, source: StoredSlice, region: Box, item_size: int, word: int) -> Words:
+    def _rows(self, source: StoredSlice, region: Box, item_size: int) -> Words:
         """A region of whole rows of a stored slice, as it lies in a map or read into the scratch room."""
+        word = word_of(item_size)
         counts = shape_of(region)
         strides = byte_strides(shape_of(source.box), item_size)
         start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
@@ -106,21 +117,76 @@ class BlockFiller:
                 shape=(*counts, item_size // word), dtype=f"u{word}", buffer=mapped, strides=(*strides, word)
             )
         room = self._room[: math.prod(counts) * item_size]
-        data: Words = room.view(f"u{word}").reshape(*counts, item_size // word)
-        local = tuple((low - first, high - first) for (low, high), (first, _) in zip(region, source.box))
-        self._copy(source, local, strides, data, item_size)
+        data = as_words(room.data, counts, item_size)
+        self._copy(source, start, counts, strides, data, item_size)
         return data
 
-    def _fill_region(self, piece: Piece, region: Box, out: Words, item_size: int) -> None:
-        source = piece.source
-        local = tuple((low - start, high - start) for (low, high), (start, _) in zip(region, source.box))
-        strides = byte_strides(shape_of(source.box), item_size)
-        self._copy(source, local, strides, out, item_size)
+    def _fill_region(self, source: StoredSlice, region: Box, out: Words, item_size: int, cast: Optional[Cast]) -> None:
+        """Fill ``out`` with a box that lies in source and target alike."""
+        stored_size = item_size if cast is None else cast.stored_size
+        strides = byte_strides(shape_of(source.box), stored_size)
+        start = sum((low - first) * stride for (low, _), (first, _), stride in zip(region, source.box, strides))
+        self._take(source, start, shape_of(region), strides, out, stored_size, cast)
 
-    def _copy(self, source: StoredSlice, region: Box, strides: Sequence[int], out: Words, item_size: int) -> None:
-        """Copy a region of a stored slice, however it has to be cut to fit the scratch room."""
-        start = sum(low * stride for (low, _), stride in zip(region, strides))
-        counts = shape_of(region)
+    def _fill_loops(
+        self, source: StoredSlice, region: Region, box: Box, view: Words, item_size: int, cast: Optional[Cast]
+    ) -> None:
+        """Fill what of a block, given its box, is a region of the source."""
+        stored_size = item_size if cast is None else cast.stored_size
+        strides = byte_strides(shape_of(source.box), stored_size)
+        start = sum((at - first) * stride for at, (first, _), stride in zip(region.source_origin, source.box, strides))
+        corner = view[tuple(slice(at - first, None) for at, (first, _) in zip(region.origin, box))]
+        # In the order in which they lie in the source.
+        loops = sorted(region.loops, key=lambda loop: -loop.source_step * strides[loop.source_dimension])
+        out = np.lib.stride_tricks.as_strided(
+            corner,
+            (*(loop.length for loop in loops), view.shape[-1]),
+            (*(loop.step * view.strides[loop.dimension] for loop in loops), view.strides[-1]),
+        )
+        steps = [loop.source_step * strides[loop.source_dimension] for loop in loops]
+        self._take(source, start, [loop.length for loop in loops], steps, out, stored_size, cast)
+
+    def _take(
+        self,
+        source: StoredSlice,
+        start: int,
+        counts: Sequence[int],
+        strides: Sequence[int],
+        out: Words,
+        stored_size: int,
+        cast: Optional[Cast],
+    ) -> None:
+        """Copy strided elements of a stored slice, or cast them by way of the scratch room."""
+        if cast is None:
+            self._copy(source, start, counts, strides, out, stored_size)
+            return
+        most = max(1, len(self._room) // stored_size)
+        for part in boxes_of_range(counts, 0, math.prod(counts), most):
+            shape = shape_of(part)
+            room = as_words(self._room[: math.prod(shape) * stored_size].data, shape, stored_size)
+            begin = start + sum(low * stride for (low, _), stride in zip(part, strides))
+            self._copy(source, begin, shape, strides, room, stored_size)
+            put(room, out[tuple(slice(low, high) for low, high in part)], cast)
+
+    def _copy(
+        self,
+        source: StoredSlice,
+        start: int,
+        counts: Sequence[int],
+        strides: Sequence[int],
+        out: Words,
+        item_size: int,
+    ) -> None:
+        """Copy strided elements of a stored slice, however they have to be cut to fit the scratch room.
+
+        Args:
+            source: the slice.
+            start: byte of the first element in it.
+            counts: elements per axis.
+            strides: bytes from one element to the next, per axis, none less than the next.
+            out: one word or more per element, in the last dimension.
+            item_size: bytes of an element.
+        """
         span = span_of(counts, strides, item_size)
         needed = math.prod(counts) * item_size
         if span == needed and out.flags.c_contiguous:
@@ -137,8 +203,8 @@ class BlockFiller:
             return
         for part in self._parts(counts, strides, item_size):
             inside = tuple(slice(low, high) for low, high in part)
-            moved = tuple((low + a, low + b) for (low, _), (a, b) in zip(region, part))
-            self._copy(source, moved, strides, out[inside], item_size)
+            begin = start + sum(low * stride for (low, _), stride in zip(part, strides))
+            self._copy(source, begin, shape_of(part), strides, out[inside], item_size)
 
     def _parts(self, counts: Sequence[int], strides: Sequence[int], item_size: int) -> list[Box]:
         """Cut a region that cannot be read at once along its outermost axis longer than 1."""
@@ -195,4 +261,44 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Word
     source: Words = np.ndarray(
         shape=(*counts, out.shape[-1]), dtype=out.dtype, buffer=data, strides=(*strides, out.itemsize)
     )
-    out[...] = source
+    put(source, out)
+
+
+def word_of(item_size: int) -> int:
+    """Bytes of the words that elements are handled as.
+
+    Elements go as numbers, not as rows of bytes: short rows then cost an instruction, not a call.
+    """
+    return next(size for size in _WORDS if item_size % size == 0)
+
+
+def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
+    """Bytes as an array of elements, each of one word or more in the last dimension."""
+    word = word_of(item_size)
+    return np.frombuffer(data, dtype=f"u{word}").reshape(*shape, item_size // word)
+
+
+def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
+    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension."""
+    tiles = tiles_of(source, out)
+    if cast is None:
+        for tile in tiles:
+            out[tile] = source[tile]
+    else:
+        for tile in tiles:
+            cast.put(source[tile], out[tile])
+
+
+def tiles_of(source: Words, out: Words) -> Iterator[tuple[slice, ...]]:
+    """The parts in which to copy: all at once, or, where neighbours here are far apart there, what fits the cache."""
+    axes = range(source.ndim - 1)
+    near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
+    near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
+    if near_source == near_out or source.shape[near_source] < _TILE or source.shape[near_out] < _TILE:
+        yield ()
+        return
+    for first in range(0, source.shape[near_source], _TILE):
+        for other in range(0, source.shape[near_out], _TILE):
+            tile = [slice(None)] * source.ndim
+            tile[near_source], tile[near_out] = slice(first, first + _TILE), slice(other, other + _TILE)
+            yield tuple(tile)

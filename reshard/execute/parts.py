@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
@@ -40,6 +41,7 @@ class SharedRows(NamedTuple):
         last: one past the last row.
         row_bytes: bytes of a row, per member.
         uses: per stored slice, which member takes which box of it.
+        dtype: type of the stored elements, where they are cast.
     """
 
     tensors: tuple[TargetTensor, ...]
@@ -48,6 +50,12 @@ class SharedRows(NamedTuple):
     last: int
     row_bytes: tuple[int, ...]
     uses: tuple[tuple[StoredSlice, tuple[tuple[int, Box], ...]], ...]
+    dtype: Optional[str] = None
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of an element in the source."""
+        return self.tensors[0].item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
     @property
     def outer_shape(self) -> tuple[int, ...]:
@@ -178,7 +186,10 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
     if any(len(mine) != 1 or mine[0] is not all_of_it[-1] for mine, all_of_it in zip(data, segments)):
         # Several records, or something behind the data: only what comes before it can go before the rows.
         return None
-    if any(tensor.item_size != first.item_size for tensor in tensors):
+    if any(tensor.item_size != first.item_size or tensor.padded for tensor in tensors):
+        return None
+    types = {piece.dtype for tensor in tensors for piece in tensor.pieces}
+    if len(types) != 1 or any(piece.region is not None for tensor in tensors for piece in tensor.pieces):
         return None
     axis = next((a for a, bounds in enumerate(zip(*(t.box for t in tensors))) if len(set(bounds)) > 1), None)
     if axis is None:
@@ -199,7 +210,8 @@ def _shared_rows(tensors: tuple[TargetTensor, ...], segments: tuple[list[Segment
     outer = first.box[:axis]
     rows = volume_of(outer)
     row_bytes = tuple(tensor.nbytes // rows for tensor in tensors)
-    return SharedRows(tensors, outer, 0, rows, row_bytes, tuple((s, tuple(taken)) for s, taken in uses.items()))
+    shared = tuple((source, tuple(taken)) for source, taken in uses.items())
+    return SharedRows(tensors, outer, 0, rows, row_bytes, shared, types.pop())
 
 
 def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_bytes: int) -> Iterator[Stretch]:

@@ -8,6 +8,7 @@ source slices a target slice is made of; `View` is a tensor made of strided boxe
 from reshard.layout.grid import Box, Grid, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
+from reshard.layout.view_overlap import ViewOverlap
 from reshard.layout.views import ZEROS, Loop, Region, View
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Overlap",
     "Region",
     "View",
+    "ViewOverlap",
     "intersection",
     "shape_of",
     "stand_in_shape",

@@ -17,11 +17,12 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout
+from reshard.layout.views import Region
 
 
 class Cell(NamedTuple):
@@ -30,10 +31,12 @@ class Cell(NamedTuple):
     Attributes:
         box: interval per dimension, in elements of the full tensor.
         slices: slice number per source grid, in the order they were given.
+        region: where it comes from, of a tensor that is a view of others; the grids are those of its source.
     """
 
     box: Box
     slices: tuple[int, ...]
+    region: Optional[Region] = None
 
 
 class Overlap:
@@ -54,14 +57,7 @@ class Overlap:
         self.shape = target.shape
         self.sources = tuple(sources)
         self.target = target
-        self._edges: list[list[int]] = []
-        # Per dimension and source grid: the slice position of every refined interval.
-        self._positions: list[list[list[int]]] = []
-        for dimension, size in enumerate(self.shape):
-            cuts = [grid.edges[dimension] for grid in sources]
-            edges = sorted({0, size, *itertools.chain.from_iterable(cuts)})
-            self._edges.append(edges)
-            self._positions.append([[bisect_right(cut, edge) - 1 for edge in edges[:-1]] for cut in cuts])
+        self._edges, self._positions = refined(sources, self.shape)
         self._cells: dict[int, tuple[Cell, ...]] = {}
 
     def intervals(self, dimension: int, position: int) -> tuple[int, int]:
@@ -102,6 +98,23 @@ class Overlap:
                 slices.append(slice_number)
             cells.append(Cell(tuple(bounds for _, bounds in combination), tuple(slices)))
         return cells
+
+
+def refined(grids: Sequence[Grid], shape: Sequence[int]) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """The common refinement of grids over one tensor.
+
+    Returns:
+        Per dimension the edges of its intervals, ascending; and per dimension and grid the position of the slice
+        that every interval lies in.
+    """
+    all_edges: list[list[int]] = []
+    positions: list[list[list[int]]] = []
+    for dimension, size in enumerate(shape):
+        cuts = [grid.edges[dimension] for grid in grids]
+        edges = sorted({0, size, *itertools.chain.from_iterable(cuts)})
+        all_edges.append(edges)
+        positions.append([[bisect_right(cut, edge) - 1 for edge in edges[:-1]] for cut in cuts])
+    return all_edges, positions
 
 
 def stand_in_shape(sources: Sequence[Layout], target: Layout) -> tuple[int, ...]:

@@ -7,10 +7,12 @@ layout. Everything that depends on the kind alone is worked out once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Union
 
 from reshard.checkpoints.checkpoint import GlobalTensor, Sharding
 from reshard.errors import CheckpointError, LayoutError
-from reshard.layout import Layout, Overlap
+from reshard.layout import Grid, Layout, Overlap, ViewOverlap
 from reshard.target import Section, layout_in
 from reshard.text.wording import quoted
 
@@ -23,13 +25,16 @@ class Cut:
         number: numbers the kinds in the order they were met.
         overlap: the cells of every target slice.
         target: the target layout.
-        shardings: the ways in which the source holds such tensors.
+        shardings: the ways in which the source holds such tensors, or what they are made of, one source of theirs
+            after the other.
+        firsts: the number of the first sharding of each of these sources.
     """
 
     number: int
-    overlap: Overlap
+    overlap: Union[Overlap, ViewOverlap]
     target: Layout
     shardings: tuple[Sharding, ...]
+    firsts: tuple[int, ...] = (0,)
 
     def slice_of(self, position: int) -> int:
         """The slice that a file of the section gets."""
@@ -52,7 +57,8 @@ class Cuts:
             CheckpointError: the target layout does not fit the tensor; names it.
         """
         recorded = section.layouts[tensor.name]
-        key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards)
+        made_of = (tensor.view, *(len(each.shardings) for each in tensor.stored))
+        key = (section.number, id(recorded), *map(id, tensor.shardings), tensor.shape, tensor.shards, made_of)
         found = self._by_reading.get(key)
         if found is None:
             found = self._by_reading[key] = (self._make(tensor, section), recorded, tensor.shardings)
@@ -62,10 +68,12 @@ class Cuts:
         try:
             layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
             # Told apart by identity, and kept, likewise.
-            key = (section.number, tensor.shape, *map(id, tensor.shardings), layout)
+            counts = [len(each.shardings) for each in tensor.sources]
+            key = (section.number, tensor.shape, *map(id, tensor.shardings), layout, tensor.view, *counts)
             if key not in self._cuts:
-                overlap = Overlap([sharding.grid for sharding in tensor.shardings], layout.grid(tensor.shape))
-                self._cuts[key] = Cut(len(self._cuts), overlap, layout, tensor.shardings)
+                firsts = tuple(accumulate(counts[:-1], initial=0))
+                overlap = _overlap(tensor, layout.grid(tensor.shape))
+                self._cuts[key] = Cut(len(self._cuts), overlap, layout, tensor.shardings, firsts)
             return self._cuts[key]
         except LayoutError as error:
             raise CheckpointError(
@@ -73,3 +81,10 @@ class Cuts:
                 parameter=tensor.name,
                 hint="the target strategy has to be of the same model, and every dimension to divide by its slices",
             ) from error
+
+
+def _overlap(tensor: GlobalTensor, target: Grid) -> Union[Overlap, ViewOverlap]:
+    if tensor.view is None:
+        return Overlap([sharding.grid for sharding in tensor.shardings], target)
+    grids = [[sharding.grid for sharding in source.shardings] for source in tensor.sources]
+    return ViewOverlap(grids, tensor.view, target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from reshard.layout import Overlap
 from reshard.plan.cuts import Cut
 from reshard.target import Section
 
@@ -54,6 +55,9 @@ def reading_groups(
 
 def _splits_rows(cut: Cut) -> bool:
     """Whether some part of the source's inner dimensions goes to several target slices."""
+    if not isinstance(cut.overlap, Overlap):
+        # What is packed otherwise lies in rows of other lengths.
+        return False
     for dimension in range(1, len(cut.target.cuts)):
         met = [cut.overlap.intervals(dimension, position) for position in range(cut.target.cuts[dimension])]
         if any(one[1] > other[0] for one, other in zip(met, met[1:])):
@@ -63,6 +67,7 @@ def _splits_rows(cut: Cut) -> bool:
 
 def _rows_of(cut: Cut, position: int) -> object:
     """What targets must have in common to take parts of the same rows of the same source slices."""
+    assert isinstance(cut.overlap, Overlap)
     index = cut.target.slice_index(cut.slice_of(position))
     inner = (cut.overlap.intervals(dimension, index[dimension]) for dimension in range(1, len(index)))
     return index[0], tuple(inner)

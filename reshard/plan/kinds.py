@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.layout import Box
+from reshard.layout import Box, Cell
 from reshard.plan.cuts import Cut
 
 
@@ -17,7 +17,7 @@ class Kind(NamedTuple):
         cut: how they are cut.
         present: the files that hold them, per sharding of the cut.
         item_size: bytes of an element.
-        tensors: the tensors, sorted by name, at least one.
+        tensors: the tensors, sorted by name, at least one; what they are made of is of the same types.
     """
 
     cut: Cut
@@ -33,9 +33,11 @@ class Kind(NamedTuple):
         """How many of them have one of some names; all where None."""
         return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
 
-    def holders(self, slices: Sequence[int]) -> list[tuple[int, int]]:
-        """Who holds a cell, given the slice of every sharding that it lies in: files, and which sharding it is."""
+    def holders(self, cell: Cell) -> list[tuple[int, int]]:
+        """Who holds a cell: files, and of which sharding; nobody where no source has its elements."""
+        first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
         found: list[tuple[int, int]] = []
-        for index, (sharding, number, present) in enumerate(zip(self.cut.shardings, slices, self.present)):
+        for index, number in enumerate(cell.slices, first):
+            sharding, present = self.cut.shardings[index], self.present[index]
             found += [(holder, index) for holder in sharding.holders(number) if holder in present]
         return found

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
-from reshard.layout import Box, shape_of, volume_of
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.layout import Box, Region, shape_of, volume_of
 
 
 class StoredSlice(NamedTuple):
@@ -21,7 +22,7 @@ class StoredSlice(NamedTuple):
         path: the file.
         rank: the source rank it belongs to.
         extents: (offset, bytes) runs in the file that make up the slice in C order.
-        box: the part of the full tensor that it holds.
+        box: the part of the full tensor that it holds, of the tensor in the files.
     """
 
     path: str
@@ -31,19 +32,57 @@ class StoredSlice(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of the full tensor, taken from one stored slice that contains it."""
+    """A part of the full tensor, taken from one stored slice that contains it.
+
+    Attributes:
+        source: the slice.
+        box: a box around the part.
+        region: which elements of the box it is, and of the tensor that the slice is of; None where it is all of the
+            box, which lies in that tensor likewise.
+        dtype: type of the stored elements, where they are cast; None where they are copied.
+    """
 
     source: StoredSlice
     box: Box
+    region: Optional[Region] = None
+    dtype: Optional[str] = None
+
+    @property
+    def volume(self) -> int:
+        """Elements."""
+        return volume_of(self.box) if self.region is None else self.region.volume
+
+    @property
+    def taken(self) -> object:
+        """Which elements of the stored tensor it is; the same for pieces that take the same."""
+        if self.region is None:
+            return self.box
+        loops = sorted((loop.source_dimension, loop.source_step, loop.length) for loop in self.region.loops)
+        return self.region.source_origin, tuple(loops)
+
+    def stored_size(self, item_size: int) -> int:
+        """Bytes of a stored element, where a target's has ``item_size``."""
+        return item_size if self.dtype is None else ITEM_SIZES[self.dtype]
 
 
 class TargetTensor(NamedTuple):
-    """One tensor of a target file: a box of the full tensor, exactly covered by pieces."""
+    """One tensor of a target file: a box of the full tensor, exactly covered by pieces, or zero elsewhere.
+
+    Attributes:
+        name: its name in the file.
+        item_size: bytes of an element.
+        box: the box.
+        pieces: what it is made of, none of which overlap.
+        dtype: its type, where elements are cast; None where all are copied.
+        padded: whether pieces leave elements out.
+    """
 
     name: str
     item_size: int
     box: Box
     pieces: tuple[Piece, ...]
+    dtype: Optional[str] = None
+    padded: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

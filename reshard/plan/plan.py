@@ -153,7 +153,8 @@ class Plan:
                 tensor = self.checkpoint.tensors[name]
                 cut = self._cuts.of(tensor, section)
                 present = self.checkpoint.present(tensor)
-                key = (cut.number, tensor.dtype, tensor.item_size, present)
+                types = tuple(source.dtype for source in tensor.stored)
+                key = (cut.number, tensor.dtype, tensor.item_size, present, types)
                 if key not in kinds:
                     kinds[key] = Kind(cut, present, tensor.item_size, [])
                 kinds[key].tensors.append(tensor)
@@ -237,7 +238,7 @@ class Plan:
         base = [self._base(leader)] + ([self._base(file)] if file != leader else [])
         inside = _both(self.form.names_in(file), names)
         kinds = [kind for kind in self.kinds_of(section) if inside is None or kind.count(inside)]
-        alike = [Alike(kind.item_size, *self._take(file, leader, kind, base)) for kind in kinds]
+        alike = [self._alike(file, leader, kind, base) for kind in kinds]
         values = self.values_of(file) if names is None else []
         tensors = []
         for _, holder, stored in values:
@@ -266,21 +267,22 @@ class Plan:
         }
         if not recorded:
             return {}
-        used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, set[Box]]] = {}
+        used: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[int, dict[object, int]]] = {}
         targets = (target for group in self.groups(files) for target in group)
         for target in targets:
             for tensor in target.tensors:
                 for piece in tensor.pieces:
                     if piece.source.path in recorded:
-                        entry = used.setdefault((piece.source.path, piece.source.extents), (tensor.item_size, set()))
-                        entry[1].add(piece.box)
+                        stored = piece.stored_size(tensor.item_size)
+                        entry = used.setdefault((piece.source.path, piece.source.extents), (stored, {}))
+                        entry[1][piece.taken] = piece.volume
         # Copied values are compared over all files, so all of them are read.
         copied = set(self.sorted.copied) | self._unholdable
         return {
             path: all(
                 name in copied
                 or tensor.nbytes == 0
-                or _bytes_used(*used.get((path, tensor.extents), (0, set()))) >= tensor.nbytes
+                or _bytes_used(*used.get((path, tensor.extents), (0, {}))) >= tensor.nbytes
                 for name, tensor in recorded[path].tensors.items()
             )
             for path in sorted({path for path, _ in used})
@@ -310,7 +312,7 @@ class Plan:
             position = section.position(file)
             names = self.form.names_in(file)
             needs = {
-                tuple(dict.fromkeys(holder for holder, _ in kind.holders(cell.slices))): None
+                tuple(dict.fromkeys(holder for holder, _ in kind.holders(cell))): None
                 for kind in self.kinds_of(section)
                 if kind.count(names)
                 for cell in kind.cut.overlap.cells(kind.cut.slice_of(position))
@@ -324,14 +326,19 @@ class Plan:
             return self._choice.turn(file)
         return self.form.section_of(file).position(file)
 
-    def _take(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> tuple[Box, tuple[Take, ...]]:
+    def _alike(self, file: int, leader: int, kind: Kind, base: Sequence[Sequence[int]]) -> Alike:
         """The target slice of a kind of tensor, and where each of its cells is taken from."""
-        cut = kind.cut
+        cut, example = kind.cut, kind.tensors[0]
         position = self.form.section_of(file).position(file)
         turn = self._turn(leader)
+        types = [None if source.dtype == example.dtype else source.dtype for source in example.sources]
         takes = []
-        for box, slices in cut.overlap.cells(cut.slice_of(position)):
-            holders = kind.holders(slices)
+        padded = False
+        for cell in cut.overlap.cells(cut.slice_of(position)):
+            if not cell.slices:
+                padded = True
+                continue
+            holders = kind.holders(cell)
             if not holders:
                 name = kind.tensors[0].name
                 raise IncompleteSourceError(
@@ -342,16 +349,22 @@ class Plan:
             for chosen in base:
                 preferred = [holder for holder in holders if holder[0] in chosen]
                 if preferred:
-                    source, index = preferred[(cut.number + turn) % len(preferred)]
+                    holder, index = preferred[(cut.number + turn) % len(preferred)]
                     break
             else:
-                source, index = holders[turn % len(holders)]
-            takes.append(Take(box, source, cut.shardings[index].grid.slice_box(slices[index])))
-        return kind.box_of(position), tuple(takes)
+                holder, index = holders[turn % len(holders)]
+            source = 0 if cell.region is None else cell.region.source
+            number = cell.slices[index - cut.firsts[source]]
+            slice_box = cut.shardings[index].grid.slice_box(number)
+            takes.append(Take(cell.box, holder, slice_box, cell.region, types[source]))
+        cast = None if types == [None] * len(types) else example.dtype
+        return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
 
-    def _stored(self, name: str, holder: int, box: Box) -> StoredSlice:
+    def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
+        stored = self.checkpoint.tensors[name].stored
         index = self.checkpoint.indexes[holder]
-        return StoredSlice(self.checkpoint.files[holder], holder, index.tensors[name].extents, box)
+        extents = index.tensors[stored[source].name if stored else name].extents
+        return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
 
 
 def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
@@ -382,5 +395,5 @@ def _both(one: Optional[frozenset[str]], other: Optional[Collection[str]]) -> Op
     return one if other is None else one.intersection(other)
 
 
-def _bytes_used(item_size: int, boxes: set[Box]) -> int:
-    return item_size * sum(volume_of(box) for box in boxes)
+def _bytes_used(item_size: int, taken: Mapping[object, int]) -> int:
+    return item_size * sum(taken.values())

@@ -11,19 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional, Union, overload
 
 from reshard.checkpoints import OutputLayout
-from reshard.layout import Box
+from reshard.layout import Box, Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
-StoredAt = Callable[[str, int, Box], StoredSlice]
-"""The stored slice of a parameter, by its name, source rank and box."""
+StoredAt = Callable[[str, int, int, Box], StoredSlice]
+"""The stored slice of what a parameter is made of, by the parameter's name, the number of its source, rank and box."""
 
 
 class Take(NamedTuple):
-    """A cell of one kind of parameter, and the source rank and slice it is taken from."""
+    """A cell of one kind of parameter, and the source rank and slice it is taken from.
+
+    Attributes:
+        box: the cell.
+        rank: the source rank.
+        source_box: the slice.
+        region: which elements of the cell, and of the slice; None where it is all of the cell.
+        dtype: type of the stored elements, where they are cast.
+    """
 
     box: Box
     rank: int
     source_box: Box
+    region: Optional[Region] = None
+    dtype: Optional[str] = None
 
 
 class Alike(NamedTuple):
@@ -33,11 +43,15 @@ class Alike(NamedTuple):
         item_size: bytes of an element.
         box: the slice of each of them.
         takes: what it is made of.
+        dtype: their type, where elements are cast.
+        padded: whether some elements are in no source.
     """
 
     item_size: int
     box: Box
     takes: tuple[Take, ...]
+    dtype: Optional[str] = None
+    padded: bool = False
 
 
 class FileOrder:
@@ -102,6 +116,11 @@ class TargetTensors(Sequence[TargetTensor]):
         if number >= len(self._alike):
             return self._single[number - len(self._alike)]
         name = self._order.names[place]
-        item_size, box, takes = self._alike[number]
-        pieces = tuple(Piece(self._stored_at(name, take.rank, take.source_box), take.box) for take in takes)
-        return TargetTensor(name, item_size, box, pieces)
+        item_size, box, takes, dtype, padded = self._alike[number]
+        pieces = tuple(self._piece(name, take) for take in takes)
+        return TargetTensor(name, item_size, box, pieces, dtype, padded)
+
+    def _piece(self, name: str, take: Take) -> Piece:
+        source = 0 if take.region is None else take.region.source
+        stored = self._stored_at(name, source, take.rank, take.source_box)
+        return Piece(stored, take.box, take.region, take.dtype)

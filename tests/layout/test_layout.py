@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import LayoutError
-from reshard.layout import Box, Grid, Layout, Overlap, stand_in_shape, volume_of, whole_box
+from reshard.layout import Box, Cell, Grid, Layout, Overlap, stand_in_shape, volume_of, whole_box
 from tests.reference import boxes
 
 MATRICES = st.lists(st.sampled_from([1, 2, 2, 3, 4]), max_size=4).filter(lambda sizes: math.prod(sizes) <= 48)
@@ -70,7 +70,7 @@ def test_the_cells_of_a_slice_cover_it_once_and_lie_in_the_slices_they_name(data
     overlap = overlap_of(shape, sources, target)
     for number in range(target.slice_count):
         counted = np.zeros(shape, dtype=int)
-        for box, slices in overlap.cells(number):
+        for box, slices, _ in overlap.cells(number):
             counted[tuple(slice(*interval) for interval in box)] += 1
             for layout, held in zip(sources, slices):
                 around = layout.slice_box(shape, held)
@@ -102,9 +102,9 @@ def test_hand_made_slices_overlap_even_ones() -> None:
     even = Layout((2,), ((0,), ()))
     overlap = overlap_of((64, 8), [uneven], even)
     assert overlap.cells(0) == (
-        (((0, 10), (0, 8)), (0,)),
-        (((10, 30), (0, 8)), (1,)),
-        (((30, 32), (0, 8)), (2,)),
+        Cell(((0, 10), (0, 8)), (0,)),
+        Cell(((10, 30), (0, 8)), (1,)),
+        Cell(((30, 32), (0, 8)), (2,)),
     )
 
 

@@ -275,8 +275,8 @@ def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:
     """An off-by-one in where a stored slice's bytes lie."""
     plain = Plan._stored
 
-    def stored(self: Any, name: str, rank: int, box: Any) -> Any:
-        found = plain(self, name, rank, box)
+    def stored(self: Any, name: str, source: int, rank: int, box: Any) -> Any:
+        found = plain(self, name, source, rank, box)
         (offset, size), *rest = found.extents
         return found._replace(extents=((offset - 1, size), *rest)) if name == "w" else found
 
@@ -293,9 +293,9 @@ def wrong_replica(patch: pytest.MonkeyPatch) -> None:
     """Cells taken from a rank that holds another slice."""
     plain = Plan._stored
 
-    def stored(self: Any, name: str, rank: int, box: Any) -> Any:
+    def stored(self: Any, name: str, source: int, rank: int, box: Any) -> Any:
         other = rank ^ 1 if name == "w" else rank
-        return plain(self, name, rank, box)._replace(
+        return plain(self, name, source, rank, box)._replace(
             extents=self.checkpoint.indexes[other].tensors[name].extents, path=self.checkpoint.files[other]
         )
 

@@ -1,0 +1,140 @@
+"""A checkpoint whose tensors are made of another's: under other names, packed otherwise, of other types.
+
+Nothing of it is stored. It stands between a source and the plan: who cuts, counts or checks tensors sees those
+that are to be written, and only what reads bytes asks for the tensors in the files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.checkpoints.by_name import ByName
+from reshard.checkpoints.checkpoint import AS_RECORDED, Checkpoint, GlobalTensor
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.layout import View
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a tensor is made of.
+
+    Attributes:
+        sources: names of tensors of the source, numbered as in the view.
+        view: which elements of them; None where it is the only source as it is.
+        dtype: element type that it gets; None for that of its sources.
+    """
+
+    sources: tuple[str, ...]
+    view: Optional[View] = None
+    dtype: Optional[str] = None
+
+
+class MadeTensors(ByName[GlobalTensor]):
+    """Tensors by name, each made of others; one is made as an object when it is asked for first.
+
+    Args:
+        base: the tensors that they are made of.
+        made: of what, by name, in order.
+    """
+
+    def __init__(self, base: Mapping[str, GlobalTensor], made: Mapping[str, Made]) -> None:
+        super().__init__(made.keys())
+        self._base = base
+        self._made = made
+        self._known: dict[str, GlobalTensor] = {}
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        found = self._known.get(name)
+        if found is None:
+            made = self._made[name]
+            stored = tuple(self._base[each] for each in made.sources)
+            first = stored[0]
+            dtype = first.dtype if made.dtype is None else made.dtype
+            found = self._known[name] = GlobalTensor(
+                name,
+                dtype,
+                first.item_size if dtype == first.dtype else ITEM_SIZES[dtype],
+                first.shape if made.view is None else made.view.shape,
+                tuple(itertools.chain.from_iterable(each.shardings for each in stored)),
+                first.shards if made.view is None else AS_RECORDED,
+                stored,
+                made.view,
+            )
+        return found
+
+
+class EditedCheckpoint:
+    """A checkpoint made of another; see `checkpoint.Checkpoint`. Files, and what is in them, are the other's.
+
+    Args:
+        base: the other.
+        made: what its tensors are made of, by name, in order.
+        kept: names of the other's values that it has as well.
+    """
+
+    def __init__(self, base: Checkpoint, made: Mapping[str, Made], kept: Collection[str]) -> None:
+        self.base = base
+        self.made = made
+        self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)
+        self._kept = frozenset(kept)
+
+    @property
+    def form(self) -> str:
+        """That of the base."""
+        return self.base.form
+
+    @property
+    def step(self) -> Optional[str]:
+        """That of the base."""
+        return self.base.step
+
+    @property
+    def label(self) -> str:
+        """That of the base."""
+        return self.base.label
+
+    @property
+    def place(self) -> str:
+        """That of the base."""
+        return self.base.place
+
+    @property
+    def files(self) -> Mapping[int, str]:
+        """Those of the base."""
+        return self.base.files
+
+    @property
+    def indexes(self) -> Mapping[int, CheckpointIndex]:
+        """Those of the base."""
+        return self.base.indexes
+
+    def names(self) -> set[str]:
+        """Names of tensors and of kept values."""
+        return {*self.made, *self._kept}
+
+    def values(self) -> Sequence[str]:
+        """Names of kept values."""
+        return [name for name in self.base.values() if name in self._kept]
+
+    def without_layout(self) -> Sequence[str]:
+        """Names of the base's weights without a layout that are kept."""
+        return [name for name in self.base.without_layout() if name in self._kept]
+
+    def holders(self, name: str) -> list[int]:
+        """The files that hold a kept value, or anything of a tensor, ascending."""
+        if name in self._kept:
+            return self.base.holders(name)
+        return sorted(frozenset().union(*self.present(self.tensors[name])))
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold what a tensor is made of, per way of holding each of its sources."""
+        return tuple(itertools.chain.from_iterable(map(self.base.present, tensor.stored)))
+
+
+def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as it lies in its files."""
+    return checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint

@@ -1,0 +1,154 @@
+"""Casting floating point elements from one type to another, block by block in cache.
+
+Rounding is to the nearest, ties to even, and once: from Float64 to BFloat16 there is no stop at Float32 that
+rounds first. What is no number stays none. What is too large becomes infinite and is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+
+Words = npt.NDArray[Any]
+
+CASTABLE = ("Float64", "Float32", "Float16", "BFloat16")
+"""Types that are cast from; casts to `TARGETS`."""
+
+TARGETS = ("Float32", "Float16", "BFloat16")
+
+# Elements that are cast at a time; with all that is worked out on the way they stay in the cache.
+_BLOCK = 1 << 16
+_NUMPY = {"Float64": "f8", "Float32": "f4", "Float16": "f2"}
+_INFINITE = {"Float32": (0x7FFFFFFF, 0x7F800000), "Float16": (0x7FFF, 0x7C00), "BFloat16": (0x7FFF, 0x7F80)}
+
+
+class Overflows:
+    """Elements that became infinite, by the name of the tensor; for several threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, count: int) -> None:
+        """Count some more of a tensor."""
+        with self._lock:
+            self._counts[name] += count
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many of each tensor that has any."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class Cast:
+    """How the elements of one tensor are cast.
+
+    Args:
+        stored: their type in the source, one of `CASTABLE`.
+        dtype: the type that they get, one of `TARGETS`, another.
+        name: of the tensor.
+        overflows: counts elements that become infinite.
+    """
+
+    def __init__(self, stored: str, dtype: str, name: str, overflows: Overflows) -> None:
+        self.stored = stored
+        self.dtype = dtype
+        self.stored_size = ITEM_SIZES[stored]
+        self._name = name
+        self._overflows = overflows
+
+    def put(self, source: Words, out: Words) -> None:
+        """Cast elements of one word each.
+
+        Args:
+            source: words of the stored type, however they lie in memory.
+            out: words of the type that they get, in as many dimensions.
+        """
+        overflowed = 0
+        if source.flags.c_contiguous and out.flags.c_contiguous:
+            taken, given = source.reshape(-1), out.reshape(-1)
+            for first in range(0, len(taken), _BLOCK):
+                overflowed += self._block(taken[first : first + _BLOCK], given[first : first + _BLOCK])
+        elif source.size > _BLOCK and source.ndim > 1:
+            # Along the outermost axis that has several.
+            axis = next(number for number, size in enumerate(source.shape) if size > 1)
+            rows = max(1, _BLOCK // (source.size // source.shape[axis]))
+            for first in range(0, source.shape[axis], rows):
+                part = (*(slice(None),) * axis, slice(first, first + rows))
+                if rows == 1:
+                    self.put(source[part], out[part])
+                else:
+                    overflowed += self._block(source[part], out[part])
+        else:
+            overflowed += self._block(source, out)
+        if overflowed:
+            self._overflows.add(self._name, overflowed)
+
+    def _block(self, source: Words, out: Words) -> int:
+        """Cast some elements; how many became infinite."""
+        out[...] = cast_words(source, self.stored, self.dtype)
+        mask, infinite = _INFINITE[self.dtype]
+        if ITEM_SIZES[self.stored] <= 2 and self.dtype != "Float16":
+            return 0
+        became = int(np.count_nonzero((out & mask) == infinite))
+        return became - _infinities(source, self.stored) if became else 0
+
+
+def cast_words(source: Words, stored: str, dtype: str) -> Words:
+    """Elements of one type as another, both as unsigned words of their size."""
+    if dtype == "BFloat16":
+        if stored == "Float64":
+            return _to_bfloat16(_narrowed_to_odd(source))
+        return _to_bfloat16(_floats(source, stored).astype("f4", copy=False).view("u4"))
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = _floats(source, stored).astype(_NUMPY[dtype])
+    words: Words = made.view(f"u{made.itemsize}")
+    return words
+
+
+def _floats(source: Words, stored: str) -> Words:
+    """Words as numbers; those of BFloat16 as Float32, which holds them all."""
+    if stored == "BFloat16":
+        wide: Words = source.astype("u4")
+        wide <<= 16
+        return wide.view("f4")
+    found: Words = source.view(_NUMPY[stored])
+    return found
+
+
+def _to_bfloat16(bits: Words) -> Words:
+    """Float32 as BFloat16, to the nearest, ties to even."""
+    upper = bits >> 16
+    rounded: Words = ((bits + (0x7FFF + (upper & 1))) >> 16).astype("u2")
+    none = (bits & 0x7FFFFFFF) > 0x7F800000
+    if none.any():
+        # Of what is no number, rounding could make infinity; the quiet bit says that it is none.
+        rounded[none] = (upper[none] | 0x40).astype("u2")
+    return rounded
+
+
+def _narrowed_to_odd(source: Words) -> Words:
+    """Float64 as Float32 whose last bit is set where anything was lost, so that rounding again rounds once."""
+    wide = source.view("f8")
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = wide.astype("f4")
+        back = narrow.astype("f8")
+    bits = narrow.view("u4").copy()
+    inexact = (back != wide) & ~np.isnan(wide)
+    # Towards zero first: what was rounded away from it goes back by one; then the last bit says that more follows.
+    away = inexact & (np.abs(back) > np.abs(wide))
+    bits[away] -= 1
+    bits[inexact] |= 1
+    return bits
+
+
+def _infinities(source: Words, stored: str) -> int:
+    return int(np.count_nonzero(np.isinf(_floats(source, stored))))
