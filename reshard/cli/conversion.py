@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.cli import options
+from reshard.cli.edits import edits_of
 from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
@@ -42,6 +43,7 @@ def request_between(
         form=ends.form,
         to=ends.to,
         max_shard_size=typed["max_shard_size"],
+        edits=edits_of(typed),
     )
     return request, report
 

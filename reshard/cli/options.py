@@ -270,6 +270,24 @@ def selection(command: F) -> F:
     )
 
 
+def edits(command: F) -> F:
+    """Names and types, for `edits.edits_of`."""
+    return _all(
+        command,
+        [
+            option(
+                "Names and types",
+                "--cast",
+                multiple=True,
+                metavar="[GLOB=]DTYPE",
+                show_default="types stay",
+                help="Cast all floating weights, or such tensors, to Float32, Float16 or BFloat16 (repeatable; of "
+                "those that concern a tensor the last holds).",
+            ),
+        ],
+    )
+
+
 def crc(text: str) -> Callable[[F], F]:
     """--crc."""
     return option("Checks", "--crc", type=Choice(["auto", "never"]), default="auto", show_default=True, help=text)
@@ -465,6 +483,7 @@ def conversion(command: F) -> F:
             source,
             fallback,
             selection,
+            edits,
             option(
                 "Parameters",
                 "--strict",

@@ -180,6 +180,8 @@ class Told:
     def heard(self, number: int, message: Mapping[str, Any]) -> None:
         """A task tells how many bytes it has written, and which ranks, with their files' sizes."""
         self._wrote(number, message["bytes"])
+        for name, count in message["overflows"].items():
+            self._progress.overflowed(name, count)
         for rank, size in message["committed"]:
             self._commit(rank, size)
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar, Union
@@ -157,6 +158,7 @@ class _Telling(Progress):
         self._log_event = log_event
         self._bytes = 0
         self._committed: list[tuple[int, int]] = []
+        self._overflows: Counter[str] = Counter()
         self._last = time.monotonic()
 
     def wrote(self, count: int) -> None:
@@ -169,6 +171,10 @@ class _Telling(Progress):
         """Tell."""
         self._committed.append((rank, size))
         self._tell()
+
+    def overflowed(self, name: str, count: int) -> None:
+        """Count; it is told with the next file."""
+        self._overflows[name] += count
 
     def see_client(self) -> None:
         """See that the client is still there.
@@ -191,6 +197,8 @@ class _Telling(Progress):
             "item": self._number,
             "bytes": self._bytes,
             "committed": self._committed,
+            "overflows": dict(self._overflows),
         }
         self._log_event(TOPIC, message)
         self._committed = []
+        self._overflows.clear()

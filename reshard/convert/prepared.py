@@ -11,6 +11,7 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.forms import RANKS
 from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
@@ -137,7 +138,7 @@ class _Preparation:
 
     def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block say so if the two strategies are swapped."""
-        if self.request.form != RANKS or self.request.to != RANKS:
+        if self.request.form != RANKS or self.request.to != RANKS or self.request.edits is not None:
             return contextlib.nullcontext()
         return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
 
@@ -386,7 +387,7 @@ class Prepared:
             CheckpointError: they do not.
         """
         preparation, options, plan = self._preparation, self._options, self.plan
-        request, checkpoint = plan.request, plan.checkpoint
+        request, checkpoint = plan.request, stored_checkpoint(plan.checkpoint)
         if not isinstance(checkpoint, RankCheckpoint) or request.source.is_none:
             return None
         if options.part is not None or not self.state.work:
@@ -411,7 +412,7 @@ class Prepared:
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
-        if request.to == RANKS:
+        if request.to == RANKS and request.edits is None:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
@@ -421,8 +422,10 @@ class Prepared:
         Samples are of what all target ranks get, so that a run for some of them judges the source strategy as one
         for all of them does.
         """
-        if effort == "all":
-            return [checkpoint.tensors[name] for name in self.plan.sorted.resharded]
+        if effort == "all" or self.plan.request.edits is not None:
+            made = self.plan.checkpoint.tensors
+            stored = {source.name for name in self.plan.sorted.resharded for source in made[name].sources}
+            return [checkpoint.tensors[name] for name in sorted(stored)]
         target, admit = self.plan.request.target, self.plan.request.filters.admit
         listed = set(target.parameters)
         return [

@@ -135,6 +135,7 @@ class TargetDirectory:
             task="recover" if request.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
+            edits="" if request.edits is None else short_digest(request.edits.identity.encode()),
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from reshard.checkpoints import Data
 from reshard.execute import ExecutionOptions
-from reshard.execute.filling import byte_strides, runs, span_of
+from reshard.execute.filling import byte_strides, loops_in_source, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.layout import intersection, shape_of, volume_of
 from reshard.plan.pieces import Piece, TargetFile, TargetTensor
@@ -81,7 +81,7 @@ def _add_group(
     for target in group:
         for tensor in target.tensors:
             for piece in tensor.pieces:
-                count = volume_of(piece.box) * tensor.item_size
+                count = piece.volume * piece.stored_size(tensor.item_size)
                 found.taken[piece.source.rank, target.rank] += count * alike[tensor.name]
     for part in parts_of(group, execution.threads):
         for stretch in part.stretches:
@@ -105,18 +105,21 @@ def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
         outer = intersection(shared.outer, source.box[:axis])
         if outer is not None:
             elements = volume_of(outer) * volume_of(source.box[axis:])
-            found.read[source.rank] += elements * shared.tensors[0].item_size * alike
+            found.read[source.rank] += elements * shared.stored_size * alike
 
 
 def _covered(piece: Piece, tensor: TargetTensor, execution: ExecutionOptions) -> int:
     """Bytes of the source that are read for a piece, or lie in the pages that are looked at."""
-    counts = shape_of(piece.box)
-    strides = byte_strides(shape_of(piece.source.box), tensor.item_size)
-    needed = volume_of(piece.box) * tensor.item_size
-    number = runs(counts, strides, tensor.item_size)
+    item_size = piece.stored_size(tensor.item_size)
+    counts: Sequence[int] = shape_of(piece.box)
+    strides = byte_strides(shape_of(piece.source.box), item_size)
+    if piece.region is not None:
+        counts, strides = loops_in_source(piece.region, strides)[1:]
+    needed = piece.volume * item_size
+    number = runs(counts, strides, item_size)
     if number < 2:
         return needed
-    span = span_of(counts, strides, tensor.item_size)
+    span = span_of(counts, strides, item_size)
     gap = (span - needed) // (number - 1)
     if gap <= (_PAGE if execution.mapped else execution.storage.worth_skipping):
         return span

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, Optional, Protocol
 
@@ -13,6 +14,7 @@ from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
+from reshard.text.messages import listing
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -159,15 +161,22 @@ class Writing:
             raise
         finally:
             self._progress.end()
+            if counted.overflows:
+                count = plural(sum(counted.overflows.values()), "element")
+                self._report.warn(
+                    f"{count} became infinite, being too large for the type that was asked for: "
+                    + listing(sorted(counted.overflows))
+                )
         return counted.file_bytes
 
 
 class Counted(Progress):
-    """Adds up the sizes of committed files and passes everything on."""
+    """Adds up the sizes of committed files, and what was too large for its type, and passes everything on."""
 
     def __init__(self, listener: Progress) -> None:
         self.file_bytes = 0
         self.files = 0
+        self.overflows: Counter[str] = Counter()
         self._listener = listener
 
     def wrote(self, count: int) -> None:
@@ -179,3 +188,8 @@ class Counted(Progress):
         self.file_bytes += size
         self.files += 1
         self._listener.committed(rank, size)
+
+    def overflowed(self, name: str, count: int) -> None:
+        """Count and pass on."""
+        self.overflows[name] += count
+        self._listener.overflowed(name, count)

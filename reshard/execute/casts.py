@@ -6,10 +6,7 @@ rounds first. What is no number stays none. What is too large becomes infinite a
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,52 +15,32 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 
 Words = npt.NDArray[Any]
 
-CASTABLE = ("Float64", "Float32", "Float16", "BFloat16")
-"""Types that are cast from; casts to `TARGETS`."""
-
-TARGETS = ("Float32", "Float16", "BFloat16")
-
 # Elements that are cast at a time; with all that is worked out on the way they stay in the cache.
 _BLOCK = 1 << 16
 _NUMPY = {"Float64": "f8", "Float32": "f4", "Float16": "f2"}
 _INFINITE = {"Float32": (0x7FFFFFFF, 0x7F800000), "Float16": (0x7FFF, 0x7C00), "BFloat16": (0x7FFF, 0x7F80)}
 
 
-class Overflows:
-    """Elements that became infinite, by the name of the tensor; for several threads."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, name: str, count: int) -> None:
-        """Count some more of a tensor."""
-        with self._lock:
-            self._counts[name] += count
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How many of each tensor that has any."""
-        with self._lock:
-            return dict(self._counts)
+Overflowed = Callable[[str, int], None]
+"""Told of elements of a tensor, by its name, that became infinite."""
 
 
 class Cast:
     """How the elements of one tensor are cast.
 
     Args:
-        stored: their type in the source, one of `CASTABLE`.
-        dtype: the type that they get, one of `TARGETS`, another.
+        stored: their type in the source, one of `dtypes.CASTABLE`.
+        dtype: the type that they get, another, one of `dtypes.CAST_TO`.
         name: of the tensor.
-        overflows: counts elements that become infinite.
+        overflowed: told of elements that become infinite.
     """
 
-    def __init__(self, stored: str, dtype: str, name: str, overflows: Overflows) -> None:
+    def __init__(self, stored: str, dtype: str, name: str, overflowed: Overflowed) -> None:
         self.stored = stored
         self.dtype = dtype
         self.stored_size = ITEM_SIZES[stored]
         self._name = name
-        self._overflows = overflows
+        self._overflowed = overflowed
 
     def put(self, source: Words, out: Words) -> None:
         """Cast elements of one word each.
@@ -90,7 +67,7 @@ class Cast:
         else:
             overflowed += self._block(source, out)
         if overflowed:
-            self._overflows.add(self._name, overflowed)
+            self._overflowed(self._name, overflowed)
 
     def _block(self, source: Words, out: Words) -> int:
         """Cast some elements; how many became infinite."""

@@ -14,10 +14,10 @@ from typing import Optional
 import numpy as np
 
 from reshard.execute.boxes import boxes_of_range
-from reshard.execute.casts import Cast, Overflows, Words
+from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, Reader
-from reshard.layout import Box, Region, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
@@ -33,12 +33,12 @@ class BlockFiller:
         reader: where bytes come from.
         scratch: room for rows that have to be read before they are gathered; half of it must hold an
             element.
-        overflows: counts elements that a cast made infinite.
+        overflowed: told of elements that a cast made infinite.
     """
 
-    def __init__(self, reader: Reader, scratch: Bytes, overflows: Optional[Overflows] = None) -> None:
+    def __init__(self, reader: Reader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
         self._reader = reader
-        self._overflows = overflows if overflows is not None else Overflows()
+        self._overflowed = overflowed
         half = len(scratch) // 2
         self._scratch = scratch[:half]
         # Shared rows stay while they are handed out, and must not be overwritten by reading them; nor must what is
@@ -62,7 +62,7 @@ class BlockFiller:
             common = intersection(piece.box, box)
             if common is None:
                 continue
-            cast = None if piece.dtype is None else Cast(piece.dtype, str(tensor.dtype), tensor.name, self._overflows)
+            cast = None if piece.dtype is None else Cast(piece.dtype, str(tensor.dtype), tensor.name, self._overflowed)
             if piece.region is None:
                 self._fill_region(piece.source, common, view[_inside(common, box)], tensor.item_size, cast)
                 continue
@@ -92,7 +92,7 @@ class BlockFiller:
         views = [as_words(out, shape_of(box), example.item_size) for out, box in zip(outs, boxes)]
         cast = None
         if shared.dtype is not None:
-            cast = Cast(shared.dtype, str(example.dtype), example.name, self._overflows)
+            cast = Cast(shared.dtype, str(example.dtype), example.name, self._overflowed)
         for source, taken in shared.uses:
             region = intersection((*outer, *source.box[axis:]), source.box)
             if region is None:
@@ -136,15 +136,13 @@ class BlockFiller:
         strides = byte_strides(shape_of(source.box), stored_size)
         start = sum((at - first) * stride for at, (first, _), stride in zip(region.source_origin, source.box, strides))
         corner = view[tuple(slice(at - first, None) for at, (first, _) in zip(region.origin, box))]
-        # In the order in which they lie in the source.
-        loops = sorted(region.loops, key=lambda loop: -loop.source_step * strides[loop.source_dimension])
+        loops, counts, steps = loops_in_source(region, strides)
         out = np.lib.stride_tricks.as_strided(
             corner,
-            (*(loop.length for loop in loops), view.shape[-1]),
+            (*counts, view.shape[-1]),
             (*(loop.step * view.strides[loop.dimension] for loop in loops), view.strides[-1]),
         )
-        steps = [loop.source_step * strides[loop.source_dimension] for loop in loops]
-        self._take(source, start, [loop.length for loop in loops], steps, out, stored_size, cast)
+        self._take(source, start, counts, steps, out, stored_size, cast)
 
     def _take(
         self,
@@ -262,6 +260,21 @@ def gather(data: Bytes, counts: Sequence[int], strides: Sequence[int], out: Word
         shape=(*counts, out.shape[-1]), dtype=out.dtype, buffer=data, strides=(*strides, out.itemsize)
     )
     put(source, out)
+
+
+def loops_in_source(region: Region, strides: Sequence[int]) -> tuple[list[Loop], list[int], list[int]]:
+    """The loops of a region in the order in which they step through its source, the widest first.
+
+    Args:
+        region: the region.
+        strides: bytes from one element of the stored slice to the next, per dimension.
+
+    Returns:
+        The loops, elements of each, and bytes from one to the next.
+    """
+    loops = sorted(region.loops, key=lambda loop: -loop.source_step * strides[loop.source_dimension])
+    steps = [loop.source_step * strides[loop.source_dimension] for loop in loops]
+    return loops, [loop.length for loop in loops], steps
 
 
 def word_of(item_size: int) -> int:

@@ -98,6 +98,9 @@ class Progress:
     def committed(self, rank: int, size: int) -> None:
         """The file of a target rank, of so many bytes, has its final name."""
 
+    def overflowed(self, name: str, count: int) -> None:
+        """So many elements of a target tensor became infinite when they were cast."""
+
     def end(self) -> None:
         """Nothing more will come."""
 
@@ -210,7 +213,7 @@ class _Run:
             options.storage, options.mapped, self._handles, options.window_bytes, maps, options.threads
         )
         block = np.empty(options.block_bytes, dtype=np.uint8)
-        filler = BlockFiller(reader, np.empty(options.block_bytes, dtype=np.uint8))
+        filler = BlockFiller(reader, np.empty(options.block_bytes, dtype=np.uint8), self._overflowed)
         while not self._stop.is_set():
             task = self._schedule.next()
             if task is None:
@@ -293,6 +296,10 @@ class _Run:
     def _tell(self, count: int) -> None:
         with self._lock:
             self._progress.wrote(count)
+
+    def _overflowed(self, name: str, count: int) -> None:
+        with self._lock:
+            self._progress.overflowed(name, count)
 
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():

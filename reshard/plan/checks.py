@@ -38,9 +38,9 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     """
     problems: list[InputError] = []
     request = plan.request
-    warn_of_unmatched(
-        request.filters, (plan.checkpoint.names(), request.source.parameters, request.target.parameters), report
-    )
+    # Where tensors get other names, patterns are of these.
+    source = request.source.parameters if request.edits is None else ()
+    warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_anything(plan, values)
     for section in plan.sections:
         for name in plan.names_of(section):

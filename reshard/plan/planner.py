@@ -15,6 +15,7 @@ from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
+from reshard.plan.edits import Edits, edited
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
@@ -24,7 +25,9 @@ from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
 from reshard.plan.written_form import format_asked, rank_names, written_form
 from reshard.storage import exists
+from reshard.strategies import Strategy
 from reshard.target import TargetForm
+from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -37,6 +40,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     """
     if request.recover:
         return _recovery(request, handles, report)
+    if request.edits is not None:
+        return _of_edits(request, request.edits, handles, report)
     if request.form == RANKS:
         return _of_ranks(request, handles, report)
     checkpoint = read_checkpoint(
@@ -58,6 +63,28 @@ def _of_ranks(request: Request, handles: FileHandles, report: Report) -> Plan:
     choice = ReplicaChoice(request.source, request.target) if request.to == RANKS else None
     plan = _plan(request, checkpoint, checkpoint.listed, form, values, values, choice, report)
     check(plan, values, [*problems_of_unlisted(plan, checkpoint, report), *problems_of_form(plan)], report)
+    return plan
+
+
+def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Report) -> Plan:
+    """The plan where tensors are written under other names, packed otherwise, or of other types.
+
+    What the target needs of the source is known only when both are, so the source has to be whole.
+    """
+    base: Checkpoint
+    if request.form == RANKS:
+        everything = replace(request, target=Strategy.none(), ranks=None, filters=Filters())
+        base = _rank_checkpoint(everything, handles, report)
+    else:
+        base = read_checkpoint(
+            request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
+        )
+    checkpoint = edited(base, edits, report)
+    form = written_form(request, checkpoint, handles, report)
+    sliced = request.form == RANKS and request.source.device_count > 1
+    values = CopiedValues(checkpoint, form, request.filters, sliced, handles)
+    plan = _plan(request, checkpoint, checkpoint.tensors.keys(), form, values, values, None, report)
+    check(plan, values, problems_of_form(plan), report)
     return plan
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
+from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 
@@ -34,6 +35,7 @@ class Request:
         form: of the source; see `checkpoints.forms`.
         to: form that is written.
         max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
+        edits: what is asked of names and types; None where they stay as they are.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -54,3 +56,4 @@ class Request:
     form: str = "ranks"
     to: str = "ranks"
     max_shard_size: Optional[int] = None
+    edits: Optional[Edits] = None

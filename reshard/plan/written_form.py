@@ -11,6 +11,7 @@ from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading
 from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.checkpoint2.names import COMMON
+from reshard.checkpoints.edited import EditedCheckpoint, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
@@ -98,6 +99,10 @@ def format_asked(request: Request, checkpoint: Checkpoint) -> str:
 
 def _in_order(checkpoint: Checkpoint) -> list[str]:
     """Names of all tensors, in the order in which files hold them."""
+    if isinstance(checkpoint, EditedCheckpoint):
+        # As the first of what each is made of stands there.
+        places = {name: place for place, name in enumerate(_in_order(checkpoint.base))}
+        return sorted(checkpoint.made, key=lambda name: places[checkpoint.made[name].sources[0]])
     if isinstance(checkpoint, FullWeights):
         return checkpoint.order
     found: dict[str, None] = {}
@@ -122,6 +127,7 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
 
 def _others(request: Request, checkpoint: Checkpoint, report: Report) -> list[FinishingFile]:
     """Files beside the weights that a Hugging Face directory takes over from another."""
+    checkpoint = stored_checkpoint(checkpoint)
     if not isinstance(checkpoint, FullWeights) or not checkpoint.others:
         return []
     if request.to != HUGGINGFACE:
@@ -137,6 +143,7 @@ def _others(request: Request, checkpoint: Checkpoint, report: Report) -> list[Fi
 
 def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
     """What a checkpoint says of the training that saved it, as common.json does."""
+    checkpoint = stored_checkpoint(checkpoint)
     if isinstance(checkpoint, Checkpoint2) and checkpoint.common:
         return checkpoint.common
     said: dict[str, Optional[int]] = {

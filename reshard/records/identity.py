@@ -50,6 +50,7 @@ class Identity:
         task: ``convert`` or ``recover``.
         form: that is written.
         division: digest of which tensors are in which file, where the strategy does not tell.
+        edits: digest of what was asked of names and types; empty where they stay.
     """
 
     source_strategy: str
@@ -63,6 +64,7 @@ class Identity:
     task: str = "convert"
     form: str = "ranks"
     division: str = ""
+    edits: str = ""
 
     @property
     def digest(self) -> str:

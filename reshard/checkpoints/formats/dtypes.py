@@ -71,6 +71,12 @@ FROM_SAFETENSORS = {stored: dtype for dtype, stored in SAFETENSORS_NAMES.items()
 # Real types of safetensors whose elements are not whole bytes, so that no byte range is a slice.
 SUB_BYTE_TYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
 
+CAST_TO = ("Float32", "Float16", "BFloat16")
+"""Types that elements may be cast to."""
+
+CASTABLE = ("Float64", *CAST_TO)
+"""Types that elements may be cast from."""
+
 INTEGERS = frozenset(
     {"Int4", "Int8", "UInt8", "Int16", "UInt16", "Int32", "UInt32", "Int64", "UInt64"},
 )

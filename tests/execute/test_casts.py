@@ -1,0 +1,129 @@
+"""Casts against exact arithmetic: every element is the nearest that its type has, ties to even."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
+from reshard.execute.casts import Cast, cast_words
+from reshard.execute.filling import put
+
+Words = npt.NDArray[Any]
+
+# Bits of the exponent and of the mantissa.
+FIELDS = {"Float64": (11, 52), "Float32": (8, 23), "Float16": (5, 10), "BFloat16": (8, 7)}
+WORDS = {"Float64": "u8", "Float32": "u4", "Float16": "u2", "BFloat16": "u2"}
+PAIRS = [(stored, dtype) for stored, dtype in itertools.product(CASTABLE, CAST_TO) if stored != dtype]
+
+
+def value_of(bits: int, dtype: str) -> Any:
+    """The number that bits stand for: a fraction and a sign, an infinity, or nothing."""
+    exponent_bits, mantissa_bits = FIELDS[dtype]
+    sign = -1 if bits >> (exponent_bits + mantissa_bits) else 1
+    exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1)
+    mantissa = bits & ((1 << mantissa_bits) - 1)
+    bias = (1 << (exponent_bits - 1)) - 1
+    if exponent == (1 << exponent_bits) - 1:
+        return None if mantissa else (sign, "infinite")
+    if exponent:
+        return sign, Fraction((1 << mantissa_bits) + mantissa) * Fraction(2) ** (exponent - bias - mantissa_bits)
+    return sign, Fraction(mantissa) * Fraction(2) ** (1 - bias - mantissa_bits)
+
+
+def nearest(value: Any, dtype: str) -> int:
+    """The bits of the nearest element of a type, found by bisection over all of them, ties to even."""
+    exponent_bits, mantissa_bits = FIELDS[dtype]
+    infinite = ((1 << exponent_bits) - 1) << mantissa_bits
+    sign, size = value
+    top = (0 if sign > 0 else 1) << (exponent_bits + mantissa_bits)
+    if size == "infinite":
+        return top | infinite
+    low, high = 0, infinite
+    while high - low > 1:
+        middle = (low + high) // 2
+        if value_of(middle, dtype)[1] <= size:
+            low = middle
+        else:
+            high = middle
+    below = value_of(low, dtype)[1]
+    # Beyond the largest number, infinity counts as the next power of two.
+    above = value_of(high, dtype)[1] if high < infinite else 2 * value_of(infinite - (1 << mantissa_bits), dtype)[1]
+    nearer = (size - below) - (above - size)
+    chosen = low if nearer < 0 or (nearer == 0 and low % 2 == 0) else high
+    return top | chosen
+
+
+def cast(bits: list[int], stored: str, dtype: str) -> list[int]:
+    found: list[int] = cast_words(np.array(bits, WORDS[stored]), stored, dtype).tolist()
+    return found
+
+
+def check(bits: list[int], stored: str, dtype: str) -> None:
+    for before, after in zip(bits, cast(bits, stored, dtype)):
+        value = value_of(before, stored)
+        if value is None:
+            assert value_of(after, dtype) is None, hex(before)
+        else:
+            assert after == nearest(value, dtype), (hex(before), hex(after))
+
+
+@pytest.mark.parametrize(("stored", "dtype"), PAIRS)
+@given(data=st.data())
+def test_every_element_is_the_nearest_there_is(stored: str, dtype: str, data: Any) -> None:
+    width = sum(FIELDS[stored]) + 1
+    check(data.draw(st.lists(st.integers(0, (1 << width) - 1), min_size=1, max_size=20)), stored, dtype)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), PAIRS)
+def test_what_lies_beside_and_between_elements_is_rounded_once(stored: str, dtype: str) -> None:
+    exponent_bits, mantissa_bits = FIELDS[dtype]
+    bits = []
+    for number in (0, 1, 2, (1 << mantissa_bits) - 1, 1 << mantissa_bits, 0x3C00, 0x3F80):
+        for exponent in (0, 1, (1 << exponent_bits) // 2, (1 << exponent_bits) - 2):
+            element = (exponent << mantissa_bits | number % (1 << mantissa_bits)) % (1 << (exponent_bits + mantissa_bits))
+            here = value_of(element, dtype)
+            after = value_of(element + 1, dtype)
+            if here is None or after is None or "infinite" in (here[1], after[1]):
+                continue
+            middle = (here[1] + after[1]) / 2
+            near = nearest((1, middle), stored)
+            bits += [max(near + step, 0) for step in (-2, -1, 0, 1, 2)]
+    check(bits, stored, dtype)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), PAIRS)
+def test_what_is_no_number_infinite_or_the_largest_comes_out_so(stored: str, dtype: str) -> None:
+    exponent_bits, mantissa_bits = FIELDS[stored]
+    infinite = ((1 << exponent_bits) - 1) << mantissa_bits
+    sign = 1 << (exponent_bits + mantissa_bits)
+    none = [infinite | 1, infinite | (1 << (mantissa_bits - 1)), infinite | ((1 << mantissa_bits) - 1)]
+    check([infinite, infinite | sign, *none, *(each | sign for each in none), infinite - 1, 0, sign, 1], stored, dtype)
+
+
+@pytest.mark.parametrize("shape", [(300_000,), (700, 500), (3, 200, 400), (1, 1, 7)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_blocks_and_tiles_give_what_elements_give_and_count_what_overflows(
+    shape: tuple[int, ...], transposed: bool
+) -> None:
+    random = np.random.default_rng(0)
+    values = random.standard_normal(shape).astype("f4")
+    flat = values.reshape(-1)
+    flat[:7] = [1e38, -3e38, np.inf, np.nan, 65504, 65520, 3.4e38]
+    told: list[tuple[str, int]] = []
+    for dtype, overflows in (("BFloat16", 1), ("Float16", 4)):
+        out = np.zeros(shape[::-1] if transposed else shape, "u2")
+        view = out.transpose() if transposed else out
+        told.clear()
+        given_words, made = values.view("u4")[..., None], view[..., None]
+        put(given_words, made, Cast("Float32", dtype, "w", lambda name, count: told.append((name, count))))
+        np.testing.assert_array_equal(view, cast_words(values.view("u4"), "Float32", dtype))
+        assert sum(count for _, count in told) == overflows
+        assert {name for name, _ in told} == {"w"}
