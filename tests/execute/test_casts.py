@@ -88,7 +88,7 @@ def test_what_lies_beside_and_between_elements_is_rounded_once(stored: str, dtyp
     bits = []
     for number in (0, 1, 2, (1 << mantissa_bits) - 1, 1 << mantissa_bits, 0x3C00, 0x3F80):
         for exponent in (0, 1, (1 << exponent_bits) // 2, (1 << exponent_bits) - 2):
-            element = (exponent << mantissa_bits | number % (1 << mantissa_bits)) % (1 << (exponent_bits + mantissa_bits))
+            element = exponent << mantissa_bits | number % (1 << mantissa_bits)
             here = value_of(element, dtype)
             after = value_of(element + 1, dtype)
             if here is None or after is None or "infinite" in (here[1], after[1]):
