@@ -80,6 +80,10 @@ class StrategyError(InputError):
     """A strategy file is damaged, is not one, or contradicts itself or its neighbours."""
 
 
+class NamesError(InputError):
+    """Rules of names are no rules, or do not fit the checkpoint or its configuration."""
+
+
 class CheckpointError(InputError):
     """A checkpoint file or directory is not what the conversion needs."""
 

@@ -1,0 +1,23 @@
+"""Names and packing of tensors: rules that make the tensors of one model code those of another.
+
+`model` is what a table of rules says, `toml_file` reads it; `matching` finds which names fit, `apply` what is made of
+which elements. Nothing here knows of files of tensors, dtypes or layouts.
+"""
+
+from reshard.names.apply import Applied, AppliedStep, Made, apply_rules
+from reshard.names.model import Rules
+from reshard.names.operations import SizedOperation
+from reshard.names.sizes import Configuration
+from reshard.names.toml_file import parse_rules, read_rules
+
+__all__ = [
+    "Applied",
+    "AppliedStep",
+    "Configuration",
+    "Made",
+    "Rules",
+    "SizedOperation",
+    "apply_rules",
+    "parse_rules",
+    "read_rules",
+]

@@ -1,0 +1,338 @@
+"""Rules applied to the tensors of a checkpoint: which of their elements make which tensors of the other naming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from reshard.layout.views import ZEROS, View
+from reshard.names.completeness import check_complete
+from reshard.names.direction import side_of
+from reshard.names.matching import Instance, Key, Side, SidedRule
+from reshard.names.model import Rules
+from reshard.names.operations import TAKE, Shape, SizedOperation
+from reshard.names.options import settle
+from reshard.names.pattern import SizedPattern
+from reshard.names.problems import Problems
+from reshard.names.sizes import SizeError
+from reshard.names.views import views_of
+from reshard.text.messages import listing
+from reshard.text.names import WEIGHTS, kind_of, state_prefix
+
+
+class Made(NamedTuple):
+    """A tensor in the other naming.
+
+    Attributes:
+        name: its name.
+        sources: names of the tensors that its view numbers.
+        view: which of their elements it is made of.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    view: View
+
+
+class AppliedStep(NamedTuple):
+    """What was made together, in a form that somebody who knows nothing of views can do again.
+
+    Attributes:
+        rule: which rule, for messages.
+        operations: what to do with the list of sources, one after the other; none where it is but another name.
+        sources: names of the tensors taken, in order.
+        targets: names of the tensors made, in order.
+    """
+
+    rule: str
+    operations: tuple[SizedOperation, ...]
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What rules make of a checkpoint.
+
+    Attributes:
+        reversed: whether they were read from right to left.
+        steps: what is made, in the order of the rules and of the numbers in names.
+        made: the tensors made, by name, in the order of `steps`.
+        dropped: names that a rule leaves out.
+        unspoken: optimizer state and values that no rule speaks of, or that were not asked for.
+        tied: pairs of source tensors of which the first is taken, and which should be equal.
+        notes: what is to be told.
+    """
+
+    reversed: bool
+    steps: tuple[AppliedStep, ...]
+    made: Mapping[str, Made]
+    dropped: tuple[str, ...]
+    unspoken: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def apply_rules(
+    rules: Rules,
+    shapes: Mapping[str, Shape],
+    config: Optional[Mapping[str, object]] = None,
+    reverse: Optional[bool] = None,
+    optimizer: bool = False,
+) -> Applied:
+    """Find out what rules make of the tensors of a checkpoint.
+
+    Args:
+        rules: the table.
+        shapes: of all tensors of the source: weights, optimizer state, values.
+        config: what config.json says, if there is one.
+        reverse: whether the source is on the right side; None: whichever side fits.
+        optimizer: whether optimizer state and gradients follow their weights; where the table keeps what no rule
+            speaks of, they do so in any case.
+
+    Raises:
+        NamesError: rules and source do not fit, a size is missing or contradicts a shape.
+    """
+    settled = settle(rules, config)
+    side = side_of(rules, settled, shapes, reverse)
+    run = _Run(rules, side, shapes, optimizer)
+    run.sort()
+    check_complete(side, run.instances, run.problems)
+    run.make()
+    run.problems.check()
+    return run.applied()
+
+
+class _Class(NamedTuple):
+    """What a rule makes of tensors of certain shapes.
+
+    Attributes:
+        operations: in numbers.
+        views: of each tensor that it makes, the sources that it needs and the view of these.
+        notes: what is to be told.
+        error: what keeps it from being done.
+    """
+
+    operations: tuple[SizedOperation, ...]
+    views: tuple[tuple[Optional[tuple[int, ...]], View], ...]
+    notes: tuple[str, ...]
+    error: str = ""
+
+
+@dataclass
+class _Run:
+    """One application of rules."""
+
+    rules: Rules
+    side: Side
+    shapes: Mapping[str, Shape]
+    optimizer: bool
+    problems: Problems = field(init=False)
+    instances: dict[Key, Instance] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    unspoken: list[str] = field(default_factory=list)
+    steps: list[AppliedStep] = field(default_factory=list)
+    made: dict[str, Made] = field(default_factory=dict)
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        side = self.rules.sides[self.side.reverse]
+        self.problems = Problems(self.rules.path, side, self.side.patterns())
+        self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
+
+    def sort(self) -> None:
+        """Put every name where it belongs."""
+        for name, shape in self.shapes.items():
+            prefix = state_prefix(name)
+            base = name[len(prefix) :]
+            if prefix and (self.side.matches(base) or (base in self.shapes and not self.side.matches(name))):
+                self._sort_state(name, prefix, base)
+                continue
+            if self._matched(name, name, ""):
+                continue
+            if self.rules.keeps_others:
+                self.kept.append(name)
+            elif kind_of(name, math.prod(shape)) != WEIGHTS:
+                self.unspoken.append(name)
+            else:
+                number = self.side.beyond(name)
+                if number is None:
+                    self.problems.unmatched.append(name)
+                else:
+                    count = self.side.counts[number] or 0
+                    self.problems.beyond[name] = (number, count, self.side.sizes.source)
+
+    def _sort_state(self, name: str, prefix: str, base: str) -> None:
+        if not (self.optimizer or self.rules.keeps_others):
+            self.unspoken.append(name)
+        elif not self._matched(name, base, prefix):
+            (self.kept if self.rules.keeps_others else self.unspoken).append(name)
+
+    def _matched(self, name: str, fitting: str, prefix: str) -> bool:
+        """Whether a name fits a rule; then it is put there, or it is wrong that it fits several."""
+        matches = self.side.matches(fitting, prefix)
+        if not matches:
+            return False
+        if len(matches) > 1:
+            sided = self.side.sided
+            texts = [sided[match.key.rule].sources[match.column].pattern.text for match in matches]
+            self.problems.ambiguous[name] = tuple(dict.fromkeys(texts))
+            return True
+        match = matches[0]
+        rule = self.side.sided[match.key.rule].rule
+        if rule.drops:
+            self.dropped.append(name)
+            return True
+        if prefix and rule.operations and self.shapes.get(fitting) != self.shapes[name]:
+            self.problems.other_shapes.append(name)
+        self.instances.setdefault(match.key, Instance()).names[match.column, match.value] = name
+        return True
+
+    def make(self) -> None:
+        """Make everything whose sources are there."""
+        for key in self._in_order():
+            sided = self.side.sided[key.rule]
+            names = self._sources(key, sided)
+            if names is None:
+                continue
+            found = self._class(key.rule, sided, tuple(self.shapes[name] for name in names))
+            if found.error:
+                self.problems.unfit.setdefault(f"{sided.rule.where}: {found.error}", []).append(names[0])
+                continue
+            targets = self._targets(key, sided, len(found.views), names)
+            if targets is not None:
+                self._add(sided, found, names, targets)
+        for name in self.kept:
+            view = View.whole(0, self.shapes[name])
+            self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
+        if self.rules.keeps_others:
+            self._in_source_order()
+
+    def _sources(self, key: Key, sided: SidedRule) -> Optional[tuple[str, ...]]:
+        """The names that a rule takes; None where some are missing, which is noted."""
+        here = self.instances[key].names
+        count = 1
+        if sided.stacked is not None:
+            count = self.side.counts.get(sided.stacked) or self.instances[key].count()
+        complete = len(here) == count * len(sided.sources)
+        found = []
+        for column, pattern in enumerate(sided.sources):
+            for value in range(count):
+                name = here.get((column, value))
+                if name is not None:
+                    found.append(name)
+                elif self.problems.missing_enough:
+                    return None
+                else:
+                    self.problems.missing.append(_named(key, sided, pattern, value, sided.stacked))
+        return tuple(found) if complete else None
+
+    def _targets(self, key: Key, sided: SidedRule, made: int, names: tuple[str, ...]) -> Optional[tuple[str, ...]]:
+        each, rest = divmod(made, len(sided.targets))
+        wanted = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
+        if rest or (wanted is not None and each != wanted):
+            problem = f"{sided.rule.where}: makes {each} of {{{sided.unstacked}}}, and by {self.side.sizes.source} "
+            self.problems.unfit.setdefault(f"{problem}there are {wanted}", []).append(names[0])
+            return None
+        return tuple(
+            _named(key, sided, pattern, value, sided.unstacked) for pattern in sided.targets for value in range(each)
+        )
+
+    def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
+        """What a rule makes of tensors of these shapes; thousands of layers and experts share it."""
+        found = self._classes.get((number, shapes))
+        if found is None:
+            try:
+                found = self._sized(sided, shapes)
+            except SizeError as error:
+                found = _Class((), (), (), str(error))
+            self._classes[number, shapes] = found
+        return found
+
+    def _sized(self, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
+        operations, notes = [], []
+        now = [*shapes]
+        for operation in sided.rule.way(self.side.reverse):
+            sized = operation.sized(now, self.side.sizes)
+            now = sized.shapes
+            if sized.operation is not None:
+                operations.append(sized.operation)
+            if sized.note is not None:
+                notes.append(sized.note)
+        views = tuple(_needed(view, len(shapes)) for view in views_of(operations, shapes))
+        return _Class(tuple(operations), views, tuple(notes))
+
+    def _add(self, sided: SidedRule, found: _Class, names: tuple[str, ...], targets: tuple[str, ...]) -> None:
+        self._add_step(AppliedStep(sided.rule.where, found.operations, names, targets), found.views)
+        for note in found.notes:
+            self.notes.setdefault(note, []).extend(targets)
+        for operation in found.operations:
+            if operation.kind == TAKE:
+                each = len(names) // operation.count
+                self.tied += [(names[number % each], name) for number, name in enumerate(names) if number >= each]
+
+    def _add_step(self, step: AppliedStep, views: Iterable[tuple[Optional[tuple[int, ...]], View]]) -> None:
+        self.steps.append(step)
+        for target, (needed, view) in zip(step.targets, views):
+            sources = step.sources if needed is None else tuple(step.sources[number] for number in needed)
+            if target in self.made:
+                others = (*self.problems.twice.get(target, self.made[target].sources[:1]), *sources[:1])
+                self.problems.twice[target] = tuple(dict.fromkeys(others))
+            self.made[target] = Made(target, sources, view)
+
+    def _in_order(self) -> Iterator[Key]:
+        """Everything found, in the order of the rules; those of a layer stand together."""
+        block: list[int] = []
+        blocks, last = [block], None
+        for number, sided in enumerate(self.side.sided):
+            first = sided.free[:1]
+            if block and first != last:
+                block = []
+                blocks.append(block)
+            block.append(number)
+            last = first
+        place = {rule: number for number, rules in enumerate(blocks) for rule in rules}
+        yield from sorted(
+            self.instances,
+            key=lambda key: (key.prefix, place[key.rule], key.values[:1], key.rule, key.values, key.stars),
+        )
+
+    def _in_source_order(self) -> None:
+        """Let tensors stand where their sources do, since nothing but names changes."""
+        place = {name: number for number, name in enumerate(self.shapes)}
+        self.steps.sort(key=lambda step: place[step.sources[0]])
+        self.made = {target: self.made[target] for step in self.steps for target in step.targets}
+
+    def applied(self) -> Applied:
+        """The result."""
+        notes = [listing(names) + f": {note}" for note, names in self.notes.items()]
+        return Applied(
+            self.side.reverse,
+            tuple(self.steps),
+            self.made,
+            tuple(self.dropped),
+            tuple(self.unspoken),
+            tuple(self.tied),
+            tuple(notes),
+        )
+
+
+def _named(key: Key, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
+    values = dict(zip(sided.free, key.values))
+    if number is not None:
+        values[number] = value
+    return key.prefix + pattern.name(values, key.stars)
+
+
+def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
+    """The sources that a view needs, None for all, and the view with them numbered anew."""
+    needed = sorted({region.source for region in view.regions} - {ZEROS})
+    if len(needed) == sources:
+        return None, view
+    place = {source: number for number, source in enumerate(needed)}
+    regions = (region._replace(source=place.get(region.source, ZEROS)) for region in view.regions)
+    return tuple(needed), View(view.shape, tuple(regions))

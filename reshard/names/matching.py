@@ -1,0 +1,165 @@
+"""Which names of a checkpoint fit which names of rules, on which side, and what is there of every rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from reshard.names.model import Number, Rule
+from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
+from reshard.names.sizes import Sizes
+
+
+class Key(NamedTuple):
+    """What is converted together.
+
+    Attributes:
+        rule: number of the rule.
+        prefix: what stands before all its names: of optimizer state.
+        values: of the numbers that both sides have, in the order of `SidedRule.free`.
+        stars: what stars stand for.
+    """
+
+    rule: int
+    prefix: str
+    values: tuple[int, ...]
+    stars: tuple[str, ...]
+
+
+class Match(NamedTuple):
+    """A name that fits a rule.
+
+    Attributes:
+        key: what it is converted with.
+        column: which of the rule's names it fits.
+        value: of the number that is stacked; 0 where none is.
+    """
+
+    key: Key
+    column: int
+    value: int
+
+
+@dataclass(frozen=True)
+class SidedRule:
+    """A rule read from one of its sides.
+
+    Attributes:
+        rule: it.
+        sources: the names that it reads.
+        targets: those that it makes.
+        free: the numbers that both have, in the order in which the first name has them.
+        stacked: the number that sources alone have.
+        unstacked: the number that targets alone have.
+    """
+
+    rule: Rule
+    sources: tuple[SizedPattern, ...]
+    targets: tuple[SizedPattern, ...]
+    free: tuple[str, ...]
+    stacked: Optional[str]
+    unstacked: Optional[str]
+
+
+@dataclass
+class Side:
+    """One side of a table, as the side that a checkpoint has.
+
+    Args:
+        rules: the rules that hold.
+        numbers: the numbers in names.
+        sizes: the model's.
+        reverse: whether it is the right side.
+    """
+
+    rules: Sequence[Rule]
+    numbers: Sequence[Number]
+    sizes: Sizes
+    reverse: bool
+    sided: list[SidedRule] = field(init=False)
+    counts: dict[str, Optional[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = {number.name: self.sizes.value_if_known(number.count) for number in self.numbers}
+        self.sided = [self._sided(rule) for rule in self.rules]
+        self._places = [
+            (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
+        ]
+        self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
+        # Names are asked for when the side is chosen, and again when it is used.
+        self._asked: dict[str, list[Match]] = {}
+
+    def matches(self, name: str, prefix: str = "") -> list[Match]:
+        """How a name fits: in no way, one, or several."""
+        found = self._asked.get(name)
+        if found is None:
+            fits = self._index.fits(name)
+            found = [self._match(number, fit) for number, fit in fits if self._out_of_range(fit) is None]
+            self._asked[name] = found
+        if not prefix:
+            return found
+        return [match._replace(key=match.key._replace(prefix=prefix)) for match in found]
+
+    def beyond(self, name: str) -> Optional[str]:
+        """The number of a name that is too large for the model, where it fits but for that."""
+        for _, fit in self._index.fits(name):
+            number = self._out_of_range(fit)
+            if number is not None:
+                return number
+        return None
+
+    def patterns(self) -> list[str]:
+        """All names that it knows."""
+        return list(dict.fromkeys(each.pattern.text for sided in self.sided for each in sided.sources))
+
+    def _out_of_range(self, fit: Fit) -> Optional[str]:
+        for number, value in fit.values.items():
+            count = self.counts.get(number)
+            if count is not None and value >= count:
+                return number
+        return None
+
+    def _match(self, number: int, fit: Fit) -> Match:
+        rule, column = self._places[number]
+        sided = self.sided[rule]
+        values = tuple(fit.values[name] for name in sided.free)
+        value = fit.values[sided.stacked] if sided.stacked is not None else 0
+        return Match(Key(rule, "", values, fit.stars), column, value)
+
+    def _sided(self, rule: Rule) -> SidedRule:
+        sources, targets = rule.side(self.reverse), rule.side(not self.reverse)
+        mine = sources[0].numbers if sources else frozenset()
+        theirs = targets[0].numbers if targets else frozenset()
+        places = sources[0].places if sources else ()
+        free = tuple(place.number for place in places if place.number in theirs or not targets)
+        stacked = next(iter(mine - theirs), None) if targets else None
+        unstacked = next(iter(theirs - mine), None) if sources else None
+        return SidedRule(rule, self._sized(sources), self._sized(targets), free, stacked, unstacked)
+
+    def _sized(self, patterns: Iterable[Pattern]) -> tuple[SizedPattern, ...]:
+        found = []
+        for pattern in patterns:
+            offsets = {
+                place.number: self.sizes.value(place.offset) for place in pattern.places if place.offset is not None
+            }
+            found.append(SizedPattern(pattern, offsets))
+        return tuple(found)
+
+
+@dataclass
+class Instance:
+    """What is there of a rule for some values of its numbers.
+
+    Attributes:
+        names: per column and value of the number that is stacked, the name.
+    """
+
+    names: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def count(self) -> int:
+        """How many values of the stacked number there must be for the greatest that is there."""
+        return max(value for _, value in self.names) + 1
+
+
+Instances = Mapping[Key, Instance]

@@ -1,0 +1,177 @@
+"""Operations as a rule writes them: ``do = ["transpose", { concat = 1 }, { stack = "expert" }]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Callable, Optional
+
+from reshard.names.operations import Copy, Join, Operation, Pad, Reshape, Stack, Transpose
+from reshard.names.sizes import Product
+from reshard.names.toml_values import RuleFile
+from reshard.text.near_names import near_names
+from reshard.text.wording import quoted
+
+_MOST_DIMENSIONS = 16
+_ONE = "1"
+
+
+class OperationReader:
+    """Reads the operations of one rule.
+
+    Args:
+        file: the file, for messages.
+        where: the rule, for messages.
+        left: how many names it has on the left.
+        right: how many on the right.
+        sizes: the sizes that the table names.
+    """
+
+    def __init__(self, file: RuleFile, where: str, left: int, right: int, sizes: set[str]) -> None:
+        self._file = file
+        self._where = where
+        self._columns = left
+        self._right = right
+        self._sizes = sizes
+
+    def operations(self, said: Sequence[Any]) -> tuple[Operation, ...]:
+        """The operations, each checked against how many tensors come to it.
+
+        Raises:
+            NamesError: something is wrong with them.
+        """
+        found = tuple(map(self._operation, said))
+        if self._columns != self._right:
+            made = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
+            raise self._wrong(f"makes {made}, and to has {self._right} names; an operation is missing or too much")
+        return found
+
+    def _operation(self, said: Any) -> Operation:
+        table = {said: None} if isinstance(said, str) else said
+        if not isinstance(table, dict) or not table:
+            raise self._wrong(f'do: {said!r} is no operation such as "transpose" or {{ concat = 1 }}')
+        known = [kind for kind in _OPERATIONS if kind in table]
+        if not known:
+            near = [found for key in table for found in near_names(str(key), _OPERATIONS)]
+            meant = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
+            raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{meant}")
+        make, keys = _OPERATIONS[known[0]]
+        self._file.keys(table, (known[0], *keys), f"{self._where}: do")
+        return make(self, table[known[0]], table)
+
+    def _wrong(self, problem: str) -> Exception:
+        return self._file.wrong(self._where, problem)
+
+    def _dimension(self, said: Any) -> int:
+        """A dimension; the first where none is said."""
+        if said is None:
+            return 0
+        if type(said) is not int or not 0 <= said < _MOST_DIMENSIONS:
+            raise self._wrong(f"do: {said!r} is no dimension, which are numbered from 0")
+        return said
+
+    def _product(self, said: Any, default: Optional[str] = None) -> Product:
+        """A product of sizes that the table names."""
+        found = self._file.product(default if said is None else said, self._where)
+        for name in found.names:
+            if name not in self._sizes:
+                near = near_names(name, self._sizes)
+                meant = f". Did you mean {near[0]}?" if near else "; [sizes] names them"
+                raise self._wrong(f"do: {name} is no size{meant}")
+        return found
+
+    def _parts(self, said: Any, count: int) -> Optional[tuple[Product, ...]]:
+        if said is None:
+            return None
+        if not isinstance(said, list) or len(said) != count:
+            raise self._wrong(f"do: parts is no list of {count} sizes")
+        return tuple(map(self._product, said))
+
+    def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
+        """What joins the tensors that there are, or those that it is the inverse of."""
+        inverse = kind in ("split", "deinterleave", "ungroup_qkv")
+        count = self._right if inverse else self._columns
+        if inverse and self._columns != 1:
+            raise self._wrong(f"do: {kind} takes one tensor, not {self._columns}")
+        if count < 2:
+            raise self._wrong(f"do: {kind} is of one tensor alone")
+        self._columns = count if inverse else 1
+        along = self._dimension(dimension)
+        if kind in ("interleave", "deinterleave"):
+            return Join(along, count, block=self._product(table.get("block"), _ONE))
+        if kind in ("concat", "split"):
+            return Join(along, count, self._parts(table.get("parts"), count))
+        if count != 3:
+            raise self._wrong(f"do: {kind} is of three tensors: q, k and v")
+        heads = self._product(table.get("heads"), "heads")
+        groups = self._product(table.get("groups"), "groups")
+        size = table.get("size", "head_dim")
+        rows = tuple(self._file.product(f"{each.text}*{size}", self._where) for each in (heads, groups, groups))
+        for each in rows:
+            self._product(each.text)
+        return Join(along, count, rows, groups)
+
+    def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Operation:
+        if not isinstance(number, str) or not number:
+            raise self._wrong(f'do: {kind} says no number such as "expert"')
+        stack = Stack(number, self._dimension(table.get("dimension")), self._columns)
+        return stack if kind == "stack" else stack.inverse()
+
+    def _transpose(self, order: Any) -> Transpose:
+        if order is None:
+            return Transpose()
+        if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(len(order)))):
+            raise self._wrong(f"do: transpose = {order!r} is no order of dimensions such as [1, 0]")
+        return Transpose(tuple(order))
+
+    def _reshape(self, before: Any, table: dict[str, Any]) -> Reshape:
+        if not isinstance(before, list) or not isinstance(table.get("to"), list):
+            raise self._wrong('do: reshape is written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }')
+        first, second = (
+            tuple(self._file.product(each, self._where) for each in said) for said in (before, table["to"])
+        )
+        # Either way round, the one has to tell the other.
+        names = [{name for one in side for name in one.names if name not in self._sizes} for side in (first, second)]
+        if names[0] != names[1]:
+            alone = ", ".join(sorted(names[0] ^ names[1]))
+            raise self._wrong(f"do: reshape: {alone} is no size, and in one shape alone")
+        return Reshape(first, second)
+
+    def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Operation:
+        for key in ("size", "multiple"):
+            if key not in table:
+                raise self._wrong(f"do: {kind} says no {key}")
+        pad = Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
+        return pad if kind == "pad" else pad.inverse()
+
+    def _copy(self) -> Copy:
+        if self._columns != 1 or self._right < 2:
+            raise self._wrong("do: copy makes several tensors of one")
+        self._columns = self._right
+        return Copy(self._right)
+
+
+def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:
+    def make(reader: OperationReader, said: Any, table: dict[str, Any]) -> Operation:
+        join = reader._join(kind, said, table)
+        return join.inverse() if inverse else join
+
+    return make
+
+
+_Make = Callable[[OperationReader, Any, "dict[str, Any]"], Operation]
+# Per operation what reads it, and what it may say besides its own key.
+_OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
+    "concat": (_joins("concat", False), ("parts",)),
+    "split": (_joins("split", True), ("parts",)),
+    "interleave": (_joins("interleave", False), ("block",)),
+    "deinterleave": (_joins("deinterleave", True), ("block",)),
+    "group_qkv": (_joins("group_qkv", False), ("heads", "groups", "size")),
+    "ungroup_qkv": (_joins("ungroup_qkv", True), ("heads", "groups", "size")),
+    "stack": (lambda reader, said, table: reader._stack("stack", said, table), ("dimension",)),
+    "unstack": (lambda reader, said, table: reader._stack("unstack", said, table), ("dimension",)),
+    "transpose": (lambda reader, said, table: reader._transpose(said), ()),
+    "reshape": (lambda reader, said, table: reader._reshape(said, table), ("to",)),
+    "pad": (lambda reader, said, table: reader._pad("pad", said, table), ("size", "multiple")),
+    "unpad": (lambda reader, said, table: reader._pad("unpad", said, table), ("size", "multiple")),
+    "copy": (lambda reader, said, table: reader._copy(), ()),
+}

@@ -1,0 +1,284 @@
+"""Names of rules: ``model.layers.{layer}.mlp.down_proj.weight``, with numbers and stars in place of what differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.names.sizes import ExpressionError, Product, product
+
+_PARTS = re.compile(r"(\*|\{[^{}]*\})")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_DIGITS = re.compile(r"[0-9]+")
+_CANONICAL = re.compile(r"0|[1-9][0-9]{0,8}")
+_ANY = "*"
+# What stands for digits in the form of a name that all layers share; no name is confused by a name that has it.
+_SOME = "\0"
+_MOST_STARS = 8
+
+
+class PatternError(ValueError):
+    """A text that is no pattern of names."""
+
+
+class Place(NamedTuple):
+    """A number in a pattern.
+
+    Attributes:
+        number: what it counts.
+        offset: what is added where it is written, if anything.
+    """
+
+    number: str
+    offset: Optional[Product]
+
+
+class Fit(NamedTuple):
+    """What a name has in a pattern's places.
+
+    Attributes:
+        values: per number.
+        stars: what each star stands for.
+    """
+
+    values: dict[str, int]
+    stars: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Names that differ in numbers, or in anything.
+
+    Attributes:
+        text: as it is written.
+        parts: in the order of the text: characters, a `Place`, or None for a star.
+    """
+
+    text: str
+    parts: tuple[object, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Its numbers."""
+        return tuple(part for part in self.parts if isinstance(part, Place))
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """What its numbers count."""
+        return frozenset(place.number for place in self.places)
+
+    @property
+    def stars(self) -> int:
+        """How many stars it has."""
+        return sum(part is None for part in self.parts)
+
+
+def pattern(text: str) -> Pattern:
+    """Read a pattern.
+
+    Raises:
+        PatternError: the text is none.
+    """
+    if not text:
+        raise PatternError("a name is empty")
+    parts: list[object] = []
+    numbers: set[str] = set()
+    for index, part in enumerate(_PARTS.split(text)):
+        if index % 2 == 0:
+            if "{" in part or "}" in part:
+                raise PatternError(f"{text!r} has a brace without its other one")
+            if part:
+                parts.append(part)
+        elif part == _ANY:
+            parts.append(None)
+        else:
+            place = _place(part[1:-1], text)
+            if place.number in numbers:
+                raise PatternError(f"{text!r} has {{{place.number}}} twice")
+            numbers.add(place.number)
+            parts.append(place)
+    for before, after in zip(parts, parts[1:]):
+        if not isinstance(before, str) and not isinstance(after, str):
+            raise PatternError(f"{text!r}: something must stand between two numbers or stars")
+        if (isinstance(after, Place) and isinstance(before, str) and before[-1] in "0123456789") or (
+            isinstance(before, Place) and isinstance(after, str) and after[0] in "0123456789"
+        ):
+            raise PatternError(f"{text!r}: a digit stands beside a number")
+    if parts.count(None) > _MOST_STARS:
+        raise PatternError(f"{text!r} has more than {_MOST_STARS} stars")
+    return Pattern(text, tuple(parts))
+
+
+def _place(text: str, whole: str) -> Place:
+    name, _, offset = text.partition("+")
+    if not _NAME.fullmatch(name):
+        raise PatternError(f"{whole!r}: {{{text}}} is no number such as {{layer}}")
+    try:
+        return Place(name, product(offset) if "+" in text else None)
+    except ExpressionError as error:
+        raise PatternError(f"{whole!r}: {error}") from error
+
+
+class SizedPattern:
+    """A pattern whose offsets are known.
+
+    Args:
+        pattern: the pattern.
+        offsets: per number what is added to it.
+    """
+
+    def __init__(self, pattern: Pattern, offsets: Mapping[str, int]) -> None:
+        self.pattern = pattern
+        self._parts = [
+            (part.number, offsets.get(part.number, 0)) if isinstance(part, Place) else part for part in pattern.parts
+        ]
+        self._starred = None in self._parts
+        # Of a pattern without stars: its characters, and what its digits are.
+        self._digits: list[object] = []
+        skeleton = ""
+        for part in self._parts:
+            if isinstance(part, tuple):
+                self._digits.append(part)
+                skeleton += _SOME
+            elif part is not None:
+                self._digits += _DIGITS.findall(str(part))
+                skeleton += _DIGITS.sub(_SOME, str(part))
+        self.skeleton = None if self._starred else skeleton
+        self._pieces = _pieces(self._parts) if self._starred else []
+
+    def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
+        """The name with these in its places."""
+        said, star = [], 0
+        for part in self._parts:
+            if part is None:
+                said.append(stars[star])
+                star += 1
+            elif isinstance(part, tuple):
+                said.append(str(values[part[0]] + part[1]))
+            else:
+                said.append(str(part))
+        return "".join(said)
+
+    def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
+        """What a name of the same skeleton has in the places, by the digits in it."""
+        values: dict[str, int] = {}
+        if len(digits) != len(self._digits):
+            return None
+        for found, wanted in zip(digits, self._digits):
+            if isinstance(wanted, tuple):
+                value = _number(found, wanted[1])
+                if value is None:
+                    return None
+                values[wanted[0]] = value
+            elif found != wanted:
+                return None
+        return Fit(values, ())
+
+    def fits(self, name: str) -> list[Fit]:
+        """The ways in which a name fits stars: none, one, or two of those that there are."""
+        found = []
+        for fit in (self._extreme_fit(name, False), self._extreme_fit(name, True)):
+            if fit is not None and fit not in found:
+                found.append(fit)
+        return found
+
+    def _extreme_fit(self, name: str, from_behind: bool) -> Optional[Fit]:
+        first, last = self._pieces[0], self._pieces[-1]
+        begins = first.expression.match(name)
+        if begins is None:
+            return None
+        end = begins.end()
+        ends = re.compile(f"(?:{last.expression.pattern})\\Z").search(name, end)
+        if ends is None:
+            return None
+        found = {0: begins, len(self._pieces) - 1: ends}
+        places = range(1, len(self._pieces) - 1)
+        low, high = end, ends.start()
+        for place in reversed(places) if from_behind else places:
+            expression = self._pieces[place].expression
+            match = _last_match(expression, name, low, high) if from_behind else expression.search(name, low, high)
+            if match is None:
+                return None
+            found[place] = match
+            low, high = (low, match.start()) if from_behind else (match.end(), high)
+        values, stars = {}, []
+        for place, piece in enumerate(self._pieces):
+            if place:
+                stars.append(name[found[place - 1].end() : found[place].start()])
+            for group, (number, offset) in enumerate(piece.places, 1):
+                value = _number(found[place][group], offset)
+                if value is None:
+                    return None
+                values[number] = value
+        return Fit(values, tuple(stars))
+
+
+class PatternIndex:
+    """Many patterns, of which those that a name fits are found at once where they have no stars.
+
+    Args:
+        patterns: the patterns.
+    """
+
+    def __init__(self, patterns: Iterable[SizedPattern]) -> None:
+        self._by_skeleton: dict[str, list[tuple[int, SizedPattern]]] = {}
+        self._starred: list[tuple[int, SizedPattern]] = []
+        for number, each in enumerate(patterns):
+            if each.skeleton is None:
+                self._starred.append((number, each))
+            else:
+                self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
+
+    def fits(self, name: str) -> list[tuple[int, Fit]]:
+        """The numbers of the patterns that a name fits, and how; one that it fits in several ways comes twice."""
+        found = []
+        alike = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
+        if alike:
+            digits = _DIGITS.findall(name)
+            for number, each in alike:
+                fit = each.fit_digits(digits)
+                if fit is not None:
+                    found.append((number, fit))
+        for number, each in self._starred:
+            found += [(number, fit) for fit in each.fits(name)]
+        return found
+
+
+class _Piece(NamedTuple):
+    """What stands between two stars: its expression, and the numbers that its groups are."""
+
+    expression: re.Pattern[str]
+    places: tuple[tuple[str, int], ...]
+
+
+def _pieces(parts: Sequence[object]) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    text = ""
+    places: list[tuple[str, int]] = []
+    for part in [*parts, None]:
+        if part is None:
+            pieces.append(_Piece(re.compile(text), tuple(places)))
+            text, places = "", []
+        elif isinstance(part, tuple):
+            text += "(?<![0-9])([0-9]+)(?![0-9])"
+            places.append(part)
+        else:
+            text += re.escape(str(part))
+    return pieces
+
+
+def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.Match[str]]:
+    for start in range(high, low - 1, -1):
+        match = expression.match(text, start, high)
+        if match is not None:
+            return match
+    return None
+
+
+def _number(digits: str, offset: int) -> Optional[int]:
+    if not _CANONICAL.fullmatch(digits):
+        return None
+    value = int(digits) - offset
+    return value if value >= 0 else None

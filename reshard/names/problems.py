@@ -1,0 +1,134 @@
+"""What keeps rules from being applied, gathered so that all of it is seen at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from reshard.errors import NamesError
+from reshard.text.messages import Message, block, joined, listing
+from reshard.text.name_patterns import name_patterns
+from reshard.text.names import as_pattern
+from reshard.text.near_names import near_names
+from reshard.text.wording import quoted
+
+MOST_MISSING = 10000
+"""Names that are missing are counted up to here; a number in a name may be anything."""
+_MOST_PATTERNS = 6
+
+
+@dataclass
+class Problems:
+    """Everything that is wrong between a table and a checkpoint.
+
+    Args:
+        path: the table.
+        side: what the side is called that the checkpoint is taken for.
+        known: the names that this side of the table knows.
+    """
+
+    path: str
+    side: str
+    known: Sequence[str]
+    unmatched: list[str] = field(default_factory=list)
+    beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cases: list[str] = field(default_factory=list)
+    unfit: dict[str, list[str]] = field(default_factory=dict)
+    other_shapes: list[str] = field(default_factory=list)
+
+    @property
+    def missing_enough(self) -> bool:
+        """Whether no more missing names need to be looked for."""
+        return len(self.missing) >= MOST_MISSING
+
+    def check(self) -> None:
+        """Raise what is wrong.
+
+        Raises:
+            NamesError: something is.
+        """
+        lines = [*self._unmatched(), *self._beyond(), *self._missing(), *map(Message, self.cases)]
+        lines += self._by_patterns(self.ambiguous, "fits more than one rule", "fit more than one rule")
+        lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
+        lines += [
+            joined("", [said, ": ", listing(names)] if len(names) > 1 else [said, f": {quoted(names[0])}"])
+            for said, names in self.unfit.items()
+        ]
+        if self.other_shapes:
+            lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
+        if lines:
+            headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
+            raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
+
+    def _hint(self) -> Optional[str]:
+        if self.unmatched:
+            name = _nearest_first(self.unmatched)
+            return f'--exclude {as_pattern(name)} leaves a tensor out; a rule with do = "drop" does so for good'
+        return None
+
+    def _unmatched(self) -> list[Message]:
+        lines = []
+        for names in _grouped(self.unmatched):
+            near = [found for found in near_names(_as_rule(names[0]), self.known) if found not in names]
+            meant = f"; did you mean {quoted(near[0])}?" if near else ""
+            lines.append("no rule speaks of " + listing(names) + meant)
+        return lines
+
+    def _beyond(self) -> list[Message]:
+        groups: dict[tuple[str, int, str], list[str]] = {}
+        for name, why in self.beyond.items():
+            groups.setdefault(why, []).append(name)
+        return [
+            listing(names) + f": by {source} the numbers of {number} are less than {count}"
+            for (number, count, source), names in groups.items()
+        ]
+
+    def _missing(self) -> list[Message]:
+        if not self.missing:
+            return []
+        more = " and perhaps more" if self.missing_enough else ""
+        lines = []
+        for names in _grouped(self.missing):
+            near = near_names(names[0], self.unmatched)
+            meant = f"; is it {quoted(near[0])}?" if near else ""
+            lines.append("missing: " + listing(names) + more + meant)
+        return lines
+
+    @staticmethod
+    def _by_patterns(found: dict[str, tuple[str, ...]], one: str, several: str) -> list[Message]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, why in found.items():
+            groups.setdefault(why, []).append(name)
+        return [
+            listing(names) + f" {one if len(names) == 1 else several}: {', '.join(map(quoted, why))}"
+            for why, names in groups.items()
+        ]
+
+
+def _grouped(names: Collection[str]) -> list[list[str]]:
+    """Names in groups that differ in numbers only."""
+    import re
+
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
+    return list(groups.values())
+
+
+def _as_rule(name: str) -> str:
+    """A name as rules write it, so that it is near to them."""
+    import re
+
+    return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", "{number}", name)
+
+
+def _nearest_first(names: Sequence[str]) -> str:
+    return name_patterns(names)[0].text if len(names) == 1 else names[0]
+
+
+def _indented(line: str) -> Message:
+    return joined("", ["  ", line])

@@ -1,0 +1,111 @@
+"""Rules on whole arrays: views taken element by element, and applied steps done with plain NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.layout.views import ZEROS, View
+from reshard.names import Applied, Made, SizedOperation
+
+Array = npt.NDArray[np.int64]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def numbered(shapes: Shapes) -> dict[str, Array]:
+    """Arrays whose elements are all different, and none of them zero."""
+    found, first = {}, 1
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        found[name] = np.arange(first, first + count).reshape(shape)
+        first += count
+    return found
+
+
+def elements(view: View, sources: Sequence[Array]) -> Array:
+    """What a view says; every element is said once."""
+    found = np.full(view.shape, -1, np.int64)
+    for region in view.regions:
+        grid = np.indices([loop.length for loop in region.loops]).reshape(len(region.loops), region.volume)
+        here = np.array(region.origin, np.int64)[:, None] + np.zeros((1, region.volume), np.int64)
+        there = np.array(region.source_origin, np.int64)[:, None] + np.zeros((1, region.volume), np.int64)
+        for loop, index in zip(region.loops, grid):
+            here[loop.dimension] += index * loop.step
+            there[loop.source_dimension] += index * loop.source_step
+        assert (found[tuple(here)] == -1).all()
+        found[tuple(here)] = 0 if region.source == ZEROS else sources[region.source][tuple(there)]
+    assert (found != -1).all()
+    return found
+
+
+def array_of(made: Made, arrays: Mapping[str, Array]) -> Array:
+    return elements(made.view, [arrays[name] for name in made.sources])
+
+
+def arrays_of(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """All tensors that rules make."""
+    return {name: array_of(made, arrays) for name, made in applied.made.items()}
+
+
+def redone(applied: Applied, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The same by the steps, without views."""
+    found: dict[str, Array] = {}
+    for step in applied.steps:
+        tensors: list[Any] = [arrays[name] for name in step.sources]
+        for operation in step.operations:
+            tensors = _done(operation, tensors)
+        found.update(zip(step.targets, tensors))
+        assert len(tensors) == len(step.targets)
+    return found
+
+
+def _done(operation: SizedOperation, tensors: list[Any]) -> list[Any]:
+    dimension, sizes, count = operation.dimension, operation.sizes, operation.count
+    if operation.kind == "join":
+        each = len(tensors) // len(sizes)
+        made = []
+        for number in range(each):
+            pieces = []
+            for group in range(operation.groups):
+                for size, tensor in zip(sizes, tensors[number::each]):
+                    pieces.append(np.take(tensor, range(group * size, (group + 1) * size), dimension))
+            made.append(np.concatenate(pieces, dimension))
+        return made
+    if operation.kind == "cut":
+        made = []
+        for column, size in enumerate(sizes):
+            for tensor in tensors:
+                first = sum(sizes[:column])
+                rows = [group * sum(sizes) + first + row for group in range(operation.groups) for row in range(size)]
+                made.append(np.take(tensor, rows, dimension))
+        return made
+    if operation.kind == "stack":
+        return [np.stack(tensors[start : start + count], dimension) for start in range(0, len(tensors), count)]
+    if operation.kind == "unstack":
+        return [np.take(tensor, number, dimension) for tensor in tensors for number in range(count)]
+    if operation.kind == "transpose":
+        return [tensor.transpose(operation.order) for tensor in tensors]
+    if operation.kind == "reshape":
+        return [tensor.reshape(operation.shape) for tensor in tensors]
+    if operation.kind == "pad":
+        return [
+            np.pad(tensor, [(0, sizes[1] - sizes[0] if each == dimension else 0) for each in range(tensor.ndim)])
+            for tensor in tensors
+        ]
+    if operation.kind == "unpad":
+        return [np.take(tensor, range(sizes[1]), dimension) for tensor in tensors]
+    if operation.kind == "copy":
+        return tensors * count
+    assert operation.kind == "take"
+    return tensors[:1]
+
+
+def assert_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> None:
+    """The same names, shapes and elements."""
+    assert sorted(one) == sorted(other)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name], name)

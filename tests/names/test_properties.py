@@ -1,0 +1,205 @@
+"""Random rules: what they make is what NumPy makes of whole arrays, and they come back as they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.names import apply_rules, parse_rules
+from tests.names.naive import Array, arrays_of, assert_equal, numbered, redone
+
+
+@dataclass
+class RandomRule:
+    """A rule, the tensors it takes, and what NumPy makes of them."""
+
+    text: str
+    config: dict[str, object]
+    arrays: dict[str, Array]
+    made: dict[str, Array]
+    tied: int
+
+
+class _Chain:
+    """Columns of tensors to which random operations are done, in NumPy and in words."""
+
+    def __init__(self, draw: Any, columns: list[list[Array]]) -> None:
+        self.draw = draw
+        self.columns = columns
+        self.stacked = False
+        self.said: list[str] = []
+        self.sizes: dict[str, int] = {}
+        self.tied = 1
+
+    def size(self, value: int) -> str:
+        """A name for a size."""
+        name = f"s{len(self.sizes)}"
+        self.sizes[name] = value
+        return name
+
+    def dimension(self) -> int:
+        return int(self.draw(st.integers(0, self.columns[0][0].ndim - 1)))
+
+    def each(self, change: Any) -> None:
+        self.columns = [[change(array) for array in column] for column in self.columns]
+
+    def transpose(self) -> None:
+        order = list(self.draw(st.permutations(range(self.columns[0][0].ndim))))
+        self.said.append(f"{{ transpose = {order} }}")
+        self.each(lambda array: array.transpose(order))
+
+    def turn(self) -> None:
+        self.said.append('"transpose"')
+        self.each(lambda array: array.T)
+
+    def reshape(self) -> None:
+        shape = self.columns[0][0].shape
+        if any(array.shape != shape for column in self.columns for array in column):
+            return
+        if self.draw(st.booleans()) and len(shape) > 1:
+            # Two dimensions become one; the name of the first is a size, or the other's is.
+            place = self.draw(st.integers(0, len(shape) - 2))
+            names = [f"d{number}" for number in range(len(shape))]
+            names[place] = self.size(shape[place])
+            after = [*names[:place], f"{names[place]}*{names[place + 1]}", *names[place + 2 :]]
+            new = (*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :])
+        else:
+            place = self.draw(st.integers(0, len(shape) - 1))
+            factor = self.draw(st.sampled_from([n for n in range(1, shape[place] + 1) if shape[place] % n == 0]))
+            names = [f"d{number}" for number in range(len(shape))]
+            outer = self.size(factor)
+            after = [*names[:place], outer, "inner", *names[place + 1 :]]
+            names[place] = f"{outer}*inner"
+            new = (*shape[:place], factor, shape[place] // factor, *shape[place + 1 :])
+        self.said.append(f"{{ reshape = {names}, to = {after} }}".replace("'", '"'))
+        self.each(lambda array: array.reshape(new))
+
+    def concat(self) -> None:
+        dimension = self.dimension()
+        lengths = [column[0].shape[dimension] for column in self.columns]
+        others = {(*c[0].shape[:dimension], *c[0].shape[dimension + 1 :]) for c in self.columns}
+        if len(self.columns) == 1 or len(others) > 1:
+            return
+        parts = ""
+        if len(set(lengths)) > 1 or self.draw(st.booleans()):
+            parts = ", parts = [" + ", ".join(f'"{self.size(length)}"' for length in lengths) + "]"
+        self.said.append(f"{{ concat = {dimension}{parts} }}")
+        self.columns = [[np.concatenate(arrays, dimension) for arrays in zip(*self.columns)]]
+
+    def interleave(self) -> None:
+        dimension = self.dimension()
+        shape = self.columns[0][0].shape
+        if len(self.columns) == 1 or any(column[0].shape != shape for column in self.columns):
+            return
+        block = self.draw(st.sampled_from([n for n in range(1, shape[dimension] + 1) if shape[dimension] % n == 0]))
+        self.said.append(f"{{ interleave = {dimension}, block = {block} }}")
+        groups = shape[dimension] // block
+        self.columns = [
+            [
+                np.concatenate(
+                    [x for t in zip(*(np.split(a, groups, dimension) for a in arrays)) for x in t], dimension
+                )
+                for arrays in zip(*self.columns)
+            ]
+        ]
+
+    def stack(self) -> None:
+        if self.stacked:
+            return
+        dimension = int(self.draw(st.integers(0, self.columns[0][0].ndim)))
+        self.said.append(f'{{ stack = "expert", dimension = {dimension} }}')
+        self.columns = [[np.stack(column, dimension)] for column in self.columns]
+        self.stacked = True
+
+    def pad(self) -> None:
+        dimension = self.dimension()
+        length = self.columns[0][0].shape[dimension]
+        if any(array.shape[dimension] != length for column in self.columns for array in column):
+            return
+        multiple = self.draw(st.integers(1, 5))
+        true = self.size(length)
+        self.said.append(f'{{ pad = {dimension}, size = "{true}", multiple = {multiple} }}')
+        more = -length % multiple
+        self.each(lambda a: np.pad(a, [(0, more if place == dimension else 0) for place in range(a.ndim)]))
+
+    def copy(self) -> None:
+        if len(self.columns) > 1 or self.tied > 1:
+            return
+        self.tied = self.draw(st.integers(2, 3))
+        self.said.append('"copy"')
+        self.columns = self.columns * self.tied
+
+
+@st.composite
+def random_rules(draw: Any) -> RandomRule:
+    columns, experts = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = list(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    differs = draw(st.integers(0, len(shape) - 1)) if draw(st.booleans()) else None
+    shapes = {}
+    for column in range(columns):
+        here = [*shape]
+        if differs is not None:
+            here[differs] = draw(st.integers(1, 6))
+        for expert in range(experts):
+            shapes[f"model.{expert}.part_{column}"] = tuple(here)
+    arrays = numbered(shapes)
+    chain = _Chain(draw, [[arrays[f"model.{e}.part_{c}"] for e in range(experts)] for c in range(columns)])
+    every = ["transpose", "turn", "reshape", "concat", "interleave", "stack", "pad"]
+    for kind in draw(st.lists(st.sampled_from(every), max_size=6)):
+        getattr(chain, kind)()
+    if draw(st.booleans()) and len(chain.columns) == 1:
+        chain.copy()
+    left = ", ".join(f'"model.{{expert}}.part_{column}"' for column in range(columns))
+    where = "net" if chain.stacked else "net.{expert}"
+    right = ", ".join(f'"{where}.made_{column}"' for column in range(len(chain.columns)))
+    sizes = "\n".join(f'{name} = "{name}"' for name in chain.sizes)
+    text = f"""
+[sizes]
+{sizes}
+[[rule]]
+from = [{left}]
+to = [{right}]
+do = [{", ".join(chain.said)}]
+"""
+    made = {
+        f"net.made_{column}" if chain.stacked else f"net.{expert}.made_{column}": array
+        for column, arrays_ in enumerate(chain.columns)
+        for expert, array in enumerate(arrays_)
+    }
+    return RandomRule(text, dict(chain.sizes), arrays, made, chain.tied)
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_rules())
+def test_rules_make_what_numpy_makes_and_come_back(rule: RandomRule) -> None:
+    table = parse_rules(rule.text, "random.toml")
+    shapes = {name: array.shape for name, array in rule.arrays.items()}
+
+    there = apply_rules(table, shapes, rule.config)
+
+    assert not there.reversed
+    assert_equal(arrays_of(there, rule.arrays), rule.made)
+    assert_equal(redone(there, rule.arrays), rule.made)
+
+    back = apply_rules(table, {name: array.shape for name, array in rule.made.items()}, rule.config)
+
+    assert back.reversed
+    assert_equal(arrays_of(back, rule.made), rule.arrays)
+    assert_equal(redone(back, rule.made), rule.arrays)
+    assert bool(back.tied) == (rule.tied > 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_rules())
+def test_every_element_is_used_once(rule: RandomRule) -> None:
+    shapes = {name: array.shape for name, array in rule.arrays.items()}
+
+    made = arrays_of(apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config), rule.arrays)
+
+    used = np.concatenate([array.ravel() for array in made.values()])
+    wanted = np.concatenate([array.ravel() for array in rule.arrays.values()])
+    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(np.tile(wanted, rule.tied)))
