@@ -43,7 +43,7 @@ def request_between(
         form=ends.form,
         to=ends.to,
         max_shard_size=typed["max_shard_size"],
-        edits=edits_of(typed),
+        edits=edits_of(src, typed),
     )
     return request, report
 

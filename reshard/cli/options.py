@@ -277,6 +277,43 @@ def edits(command: F) -> F:
         [
             option(
                 "Names and types",
+                "--names",
+                metavar="RULES",
+                shell_complete=completion.paths,
+                show_default="names stay",
+                help="Names and packing of another model code: a built-in table (`reshard names list`), or a file of "
+                "rules.",
+            ),
+            option(
+                "Names and types",
+                "--reverse",
+                is_flag=True,
+                help="Read the table from right to left, whichever side fits the source.",
+            ),
+            option(
+                "Names and types",
+                "--config",
+                metavar="FILE",
+                shell_complete=completion.paths,
+                show_default="config.json in SRC",
+                help="What tells the sizes that the table needs: heads, experts.",
+            ),
+            option(
+                "Names and types",
+                "--optimizer",
+                type=Choice(["keep"]),
+                show_default="left out",
+                help="Apply the table to optimizer state as well.",
+            ),
+            option(
+                "Names and types",
+                "--rename",
+                multiple=True,
+                metavar="OLD=NEW",
+                help="Another name; with * in both, for all that fit (repeatable).",
+            ),
+            option(
+                "Names and types",
                 "--cast",
                 multiple=True,
                 metavar="[GLOB=]DTYPE",

@@ -210,6 +210,12 @@ def _words(given: Given, dst: str) -> list[str]:
         words.append(f"--format={given.format}")
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
+    for name, value in (("names", given.names), ("config", given.config)):
+        words += [f"--{name}={value}"] if value is not None else []
+    words += [f"--rename={pattern}" for pattern in given.rename]
+    words += [f"--cast={pattern}" for pattern in given.cast]
+    words += ["--reverse"] if given.reverse else []
+    words += ["--optimizer=keep"] if given.optimizer else []
     words += [f"--include={pattern}" for pattern in given.include]
     words += [f"--exclude={pattern}" for pattern in given.exclude]
     if given.prefix is not None and (given.prefix != DEFAULT_PREFIX or given.task == "recover"):

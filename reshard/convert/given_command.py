@@ -6,8 +6,10 @@ import os
 from typing import Optional
 
 from reshard.convert.options import Options
+from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
+from reshard.storage import exists
 from reshard.strategies import NONE, SAME, Strategy
 from reshard.text.wording import number_ranges
 
@@ -27,6 +29,7 @@ RECORDED_OF_REQUEST = (
     "recover",
     "to",
     "max_shard_size",
+    "edits",
 )
 NOT_RECORDED_OF_REQUEST = ("dst", "fallback", "exact_file", "damaged", "form")
 RECORDED_OF_OPTIONS = ("crc", "check_replicas", "checksum", "verify", "lost_only", "share", "adding")
@@ -52,10 +55,14 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     request = plan.request
     if not isinstance(request.src, str) or options.part is not None:
         return None
+    words = Words() if request.edits is None else request.edits.words
     # One of several runs is gone on with by going on with all of them.
     several = options.adding or options.share is not None
     try:
         src, source, target = os.path.abspath(request.src), _path(request.source), _path(request.target)
+        # A built-in table has no file.
+        names = os.path.abspath(words.names) if words.names is not None and exists(words.names) else words.names
+        config = None if words.config is None else os.path.abspath(words.config)
     except FileNotFoundError:
         # The working directory is gone.
         return None
@@ -79,6 +86,12 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         lost_only=options.lost_only,
         to=request.to,
         max_shard_size=request.max_shard_size,
+        names=names,
+        rename=words.rename,
+        config=config,
+        reverse=words.reverse,
+        optimizer=words.optimizer,
+        cast=words.cast,
     )
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
+from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError, UsageError
+from reshard.plan.tied import check_tied
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
+
+if TYPE_CHECKING:
+    from reshard.names import Applied, Rules
 
 
 class CastAsked(NamedTuple):
@@ -55,9 +62,19 @@ class Words:
     """The words in which edits were asked for, so that they can be typed again.
 
     Attributes:
+        names: the table of rules, a built-in one's name or a path.
+        rename: other names.
+        config: the file with the model's sizes.
+        reverse: whether the table was to be read from right to left.
+        optimizer: whether optimizer state was to be kept.
         cast: types.
     """
 
+    names: Optional[str] = None
+    rename: tuple[str, ...] = ()
+    config: Optional[str] = None
+    reverse: bool = False
+    optimizer: bool = False
     cast: tuple[str, ...] = ()
 
 
@@ -66,32 +83,112 @@ class Edits:
     """What is asked of names, packing and types.
 
     Attributes:
+        table: rules of names and packing.
+        renames: rules that give other names, after the table.
+        config: what tells the sizes of the model that rules need.
+        reverse: whether the table is read from right to left; None: the way that fits.
+        optimizer: whether the table's rules hold for optimizer state, too.
         casts: types that are asked for; of those that concern a tensor the last holds.
         words: how it was typed.
     """
 
+    table: Optional[Rules] = None
+    renames: Optional[Rules] = None
+    config: Optional[Mapping[str, object]] = None
+    reverse: Optional[bool] = None
+    optimizer: bool = False
     casts: tuple[CastAsked, ...] = ()
-    words: Words = field(default=Words(), repr=False, compare=False)
+    words: Words = field(default=Words(), compare=False)
 
     @cached_property
     def identity(self) -> str:
         """All of it as a text, the same for what gives the same tensors."""
-        return repr(self)
+        tables = [None if rules is None else (rules.text, rules.chosen) for rules in (self.table, self.renames)]
+        config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
+        return repr((tables, config, self.reverse, self.optimizer, self.casts))
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckpoint:
+def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
+    Args:
+        checkpoint: the source.
+        edits: what is asked.
+        handles: open source files.
+        report: told what is left out.
+
     Raises:
-        InputError: they do not fit it.
+        InputError: they do not fit the source.
+        RetryableError: reading failed.
     """
+    # Loaded only here: most conversions have no rules.
+    from reshard.names import apply_rules
+
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    if edits.table is not None:
+        applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
+        check_tied(checkpoint, applied.tied, handles, report)
+        made, kept = _ruled(checkpoint, made, kept, applied, report)
+    if edits.renames is not None:
+        shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
+        shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
+        made, kept = _ruled(checkpoint, made, kept, apply_rules(edits.renames, shapes, optimizer=True), report)
     if edits.casts:
         made = _cast(checkpoint, made, edits.casts)
         _warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept)
+
+
+def _ruled(
+    checkpoint: Checkpoint, made: Mapping[str, Made], kept: AbstractSet[str], applied: Applied, report: Report
+) -> tuple[dict[str, Made], set[str]]:
+    """What rules make of tensors and values.
+
+    Raises:
+        CheckpointError: they move what nothing lays out.
+    """
+    found: dict[str, Made] = {}
+    still: set[str] = set()
+    for name, (_, sources, view) in applied.made.items():
+        if not all(source in made for source in sources):
+            if sources == (name,) and view.is_whole:
+                still.add(name)
+                continue
+            loose = next(source for source in sources if source not in made)
+            raise CheckpointError(
+                f"{quoted(name)} is to be made of {quoted(loose)}, but nothing says how that is laid out",
+                parameter=loose,
+                hint=f"values keep their names; if it is not needed, leave it out with a rule that drops {loose}",
+            )
+        if view.is_whole:
+            found[name] = made[sources[0]]
+        else:
+            # Only the first table packs; what follows it gives other names.
+            found[name] = Made(tuple(made[source].sources[0] for source in sources), view)
+    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "left out, no rule speaks of it")):
+        if names:
+            report.note(f"{len(names)} {why}: " + listing(sorted(names)))
+    for note in applied.notes:
+        report.note(note)
+    return found, still
+
+
+def _shapes(checkpoint: Checkpoint, kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
+    """Of tensors and values."""
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
+    return shapes
+
+
+def _shape(checkpoint: Checkpoint, made: Made) -> tuple[int, ...]:
+    return checkpoint.tensors[made.sources[0]].shape if made.view is None else made.view.shape
+
+
+def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A value in the lowest file that has it."""
+    return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
 
 
 def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
@@ -177,13 +274,13 @@ def _is_no_float(dtype: str) -> bool:
     return "Float" not in dtype
 
 
-def _warn_of_uncast(checkpoint: Checkpoint, kept: set[str], casts: Sequence[CastAsked], report: Report) -> None:
+def _warn_of_uncast(checkpoint: Checkpoint, kept: AbstractSet[str], casts: Sequence[CastAsked], report: Report) -> None:
     """Say which weights keep their type because they are copied as they are."""
     wanted = _Wanted(casts)
     uncast = []
     for name in sorted(kept):
         dtype = wanted.of(name) if is_weight(name) else None
-        stored = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        stored = _stored(checkpoint, name)
         if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
             uncast.append(name)
     if uncast:

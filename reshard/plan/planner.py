@@ -79,7 +79,7 @@ def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Repo
         base = read_checkpoint(
             request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
         )
-    checkpoint = edited(base, edits, report)
+    checkpoint = edited(base, edits, handles, report)
     form = written_form(request, checkpoint, handles, report)
     sliced = request.form == RANKS and request.source.device_count > 1
     values = CopiedValues(checkpoint, form, request.filters, sliced, handles)

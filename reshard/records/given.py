@@ -46,9 +46,9 @@ _CHOICES = {
     "checksum": ("none", "crc32"),
     "to": FORMS,
 }
-_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks")
-_FLAGS = ("strict", "verify", "lost_only")
-_PATTERNS = ("include", "exclude")
+_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config")
+_FLAGS = ("strict", "verify", "lost_only", "reverse", "optimizer")
+_PATTERNS = ("include", "exclude", "rename", "cast")
 _NUMBERS = ("max_shard_size",)
 
 
@@ -76,6 +76,12 @@ class Given:
         lost_only: when recovering, only ranks that are lost or damaged.
         to: form that is written.
         max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
+        names: the table of names, a built-in one's name or an absolute path.
+        rename: other names.
+        config: absolute path of what tells the model's sizes.
+        reverse: the table is read from right to left.
+        optimizer: it holds for optimizer state, too.
+        cast: types that are asked for.
         host: where it was typed.
     """
 
@@ -98,6 +104,12 @@ class Given:
     lost_only: bool
     to: str = "ranks"
     max_shard_size: Optional[int] = None
+    names: Optional[str] = None
+    rename: tuple[str, ...] = ()
+    config: Optional[str] = None
+    reverse: bool = False
+    optimizer: bool = False
+    cast: tuple[str, ...] = ()
     host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
 
     @property

@@ -24,6 +24,7 @@ _SAID = {
     "task": "what is done",
     "form": "the form (--to)",
     "division": "what is in which file (--max-shard-size)",
+    "edits": "names and types (--names, --rename, --cast)",
 }
 
 
