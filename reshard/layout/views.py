@@ -278,10 +278,9 @@ class View:
                 regions = [part for region in regions for part in region._split(first + place, inner)]
         return View(tuple(shape), tuple(regions))
 
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether it is its only source as it is."""
-        return len(self.regions) == 1 and self == View.whole(self.regions[0].source, self.shape)
+    def is_all_of(self, shape: Sequence[int]) -> bool:
+        """Whether it is the first source as it is, given that one's shape."""
+        return self.shape == tuple(shape) and self.regions == View.whole(0, shape).regions
 
     @cached_property
     def padded(self) -> bool:

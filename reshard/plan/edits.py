@@ -153,7 +153,7 @@ def _ruled(
     still: set[str] = set()
     for name, (_, sources, view) in applied.made.items():
         if not all(source in made for source in sources):
-            if sources == (name,) and view.is_whole:
+            if sources == (name,) and view.is_all_of(_stored(checkpoint, name).shape):
                 still.add(name)
                 continue
             loose = next(source for source in sources if source not in made)
@@ -162,7 +162,7 @@ def _ruled(
                 parameter=loose,
                 hint=f"values keep their names; if it is not needed, leave it out with a rule that drops {loose}",
             )
-        if view.is_whole:
+        if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
             found[name] = made[sources[0]]
         else:
             # Only the first table packs; what follows it gives other names.

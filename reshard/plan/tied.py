@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import product
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.storage import read_range
 from reshard.text.report import Report
@@ -30,30 +31,33 @@ def check_tied(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], handles
         ReshardError: a file cannot be read.
     """
     for one, other in pairs:
-        holders = _compared(checkpoint, one, other)
-        for here, there in holders:
+        alike = list(_held_alike(checkpoint, checkpoint.tensors[one], checkpoint.tensors[other]))
+        for here, there in alike:
             first, second = checkpoint.indexes[here].tensors[one], checkpoint.indexes[there].tensors[other]
             path, beside = checkpoint.files[here], checkpoint.files[there]
-            same = first.shape == second.shape and first.dtype == second.dtype
-            if not same or any(
+            if first.dtype != second.dtype or any(
                 _read(first, at, path, handles) != _read(second, at, beside, handles) for at in _places(first)
             ):
                 raise _differ(one, other, beside)
-        if not holders:
+        if not alike:
             report.warn(
-                f"{quoted(one)} is taken for {quoted(other)} too, as a tied model has it; they are cut into different "
-                "files, so whether they are equal was not looked at"
+                f"{quoted(one)} is taken for {quoted(other)} too, as a tied model has it; they are cut in different "
+                "ways, so whether they are equal was not looked at"
             )
 
 
-def _compared(checkpoint: Checkpoint, one: str, other: str) -> list[tuple[int, int]]:
-    """Files that hold slices of two tensors that should be equal."""
-    here, there = checkpoint.holders(one), checkpoint.holders(other)
-    both = sorted(set(here).intersection(there))
-    if both:
-        return [(holder, holder) for holder in both]
-    cuts = [sharding.grid.slice_count for name in (one, other) for sharding in checkpoint.tensors[name].shardings]
-    return [(here[0], there[0])] if here and there and set(cuts) == {1} else []
+def _held_alike(checkpoint: Checkpoint, one: GlobalTensor, other: GlobalTensor) -> Iterator[tuple[int, int]]:
+    """Files that hold the same slice of two tensors, for each slice in which both are cut."""
+    here, there = checkpoint.present(one), checkpoint.present(other)
+    for (sharding, present), (second, held) in product(zip(one.shardings, here), zip(other.shardings, there)):
+        for number in range(sharding.grid.slice_count):
+            same = second.grid.number_of(sharding.grid.slice_box(number))
+            if same is None:
+                continue
+            holders = [holder for holder in sharding.holders(number) if holder in present]
+            others = [holder for holder in second.holders(same) if holder in held]
+            if holders and others:
+                yield holders[0], others[0]
 
 
 def _places(tensor: Tensor) -> Iterable[int]:

@@ -155,9 +155,11 @@ def test_packing_and_unpacking_again_gives_few_regions() -> None:
 
 def test_back_and_forth_is_the_tensor_as_it_is() -> None:
     whole = View.whole(0, (6, 4, 5))
-    assert whole.transpose([2, 0, 1]).transpose([1, 2, 0]).is_whole
-    assert whole.reshape((24, 5)).reshape((2, 3, 20)).reshape((6, 4, 5)).is_whole
-    assert not whole.transpose([0, 2, 1]).is_whole
+    assert whole.transpose([2, 0, 1]).transpose([1, 2, 0]).is_all_of((6, 4, 5))
+    assert whole.reshape((24, 5)).reshape((2, 3, 20)).reshape((6, 4, 5)).is_all_of((6, 4, 5))
+    assert not whole.transpose([0, 2, 1]).is_all_of((6, 4, 5))
+    assert not whole.part(0, 0, 2).is_all_of((6, 4, 5))
+    assert not whole.part(0, 0, 6).part(1, 0, 3).is_all_of((6, 4, 5))
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 2)])

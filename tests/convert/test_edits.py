@@ -1,0 +1,130 @@
+"""Random rules of names and packing, random layouts and forms, casts: what is written is what NumPy makes of whole arrays."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import assume, given, note
+from hypothesis import strategies as st
+
+from tests.convert.test_properties import examples
+from tests.layouts import strategies
+from tests.names.test_properties import RandomRule, random_rules
+from tests.reference import ONE_DEVICE, Strategy
+from tests.running import Argument, done
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_checkpoint,
+    read_tree,
+    same_checkpoints,
+    same_ranks,
+    write_strategy,
+    write_tree,
+)
+
+WORDS = {"Float32": "<u4", "BFloat16": "<u2", "Int8": "u1", "Int64": "<u8"}
+
+
+def values(arrays: dict[str, Any], dtype: str) -> dict[str, Value]:
+    """Running numbers as elements of a type; zero stays zero."""
+    word = WORDS[dtype]
+    if dtype == "Int8":
+        return {name: Value(dtype, (array % 251 + (array > 0)).astype(word)) for name, array in arrays.items()}
+    return {name: Value(dtype, array.astype(word)) for name, array in arrays.items()}
+
+
+def shapes_of(full: dict[str, Value]) -> dict[str, Any]:
+    return {name: tensor.array.shape for name, tensor in full.items()}
+
+
+class Side:
+    """One end of a conversion: full tensors, a form, and a strategy where it has one."""
+
+    def __init__(self, draw: Any, full: dict[str, Value], forms: list[str]) -> None:
+        self.full = full
+        self.form = draw(st.sampled_from(forms))
+        self.strategy: Strategy = ONE_DEVICE if self.form == "huggingface" else draw(strategies(full))
+
+    def write(self, root: Path) -> list[Argument]:
+        """Write it as a source; the options that go with it."""
+        if self.form == "huggingface":
+            ranks = cut_ranks(self.strategy, self.full)
+            names = sorted(self.full)
+            half = len(names) // 2
+            parts = [names[:half], names[half:]] if half else [names]
+            root.mkdir()
+            weight_map = {}
+            for number, part in enumerate(parts, 1):
+                file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+                write_tree(root / "part", {0: {name: self.full[name] for name in part}}, "rank_{rank}/x.safetensors")
+                (root / "part" / "rank_0" / "x.safetensors").rename(root / file)
+                weight_map.update(dict.fromkeys(part, file))
+            (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+            assert ranks
+            return []
+        write_tree(root, cut_ranks(self.strategy, self.full), "rank_{rank}/net.ckpt")
+        strategy = write_strategy(root.parent / "src.ckpt", self.strategy, shapes_of(self.full), "merged")
+        return ["--src-strategy", strategy]
+
+    def options(self, root: Path) -> list[Argument]:
+        """The options that write it as a target."""
+        if self.form == "huggingface":
+            return ["--to", "huggingface", "--max-shard-size", "200"]
+        strategy = write_strategy(root / "dst.ckpt", self.strategy, shapes_of(self.full), "merged")
+        return ["--dst-strategy", strategy, "--format", "ckpt", "--to", self.form]
+
+    def check(self, root: Path) -> None:
+        if self.form == "huggingface":
+            found: dict[str, Value] = {}
+            for path in root.glob("*.safetensors"):
+                found.update(read_checkpoint(path))
+            same_checkpoints(found, self.full)
+        else:
+            same_ranks(read_tree(root), cut_ranks(self.strategy, self.full))
+
+
+@examples(120)
+@given(random_rules(), st.data())
+def test_any_rules_between_any_layouts_and_forms(rule: RandomRule, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
+    forth = data.draw(st.booleans(), label="forth")
+    left, right = values(dict(rule.arrays), dtype), values(dict(rule.made), dtype)
+    # An element of a tensor of one element is a value, which nothing lays out.
+    assume(all(tensor.array.size > 1 for tensor in {**left, **right}.values()))
+    before, after = (left, right) if forth else (right, left)
+    source = Side(data.draw, before, ["ranks", "huggingface"])
+    target = Side(data.draw, after, ["ranks", "huggingface"])
+    note(f"{source.form} to {target.form}")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (root / "rules.toml").write_text(rule.text)
+        (root / "sizes.json").write_text(json.dumps(rule.config))
+        words = [*source.write(root / "src"), *target.options(root)]
+        done(
+            "convert", root / "src", root / "dst", *words, "--names", root / "rules.toml",
+            "--config", root / "sizes.json", "--max-memory", data.draw(st.sampled_from(["64K", "16M"])),
+        )  # fmt: skip
+        target.check(root / "dst")
+
+
+@examples(40)
+@given(st.data())
+def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    shape = data.draw(st.sampled_from([(24, 12), (16, 8), (12, 4, 2), (48,)]))
+    elements = {name: random.standard_normal(shape).astype("<f4") for name in ("w.weight", "norm.weight")}
+    before = {name: Value("Float32", array.view("<u4")) for name, array in elements.items()}
+    half = elements["w.weight"].astype("<f2").view("<u2")
+    after = {"w.weight": Value("Float16", half), "norm.weight": before["norm.weight"]}
+    source = Side(data.draw, before, ["ranks", "huggingface"])
+    target = Side(data.draw, after, ["ranks", "huggingface"])
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        words = [*source.write(root / "src"), *target.options(root)]
+        done("convert", root / "src", root / "dst", *words, "--cast", "float16", "--cast", "*norm*=Float32")
+        target.check(root / "dst")
