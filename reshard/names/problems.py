@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.errors import NamesError
 from reshard.text.messages import Message, block, joined, listing
-from reshard.text.name_patterns import name_patterns
 from reshard.text.names import as_pattern
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
@@ -26,11 +25,13 @@ class Problems:
         path: the table.
         side: what the side is called that the checkpoint is taken for.
         known: the names that this side of the table knows.
+        options: what its options are.
     """
 
     path: str
     side: str
     known: Sequence[str]
+    options: Mapping[str, str]
     unmatched: list[str] = field(default_factory=list)
     beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
     ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -124,10 +125,6 @@ def _as_rule(name: str) -> str:
     import re
 
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", "{number}", name)
-
-
-def _nearest_first(names: Sequence[str]) -> str:
-    return name_patterns(names)[0].text if len(names) == 1 else names[0]
 
 
 def _indented(line: str) -> Message:
