@@ -310,7 +310,7 @@ class _Run:
 
     def applied(self) -> Applied:
         """The result."""
-        notes = [listing(names) + f": {note}" for note, names in self.notes.items()]
+        notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
         if self.settled.assumed:
             said = ", ".join(f"{name}={self.settled.values[name]}" for name in self.settled.assumed)
             notes.append(f"the rules {self.rules.path} are read with {said}, as is usual; nothing states otherwise")

@@ -66,10 +66,15 @@ class Problems:
             raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
+        hints = []
+        if self.options and (self.unmatched or self.missing):
+            said = ", ".join(f"{name}={value}" for name, value in self.options.items())
+            name, value = next(iter(self.options.items()))
+            hints.append(f"the rules were read with {said}; --names {self.path},{name}={value} states an option")
         if self.unmatched:
-            name = _nearest_first(self.unmatched)
-            return f'--exclude {as_pattern(name)} leaves a tensor out; a rule with do = "drop" does so for good'
-        return None
+            name = as_pattern(self.unmatched[0])
+            hints.append(f'--exclude {name} leaves a tensor out; so does a rule with do = "drop"')
+        return "\n".join(hints) or None
 
     def _unmatched(self) -> list[Message]:
         lines = []

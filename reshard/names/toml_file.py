@@ -160,7 +160,7 @@ def _option(file: RuleFile, name: str, said: Any) -> Option:
 
 def _blocks(file: RuleFile, content: Mapping[str, Any]) -> dict[str, list[_Block]]:
     """Texts that stand for several, per name."""
-    found = {}
+    found: dict[str, list[_Block]] = {}
     for name, said in file.table(content, "blocks").items():
         where = f"blocks.{file.word(name, 'blocks')}"
         if not isinstance(said, list) or not all(isinstance(block, dict) for block in said):
