@@ -8,6 +8,7 @@ from reshard.names.apply import Applied, AppliedStep, Made, apply_rules
 from reshard.names.model import Rules
 from reshard.names.operations import SizedOperation
 from reshard.names.sizes import Configuration
+from reshard.names.tables import builtin_names, config_beside, parse_renames, read_config, rules_named
 from reshard.names.toml_file import parse_rules, read_rules
 
 __all__ = [
@@ -18,6 +19,11 @@ __all__ = [
     "Rules",
     "SizedOperation",
     "apply_rules",
+    "builtin_names",
+    "config_beside",
+    "parse_renames",
     "parse_rules",
+    "read_config",
     "read_rules",
+    "rules_named",
 ]

@@ -13,7 +13,7 @@ from reshard.names.direction import side_of
 from reshard.names.matching import Instance, Key, Side, SidedRule
 from reshard.names.model import Rules
 from reshard.names.operations import TAKE, Shape, SizedOperation
-from reshard.names.options import settle
+from reshard.names.options import Settled, settle
 from reshard.names.pattern import SizedPattern
 from reshard.names.problems import Problems
 from reshard.names.sizes import SizeError
@@ -97,7 +97,7 @@ def apply_rules(
     """
     settled = settle(rules, config)
     side = side_of(rules, settled, shapes, reverse)
-    run = _Run(rules, side, shapes, optimizer)
+    run = _Run(rules, side, shapes, optimizer, settled)
     run.sort()
     check_complete(side, run.instances, run.problems)
     run.make()
@@ -129,6 +129,7 @@ class _Run:
     side: Side
     shapes: Mapping[str, Shape]
     optimizer: bool
+    settled: Settled
     problems: Problems = field(init=False)
     instances: dict[Key, Instance] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -141,7 +142,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
-        self.problems = Problems(self.rules.path, side, self.side.patterns())
+        self.problems = Problems(self.rules.path, side, self.side.patterns(), self.settled.values)
         self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
 
     def sort(self) -> None:
@@ -309,7 +310,15 @@ class _Run:
 
     def applied(self) -> Applied:
         """The result."""
-        notes = [listing(names) + f": {note}" for note, names in self.notes.items()]
+        notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
+        if self.settled.assumed:
+            said = ", ".join(f"{name}={self.settled.values[name]}" for name in self.settled.assumed)
+            notes.append(f"the rules {self.rules.path} are read with {said}, as is usual; nothing states otherwise")
+        notes += [
+            f"how many {number} there are is taken from the names: no configuration tells it"
+            for number, count in self.side.counts.items()
+            if count is None and any(number in sided.free for sided in self.side.sided)
+        ]
         return Applied(
             self.side.reverse,
             tuple(self.steps),

@@ -138,13 +138,7 @@ class Side:
         return SidedRule(rule, self._sized(sources), self._sized(targets), free, stacked, unstacked)
 
     def _sized(self, patterns: Iterable[Pattern]) -> tuple[SizedPattern, ...]:
-        found = []
-        for pattern in patterns:
-            offsets = {
-                place.number: self.sizes.value(place.offset) for place in pattern.places if place.offset is not None
-            }
-            found.append(SizedPattern(pattern, offsets))
-        return tuple(found)
+        return tuple(SizedPattern(pattern, self.sizes.value) for pattern in patterns)
 
 
 @dataclass

@@ -51,15 +51,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Condition:
-    """An option that must have a value for a rule to hold.
+    """An option that must have one of some values for a rule to hold.
 
     Attributes:
         option: its name.
-        value: the value.
+        values: the values.
     """
 
     option: str
-    value: str
+    values: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -100,14 +100,14 @@ class Join(Operation):
     Attributes:
         dimension: along which dimension.
         count: how many tensors.
-        parts: how many elements each has along it; without them all have equally many.
+        parts: how many elements each has along it, None for one that has the rest; without parts all have equally many.
         groups: how many groups; one where nothing is said.
         block: instead of ``groups``, how many elements of each tensor a group has.
     """
 
     dimension: int
     count: int
-    parts: Optional[tuple[Product, ...]] = None
+    parts: Optional[tuple[Optional[Product], ...]] = None
     groups: Optional[Product] = None
     block: Optional[Product] = None
 
@@ -137,10 +137,21 @@ class Join(Operation):
     def lengths(self, total: int, sizes: Sizes) -> tuple[int, ...]:
         """How many elements each tensor has, of how many they have together."""
         if self.parts is not None:
-            return tuple(sizes.value(part) for part in self.parts)
+            told = [None if part is None else sizes.value(part) for part in self.parts]
+            rest = total - sum(length or 0 for length in told)
+            if rest < 0:
+                raise SizeError(
+                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}, by which there are "
+                    f"{self.said(told)}"
+                )
+            return tuple(rest if length is None else length for length in told)
         if total % self.count:
             raise SizeError(f"{total} elements along dimension {self.dimension} are not {self.count} equal parts")
         return (total // self.count,) * self.count
+
+    def said(self, told: Sequence[Optional[int]]) -> str:
+        """The parts in words."""
+        return ", ".join(f"{part.text} = {length}" for part, length in zip(self.parts or (), told) if part is not None)
 
     def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: Sizes) -> None:
         wanted = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
@@ -148,7 +159,7 @@ class Join(Operation):
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
         if tuple(lengths) != wanted:
             assert self.parts is not None
-            said = ", ".join(f"{part.text} = {size}" for part, size in zip(self.parts, wanted))
+            said = self.said(wanted)
             raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}, by which they have {said}")
 
     def _operation(self, kind: str, lengths: Sequence[int], sizes: Sizes) -> SizedOperation:
@@ -192,10 +203,9 @@ class Cut(Operation):
             raise SizeError(f"shapes {_some(shapes)} are not alike")
         lengths = self.join.lengths(total, sizes)
         if sum(lengths) != total:
-            said = " + ".join(part.text for part in self.join.parts or ())
+            said = self.join.said(lengths)
             raise SizeError(
-                f"shape {list(shapes[0])} contradicts {sizes.source}, by which it has {said} = {sum(lengths)} elements "
-                f"along dimension {dimension}"
+                f"shape {list(shapes[0])} contradicts {sizes.source}, by which dimension {dimension} has {said}"
             )
         made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
         return Sized(self.join._operation(CUT, lengths, sizes), made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
-from reshard.names.operations import Copy, Join, Operation, Pad, Reshape, Stack, Transpose
+from reshard.names.operations import Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
 from reshard.names.sizes import Product
 from reshard.names.toml_values import RuleFile
 from reshard.text.near_names import near_names
@@ -13,6 +13,8 @@ from reshard.text.wording import quoted
 
 _MOST_DIMENSIONS = 16
 _ONE = "1"
+# A part that has what the others leave.
+_REST = "rest"
 
 
 class OperationReader:
@@ -79,12 +81,12 @@ class OperationReader:
                 raise self._wrong(f"do: {name} is no size{meant}")
         return found
 
-    def _parts(self, said: Any, count: int) -> Optional[tuple[Product, ...]]:
+    def _parts(self, said: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
         if said is None:
             return None
-        if not isinstance(said, list) or len(said) != count:
-            raise self._wrong(f"do: parts is no list of {count} sizes")
-        return tuple(map(self._product, said))
+        if not isinstance(said, list) or len(said) != count or said.count(_REST) > 1:
+            raise self._wrong(f'do: parts is no list of {count} sizes, one of which may be "{_REST}"')
+        return tuple(None if part == _REST else self._product(part) for part in said)
 
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
         """What joins the tensors that there are, or those that it is the inverse of."""
@@ -149,6 +151,12 @@ class OperationReader:
         self._columns = self._right
         return Copy(self._right)
 
+    def _take(self) -> Take:
+        if self._columns < 2:
+            raise self._wrong("do: take makes one tensor of several equal ones")
+        count, self._columns = self._columns, 1
+        return Take(count)
+
 
 def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:
     def make(reader: OperationReader, said: Any, table: dict[str, Any]) -> Operation:
@@ -173,5 +181,6 @@ _OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "reshape": (lambda reader, said, table: reader._reshape(said, table), ("to",)),
     "pad": (lambda reader, said, table: reader._pad("pad", said, table), ("size", "multiple")),
     "unpad": (lambda reader, said, table: reader._pad("unpad", said, table), ("size", "multiple")),
+    "take": (lambda reader, said, table: reader._take(), ()),
     "copy": (lambda reader, said, table: reader._copy(), ()),
 }

@@ -24,11 +24,13 @@ class Settled:
         rules: those that hold.
         sizes: the model's.
         values: per option what it is.
+        assumed: options that nothing tells, so that they are what is usual.
     """
 
     rules: tuple[Rule, ...]
     sizes: Sizes
     values: Mapping[str, str]
+    assumed: tuple[str, ...]
 
 
 def with_options(rules: Rules, stated: Mapping[str, str]) -> Rules:
@@ -63,31 +65,40 @@ def settle(rules: Rules, config: Optional[Mapping[str, object]]) -> Settled:
         NamesError: an option is neither stated nor told, or the configuration says something else.
     """
     stated = dict(rules.chosen)
-    values = {option.name: _value(option, stated, config, rules) for option in rules.options}
+    told = {option.name: _told(option, stated, config, rules) for option in rules.options}
+    values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    return Settled(held, Sizes(rules.sizes, config, numbers), values)
+    assumed = tuple(name for name, value in told.items() if value is None)
+    return Settled(held, Sizes(rules.sizes, config, numbers), values, assumed)
 
 
 def _holds(condition: Condition, values: Mapping[str, str]) -> bool:
-    return values[condition.option] == condition.value
+    return values[condition.option] in condition.values
 
 
-def _value(option: Option, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: Rules) -> str:
+def _told(
+    option: Option, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: Rules
+) -> Optional[str]:
+    """What is stated of an option, or told by the configuration, if anything is."""
     if option.name in stated:
         return stated[option.name]
     told = None if option.key is None else config_value(config, option.key)
-    if told is not None:
-        spelled = str(told).lower() if isinstance(told, bool) else str(told)
-        meant = dict(option.told).get(spelled, spelled)
-        if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
-            return meant
-        path = getattr(config, "path", "config.json")
-        raise NamesError(f"{path}: {option.key} is {quoted(spelled)}, which says no {option.name} of {rules.path}")
-    if option.default is None:
-        known = ", ".join(option.values) or "a number"
-        raise NamesError(
-            f"{rules.path}: the option {option.name} has to be stated: {known}",
-            hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
-        )
-    return option.default
+    if told is None:
+        return None
+    spelled = str(told).lower() if isinstance(told, bool) else str(told)
+    meant = dict(option.told).get(spelled, spelled)
+    if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
+        return meant
+    path = getattr(config, "path", "config.json")
+    raise NamesError(f"{path}: {option.key} is {quoted(spelled)}, which says no {option.name} of {rules.path}")
+
+
+def _usual(option: Option, rules: Rules) -> str:
+    if option.default is not None:
+        return option.default
+    known = ", ".join(option.values) or "a number"
+    raise NamesError(
+        f"{rules.path}: the option {option.name} has to be stated: {known}",
+        hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     """A number in a pattern.
 
     Attributes:
-        number: what it counts.
+        number: what it counts; empty where it is a size.
         offset: what is added where it is written, if anything.
     """
 
@@ -62,7 +62,12 @@ class Pattern:
     @property
     def places(self) -> tuple[Place, ...]:
         """Its numbers."""
-        return tuple(part for part in self.parts if isinstance(part, Place))
+        return tuple(part for part in self.parts if isinstance(part, Place) and part.number)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The sizes in it."""
+        return tuple(part.offset for part in self.parts if isinstance(part, Place) and part.offset is not None)
 
     @property
     def numbers(self) -> frozenset[str]:
@@ -77,6 +82,8 @@ class Pattern:
 
 def pattern(text: str) -> Pattern:
     """Read a pattern.
+
+    ``{layer}`` is a number, ``{mtp+layers}`` one to which a size is added, ``{=layers}`` a size, ``*`` anything.
 
     Raises:
         PatternError: the text is none.
@@ -95,7 +102,7 @@ def pattern(text: str) -> Pattern:
             parts.append(None)
         else:
             place = _place(part[1:-1], text)
-            if place.number in numbers:
+            if place.number and place.number in numbers:
                 raise PatternError(f"{text!r} has {{{place.number}}} twice")
             numbers.add(place.number)
             parts.append(place)
@@ -112,11 +119,14 @@ def pattern(text: str) -> Pattern:
 
 
 def _place(text: str, whole: str) -> Place:
-    name, _, offset = text.partition("+")
-    if not _NAME.fullmatch(name):
+    if text.startswith("="):
+        name, offset = "", text[1:]
+    else:
+        name, _, offset = text.partition("+")
+    if not _NAME.fullmatch(name) and not text.startswith("="):
         raise PatternError(f"{whole!r}: {{{text}}} is no number such as {{layer}}")
     try:
-        return Place(name, product(offset) if "+" in text else None)
+        return Place(name, product(offset) if offset or "+" in text or not name else None)
     except ExpressionError as error:
         raise PatternError(f"{whole!r}: {error}") from error
 
@@ -126,14 +136,18 @@ class SizedPattern:
 
     Args:
         pattern: the pattern.
-        offsets: per number what is added to it.
+        value: the number that a product of sizes is; its errors go through.
     """
 
-    def __init__(self, pattern: Pattern, offsets: Mapping[str, int]) -> None:
+    def __init__(self, pattern: Pattern, value: Callable[[Product], int]) -> None:
         self.pattern = pattern
-        self._parts = [
-            (part.number, offsets.get(part.number, 0)) if isinstance(part, Place) else part for part in pattern.parts
-        ]
+        self._parts: list[object] = []
+        for part in pattern.parts:
+            if isinstance(part, Place):
+                offset = 0 if part.offset is None else value(part.offset)
+                self._parts.append((part.number, offset) if part.number else str(offset))
+            else:
+                self._parts.append(part)
         self._starred = None in self._parts
         # Of a pattern without stars: its characters, and what its digits are.
         self._digits: list[object] = []

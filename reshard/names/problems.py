@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.errors import NamesError
 from reshard.text.messages import Message, block, joined, listing
-from reshard.text.name_patterns import name_patterns
 from reshard.text.names import as_pattern
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
@@ -26,11 +25,13 @@ class Problems:
         path: the table.
         side: what the side is called that the checkpoint is taken for.
         known: the names that this side of the table knows.
+        options: what its options are.
     """
 
     path: str
     side: str
     known: Sequence[str]
+    options: Mapping[str, str]
     unmatched: list[str] = field(default_factory=list)
     beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
     ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -65,10 +66,15 @@ class Problems:
             raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
 
     def _hint(self) -> Optional[str]:
+        hints = []
+        if self.options and (self.unmatched or self.missing):
+            said = ", ".join(f"{name}={value}" for name, value in self.options.items())
+            name, value = next(iter(self.options.items()))
+            hints.append(f"the rules were read with {said}; --names {self.path},{name}={value} states an option")
         if self.unmatched:
-            name = _nearest_first(self.unmatched)
-            return f'--exclude {as_pattern(name)} leaves a tensor out; a rule with do = "drop" does so for good'
-        return None
+            name = as_pattern(self.unmatched[0])
+            hints.append(f'--exclude {name} leaves a tensor out; so does a rule with do = "drop"')
+        return "\n".join(hints) or None
 
     def _unmatched(self) -> list[Message]:
         lines = []
@@ -124,10 +130,6 @@ def _as_rule(name: str) -> str:
     import re
 
     return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", "{number}", name)
-
-
-def _nearest_first(names: Sequence[str]) -> str:
-    return name_patterns(names)[0].text if len(names) == 1 else names[0]
 
 
 def _indented(line: str) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import NamesError, RetryableError
 from reshard.names.model import EITHER, FORWARD, Condition, Number, Option, Rule, Rules
@@ -20,11 +20,20 @@ _TOP = ("title", "sides", "direction", "others", "sizes", "numbers", "options", 
 _RULE = ("from", "to", "do", "when", "optional", "choice", "case")
 _NUMBER = ("count", "at_most")
 _OPTION = ("values", "default", "config", "told", "about")
+_BLOCK = ("from", "to", "when")
 _KEEP = "keep"
 _DROP = "drop"
 # What a rule does that says nothing.
 _RENAME = "rename"
 _MOST_RULES = 10000
+
+
+class _Block(NamedTuple):
+    """What a name of a block stands for in one place: on the left, on the right, and on which conditions."""
+
+    left: str
+    right: str
+    when: tuple[str, ...]
 
 
 def read_rules(path: str) -> Rules:
@@ -149,17 +158,20 @@ def _option(file: RuleFile, name: str, said: Any) -> Option:
     return Option(name, values, default, key, tuple(told.items()), about or "")
 
 
-def _blocks(file: RuleFile, content: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Texts that stand for several, per name; the left and the right of each."""
-    found = {}
-    for name, pairs in file.table(content, "blocks").items():
-        file.word(name, "blocks")
-        if not isinstance(pairs, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) and text for text in pair)
-            for pair in pairs
-        ):
-            raise file.wrong(f"blocks.{name}", 'is no list of pairs such as ["layers.{layer}", "decoder.{layer}"]')
-        found[name] = [(left, right) for left, right in pairs]
+def _blocks(file: RuleFile, content: Mapping[str, Any]) -> dict[str, list[_Block]]:
+    """Texts that stand for several, per name."""
+    found: dict[str, list[_Block]] = {}
+    for name, said in file.table(content, "blocks").items():
+        where = f"blocks.{file.word(name, 'blocks')}"
+        if not isinstance(said, list) or not all(isinstance(block, dict) for block in said):
+            raise file.wrong(where, "is no list of tables with from and to")
+        found[name] = []
+        for block in said:
+            file.keys(block, _BLOCK, where)
+            left, right = file.text(block, "from", where), file.text(block, "to", where)
+            if not left or not right:
+                raise file.wrong(where, "lacks from or to")
+            found[name].append(_Block(left, right, file.texts(block, "when", where)))
     return found
 
 
@@ -167,7 +179,7 @@ def _rules(
     file: RuleFile,
     table: Mapping[str, Any],
     number: int,
-    blocks: Mapping[str, list[tuple[str, str]]],
+    blocks: Mapping[str, list[_Block]],
     sizes: set[str],
     options: Sequence[Option],
 ) -> list[Rule]:
@@ -187,14 +199,14 @@ def _rules(
     return [
         _rule(
             file,
-            table,
-            f"{where} in {one}",
-            tuple(text.replace(mark, one) for text in left),
-            tuple(text.replace(mark, other) for text in right),
+            {**table, "when": [*file.texts(table, "when", where), *block.when]},
+            f"{where} in {block.left}",
+            tuple(text.replace(mark, block.left) for text in left),
+            tuple(text.replace(mark, block.right) for text in right),
             sizes,
             options,
         )
-        for one, other in blocks[used[0]]
+        for block in blocks[used[0]]
     ]
 
 
@@ -241,8 +253,8 @@ def _rule(
 def _check_names(file: RuleFile, rule: Rule, where: str, sizes: set[str]) -> None:
     """Every name of a side has the same numbers and stars, and the other side those that are not stacked."""
     for each in (*rule.left, *rule.right):
-        for place in each.places:
-            for name in place.offset.names if place.offset is not None else ():
+        for offset in each.products:
+            for name in offset.names:
                 if name not in sizes:
                     raise file.wrong(where, f"{quoted(each.text)}: {name} is no size")
     for side in (rule.left, rule.right):
@@ -273,12 +285,13 @@ def _check_names(file: RuleFile, rule: Rule, where: str, sizes: set[str]) -> Non
 
 
 def _condition(file: RuleFile, text: str, where: str, options: Sequence[Option]) -> Condition:
-    name, equals, value = (word.strip() for word in text.partition("="))
+    name, equals, said = (word.strip() for word in text.partition("="))
     for option in options:
         if option.name == name and equals:
-            if option.values and value not in option.values:
+            values = tuple(value.strip() for value in said.split("|"))
+            if option.values and not set(values) <= set(option.values):
                 raise file.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
-            return Condition(name, value)
+            return Condition(name, values)
     raise file.wrong(where, f"when: {quoted(text)} is no option and value such as {_example(options)}")
 
 

@@ -1,0 +1,126 @@
+"""Tables as they are typed: built-in ones, files, options behind them, and single renames."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Optional
+
+from reshard.errors import NamesError, RetryableError, UsageError
+from reshard.names.model import FORWARD, Rule, Rules
+from reshard.names.options import with_options
+from reshard.names.pattern import PatternError, pattern
+from reshard.names.sizes import Configuration
+from reshard.names.toml_file import read_rules
+from reshard.storage import UnfitError, exists, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.near_names import near_names
+
+RENAME = "rename"
+"""The path of rules that were typed as renames."""
+
+_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "builtin")
+_ENDING = ".toml"
+_OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
+_LARGEST_CONFIG = 1 << 22
+
+
+def builtin_names() -> list[str]:
+    """The names of all built-in tables."""
+    return sorted(name[: -len(_ENDING)] for name in os.listdir(_DIRECTORY) if name.endswith(_ENDING))
+
+
+def builtin_table(name: str) -> Rules:
+    """The built-in table of a name."""
+    return replace(read_rules(os.path.join(_DIRECTORY, name + _ENDING)), path=name)
+
+
+def rules_named(named: str) -> Rules:
+    """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
+
+    Raises:
+        NamesError: there is neither, or the file says something that rules cannot say.
+        UsageError: the table has no such option, or the option no such value.
+    """
+    options = None if exists(named) else _OPTIONS.search(named)
+    table = named if options is None else named[: options.start()]
+    stated: dict[str, str] = {}
+    for said in options[0][1:].split(",") if options is not None else ():
+        name, _, value = said.partition("=")
+        if name in stated:
+            raise UsageError(f"{named}: {name} is stated twice")
+        stated[name] = value
+    return with_options(_table(table), stated)
+
+
+def _table(named: str) -> Rules:
+    known = builtin_names()
+    if named in known and not exists(named):
+        return builtin_table(named)
+    if not exists(named) and not named.endswith(_ENDING):
+        near = near_names(named, known)
+        meant = f". Did you mean {near[0]}?" if near else ""
+        raise NamesError(
+            f"{named}: there is no such file, and no built-in table of this name{meant}",
+            file=named,
+            hint="reshard names list names the built-in ones",
+        )
+    return read_rules(named)
+
+
+def parse_renames(renames: Sequence[str]) -> Rules:
+    """Rules that rename: ``OLD=NEW``, in which each ``*`` of OLD stands for anything and is kept in NEW.
+
+    What none of them fits keeps its name; optimizer state follows its weight.
+
+    Raises:
+        UsageError: a text is no such rename.
+    """
+    rules = []
+    for text in renames:
+        old, equals, new = text.partition("=")
+        if not equals or not old or not new:
+            raise UsageError(f"{text!r} is no rename such as 'model.*=backbone.*'")
+        try:
+            left, right = pattern(old), pattern(new)
+        except PatternError as error:
+            raise UsageError(str(error)) from error
+        if left.stars != right.stars or left.numbers != right.numbers:
+            raise UsageError(f"{text!r}: both names need the same stars and numbers, each of which is kept")
+        if left.products or right.products:
+            raise UsageError(f"{text!r}: a rename knows no sizes")
+        rules.append(Rule(f"--rename {text}", (left,), (right,)))
+    return Rules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
+
+
+def read_config(path: str) -> Configuration:
+    """What a config.json says.
+
+    Raises:
+        NamesError: it is missing, or no JSON object.
+        RetryableError: reading failed.
+    """
+    try:
+        content = parse_json(read_small(path, _LARGEST_CONFIG))
+    except (UnfitError, JsonError) as error:
+        raise NamesError(f"{path} {error}; it is no config.json", file=path) from error
+    except FileNotFoundError as error:
+        raise NamesError(f"{path}: there is no such configuration", file=path) from error
+    except OSError as error:
+        raise RetryableError(f"{path} cannot be read: {error.strerror or error}", file=path) from error
+    if not isinstance(content, Mapping):
+        raise NamesError(f"{path} holds no object; it is no config.json", file=path)
+    return Configuration(content, path)
+
+
+def config_beside(directory: str) -> Optional[Configuration]:
+    """What the config.json of a directory says, if it has one.
+
+    Raises:
+        NamesError: it is no JSON object.
+        RetryableError: reading failed.
+    """
+    path = os.path.join(directory, "config.json")
+    return read_config(path) if exists(path) else None

@@ -1,0 +1,188 @@
+"""Built-in tables: forth and back is the identity, and every element is used once, in tiny and in real models."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import pytest
+
+from reshard.errors import NamesError
+from reshard.layout.views import Region, View
+from reshard.names import Applied, apply_rules, builtin_names, rules_named
+from tests.names.models import REAL, TINY
+from tests.names.naive import Shapes, arrays_of, assert_equal, numbered, redone
+
+_OPTIONS = {
+    "llama": ["", ",vocab_multiple=8", ",output=shared", ",output=copied"],
+    "qwen2": ["", ",vocab_multiple=8"],
+    "qwen3": ["", ",gate_up=halves", ",qkv=contiguous,vocab_multiple=4", ",output=copied,vocab_multiple=8"],
+    "qwen3_moe": ["", ",gate_up=halves,qkv=contiguous", ",vocab_multiple=16"],
+    "deepseek_v3": ["", ",mla=joined", ",gate_up=halves,vocab_multiple=8"],
+}
+_TABLES = [(name, options) for name, each in _OPTIONS.items() for options in each]
+
+
+def test_all_built_in_tables_are_looked_at() -> None:
+    assert sorted(_OPTIONS) == builtin_names()
+
+
+@pytest.mark.parametrize(("name", "options"), _TABLES)
+def test_a_tiny_model_comes_back_as_it_was_and_every_element_is_used_once(name: str, options: str) -> None:
+    config, shapes = TINY[name]
+    if "output=copied" in options:
+        shapes = {tensor: shape for tensor, shape in shapes.items() if tensor != "lm_head.weight"}
+    arrays = numbered(shapes)
+    table = rules_named(name + options)
+
+    there = apply_rules(table, shapes, config)
+    made = arrays_of(there, arrays)
+    back = apply_rules(table, {tensor: array.shape for tensor, array in made.items()}, config)
+
+    assert not there.reversed and back.reversed
+    assert not there.dropped and not there.unspoken
+    assert_equal(redone(there, arrays), made)
+    returned = arrays_of(back, made)
+    assert_equal(redone(back, made), returned)
+    # What is there twice is taken once, and made twice again.
+    for one, other in there.tied:
+        arrays[other] = arrays[one]
+    assert_equal(returned, arrays)
+    used = np.concatenate([array.ravel() for array in made.values()])
+    twins = {other for _, other in there.tied}
+    wanted = np.concatenate([array.ravel() for tensor, array in arrays.items() if tensor not in twins])
+    if "output=copied" in options:
+        wanted = np.concatenate([wanted, arrays["model.embed_tokens.weight"].ravel()])
+    np.testing.assert_array_equal(np.sort(used[used > 0]), np.sort(wanted))
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_a_real_model_comes_back_as_it_was_and_every_element_is_used_once(name: str) -> None:
+    config, shapes = REAL[name]
+    table = rules_named(name)
+
+    there = apply_rules(table, shapes, config)
+    assert_each_element_once(there, shapes)
+    made = {tensor: each.view.shape for tensor, each in there.made.items()}
+    back = apply_rules(table, made, config)
+    taken = {one for one, _ in there.tied}
+    assert_each_element_once(back, made, {name for name, each in there.made.items() if taken & {*each.sources}})
+
+    assert {tensor: each.view.shape for tensor, each in back.made.items()} == shapes
+    # What is made of what was made: each tensor is itself again.
+    for tensor in _one_of_each_kind(shapes):
+        assert_itself_again(back, there, tensor)
+
+
+def assert_each_element_once(applied: Applied, shapes: Shapes, twice: Collection[str] = ()) -> None:
+    """By counting: the regions of every tensor are all of it, and so are those of every source."""
+    taken: Counter[str] = Counter()
+    for made in applied.made.values():
+        assert sum(region.volume for region in made.view.regions) == math.prod(made.view.shape)
+        for region in made.view.regions:
+            taken[made.sources[region.source]] += region.volume
+    spare = {other for _, other in applied.tied}
+    for name, shape in shapes.items():
+        if name not in spare:
+            assert taken[name] == math.prod(shape) * (2 if name in twice else 1), name
+
+
+def assert_itself_again(back: Applied, there: Applied, tensor: str) -> None:
+    """A tensor that was made back is the one that it was, at places all over it."""
+    made = back.made[tensor]
+    twins = {other: one for one, other in there.tied}
+    for position in _places(made.view.shape):
+        source, place = _at(made.view, position)
+        between = there.made[made.sources[source]]
+        first, origin = _at(between.view, place)
+        assert (between.sources[first], origin) == (twins.get(tensor, tensor), position)
+
+
+def _one_of_each_kind(shapes: Iterable[str]) -> list[str]:
+    last: dict[str, str] = {}
+    for name in shapes:
+        last[re.sub("[0-9]+", "0", name)] = name
+    return [*last.values()]
+
+
+def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    return [*itertools.product(*(sorted({0, size // 3, size * 2 // 3, size - 1}) for size in shape))]
+
+
+def _at(view: View, position: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """The source of an element, and where it lies there."""
+    found = [place for region in view.regions for place in _within(region, position)]
+    assert len(found) == 1
+    return found[0]
+
+
+def _within(region: Region, position: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    box = tuple((place, place + 1) for place in position)
+    return [(part.source, part.source_origin) for part in region.within_box(box)]
+
+
+def test_a_model_whose_output_is_its_embedding_needs_no_head() -> None:
+    config, shapes = TINY["qwen3"]
+    tied = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+
+    applied = apply_rules(rules_named("qwen3"), tied, {**config, "tie_word_embeddings": True})
+
+    assert "output_layer.weight" not in applied.made
+    with pytest.raises(NamesError, match=r"missing: 'lm_head\.weight'"):
+        apply_rules(rules_named("qwen3"), tied, config)
+
+
+def test_what_a_configuration_of_mindformers_says_holds() -> None:
+    config, shapes = TINY["qwen3"]
+    stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=contiguous"), shapes, config)
+
+    told = apply_rules(
+        rules_named("qwen3"),
+        shapes,
+        {**config, "use_interleaved_weight_layout_mlp": False, "use_contiguous_weight_layout_attention": True},
+    )
+
+    assert told.made == stated.made
+    assert told.made != apply_rules(rules_named("qwen3"), shapes, config).made
+
+
+def test_what_is_usual_is_said() -> None:
+    config, shapes = TINY["qwen3"]
+
+    assert "gate_up=interleaved" in " ".join(apply_rules(rules_named("qwen3"), shapes, config).notes)
+    stated = apply_rules(rules_named("qwen3,gate_up=halves,qkv=grouped,vocab_multiple=1"), shapes, config)
+    assert "gate_up" not in " ".join(stated.notes)
+
+
+def test_a_layer_that_predicts_further_tokens_can_be_dropped() -> None:
+    config, shapes = TINY["deepseek_v3"]
+
+    applied = apply_rules(rules_named("deepseek_v3,mtp=dropped"), shapes, config)
+
+    assert not any(name.startswith("mtp.") for name in applied.made)
+    assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
+
+
+def test_layers_beyond_those_of_the_configuration_are_an_error() -> None:
+    config, shapes = TINY["llama"]
+
+    with pytest.raises(NamesError, match="numbers of layer are less than 2"):
+        apply_rules(rules_named("llama"), shapes, {**config, "num_hidden_layers": 2})
+    with pytest.raises(NamesError, match=r"missing: 'model\.layers\.3\.input_layernorm\.weight'"):
+        apply_rules(rules_named("llama"), shapes, {**config, "num_hidden_layers": 4})
+
+
+def test_padding_is_said() -> None:
+    config, shapes = TINY["llama"]
+    table = rules_named("llama,vocab_multiple=8")
+
+    there = apply_rules(table, shapes, config)
+    back = apply_rules(table, {name: made.view.shape for name, made in there.made.items()}, config)
+
+    assert there.made["lm_head.weight"].view.shape == (16, 6)
+    assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(there.notes)
+    assert "left out" in " ".join(back.notes)
