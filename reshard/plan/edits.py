@@ -103,9 +103,10 @@ class Edits:
     @cached_property
     def identity(self) -> str:
         """All of it as a text, the same for what gives the same tensors."""
-        tables = [None if rules is None else (rules.text, rules.chosen) for rules in (self.table, self.renames)]
+        table = None if self.table is None else (self.table.text, self.table.chosen)
+        renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
-        return repr((tables, config, self.reverse, self.optimizer, self.casts))
+        return repr((table, renames, config, self.reverse, self.optimizer, self.casts))
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
