@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
+
+import numpy.typing as npt
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.formats.tensors import CheckpointIndex
-from reshard.layout import Grid, View
+from reshard.layout import Box, Grid, View
 
 
 class Sharding(Protocol):
@@ -70,6 +72,19 @@ AS_RECORDED = ShardReading()
 """Of all tensors but accumulated gradients."""
 
 
+class Addition(Protocol):
+    """What is added to the elements of a tensor when it is written."""
+
+    def add(self, box: Box, words: npt.NDArray[Any]) -> None:
+        """Add to some elements in place.
+
+        Args:
+            box: which elements of the full tensor they are.
+            words: the elements as unsigned words of their size, in the shape of the box, with one more dimension of one
+                word.
+        """
+
+
 class GlobalTensor(NamedTuple):
     """A tensor of a checkpoint, all of its slices together.
 
@@ -83,6 +98,7 @@ class GlobalTensor(NamedTuple):
         stored: the tensors in the files that it is made of, where it is not one itself; the shardings are then
             theirs, one after the other. Types may differ from its own: its elements are cast.
         view: which elements of them it is made of; None where it is all of the only one.
+        added: what is added to its elements; None where nothing is.
     """
 
     name: str
@@ -93,6 +109,7 @@ class GlobalTensor(NamedTuple):
     shards: ShardReading = AS_RECORDED
     stored: tuple[GlobalTensor, ...] = ()
     view: Optional[View] = None
+    added: Optional[Addition] = None
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:

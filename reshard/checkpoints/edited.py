@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import AS_RECORDED, Checkpoint, GlobalTensor
+from reshard.checkpoints.checkpoint import AS_RECORDED, Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
@@ -26,11 +26,13 @@ class Made:
         sources: names of tensors of the source, numbered as in the view.
         view: which elements of them; None where it is the only source as it is.
         dtype: element type that it gets; None for that of its sources.
+        added: what is added to its elements; None where nothing is.
     """
 
     sources: tuple[str, ...]
     view: Optional[View] = None
     dtype: Optional[str] = None
+    added: Optional[Addition] = None
 
 
 class MadeTensors(ByName[GlobalTensor]):
@@ -63,6 +65,7 @@ class MadeTensors(ByName[GlobalTensor]):
                 first.shards if made.view is None else AS_RECORDED,
                 stored,
                 made.view,
+                made.added,
             )
         return found
 

@@ -56,6 +56,8 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     if not isinstance(request.src, str) or options.part is not None:
         return None
     words = Words() if request.edits is None else request.edits.words
+    if words is None:
+        return None
     # One of several runs is gone on with by going on with all of them.
     several = options.adding or options.share is not None
     try:

@@ -68,6 +68,8 @@ class BlockFiller:
                 continue
             for region in piece.region.within_box(common):
                 self._fill_loops(piece.source, region, box, view, tensor.item_size, cast)
+        if tensor.added is not None:
+            tensor.added.add(box, view)
 
     def most_shared_rows(self, shared: SharedRows) -> int:
         """How many shared rows of the widest source fit the scratch room."""
@@ -103,6 +105,9 @@ class BlockFiller:
                 if common is not None:
                     out = views[member][_inside(common, boxes[member])]
                     put(data[_inside(common, region)], out, cast)
+        for tensor, box, view in zip(shared.tensors, boxes, views):
+            if tensor.added is not None:
+                tensor.added.add(box, view)
 
     def _rows(self, source: StoredSlice, region: Box, item_size: int) -> Words:
         """A region of whole rows of a stored slice, as it lies in a map or read into the scratch room."""

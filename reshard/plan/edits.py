@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError, UsageError
@@ -78,6 +78,26 @@ class Words:
     cast: tuple[str, ...] = ()
 
 
+class Additions(Protocol):
+    """What is added to tensors of a checkpoint.
+
+    Attributes:
+        identity: a text, the same for what adds the same.
+    """
+
+    identity: str
+
+    def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
+        """What is added to each tensor that gets anything.
+
+        Raises:
+            CheckpointError: it does not fit these tensors.
+        """
+
+    def is_part(self, name: str) -> bool:
+        """Whether a tensor is part of what is added, so that it is not written itself."""
+
+
 @dataclass(frozen=True)
 class Edits:
     """What is asked of names, packing and types.
@@ -89,7 +109,8 @@ class Edits:
         reverse: whether the table is read from right to left; None: the way that fits.
         optimizer: whether the table's rules hold for optimizer state, too.
         casts: types that are asked for; of those that concern a tensor the last holds.
-        words: how it was typed.
+        additions: what is added to tensors before they get other names; they are not cast then.
+        words: how it was typed; None where it is not typed with the options of a conversion.
     """
 
     table: Optional[Rules] = None
@@ -98,7 +119,12 @@ class Edits:
     reverse: Optional[bool] = None
     optimizer: bool = False
     casts: tuple[CastAsked, ...] = ()
-    words: Words = field(default=Words(), compare=False)
+    additions: Optional[Additions] = None
+    words: Optional[Words] = field(default=Words(), compare=False)
+
+    def __post_init__(self) -> None:
+        if self.additions is not None and (self.table is not None or self.casts):
+            raise UsageError("what is added to tensors goes with neither rules of names nor casts")
 
     @cached_property
     def identity(self) -> str:
@@ -106,7 +132,8 @@ class Edits:
         table = None if self.table is None else (self.table.text, self.table.chosen)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
-        return repr((table, renames, config, self.reverse, self.optimizer, self.casts))
+        additions = None if self.additions is None else self.additions.identity
+        return repr((table, renames, config, self.reverse, self.optimizer, self.casts, additions))
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
@@ -127,6 +154,11 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    if edits.additions is not None:
+        added = edits.additions.fit(checkpoint.tensors)
+        is_part = edits.additions.is_part
+        made = {name: replace(each, added=added.get(name)) for name, each in made.items() if not is_part(name)}
+        kept = {name for name in kept if not is_part(name)}
     if edits.table is not None:
         applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
         check_tied(checkpoint, applied.tied, handles, report)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import OutputLayout
+from reshard.checkpoints.checkpoint import Addition
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box, Region, shape_of, volume_of
 
@@ -75,6 +76,7 @@ class TargetTensor(NamedTuple):
         pieces: what it is made of, none of which overlap.
         dtype: its type, where elements are cast; None where all are copied.
         padded: whether pieces leave elements out.
+        added: what is added to the elements, once they are there.
     """
 
     name: str
@@ -83,6 +85,7 @@ class TargetTensor(NamedTuple):
     pieces: tuple[Piece, ...]
     dtype: Optional[str] = None
     padded: bool = False
+    added: Optional[Addition] = None
 
     @property
     def shape(self) -> tuple[int, ...]:

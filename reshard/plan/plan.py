@@ -12,10 +12,10 @@ import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Protocol
+from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import lay_out_copy
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Addition, Checkpoint
 from reshard.errors import IncompleteSourceError
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.cuts import Cut, Cuts
@@ -97,6 +97,7 @@ class Plan:
         self._needs: dict[int, tuple[int, ...]] = {}
         self._orders = Orders(form.format, form.metadata)
         self._unholdable = frozenset(sorted.unholdable)
+        self._edited = request.edits is not None
 
     def path(self, file: int) -> str:
         """The final name of a target file."""
@@ -252,7 +253,7 @@ class Plan:
             file,
             self.path(file),
             order.layout,
-            TargetTensors(order, alike, tensors, self._stored),
+            TargetTensors(order, alike, tensors, self._stored, self._added),
             frozenset(self.checkpoint.files[holder] for holder in holders),
         )
 
@@ -360,8 +361,13 @@ class Plan:
         cast = None if types == [None] * len(types) else example.dtype
         return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
 
+    @property
+    def _added(self) -> Optional[Callable[[str], Optional[Addition]]]:
+        """What is added to tensors by name; None where nothing is."""
+        return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
+
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
-        stored = self.checkpoint.tensors[name].stored
+        stored = self.checkpoint.tensors[name].stored if self._edited else ()
         index = self.checkpoint.indexes[holder]
         extents = index.tensors[stored[source].name if stored else name].extents
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box)

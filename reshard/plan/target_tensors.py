@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Optional, Union, overload
 
 from reshard.checkpoints import OutputLayout
+from reshard.checkpoints.checkpoint import Addition
 from reshard.layout import Box, Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
@@ -77,15 +78,22 @@ class TargetTensors(Sequence[TargetTensor]):
         alike: the kinds of parameters.
         single: tensors that are of no kind.
         stored_at: where slices lie.
+        added: what is added to the elements of tensors, by name; None where nothing is.
     """
 
     def __init__(
-        self, order: FileOrder, alike: Sequence[Alike], single: Sequence[TargetTensor], stored_at: StoredAt
+        self,
+        order: FileOrder,
+        alike: Sequence[Alike],
+        single: Sequence[TargetTensor],
+        stored_at: StoredAt,
+        added: Optional[Callable[[str], Optional[Addition]]] = None,
     ) -> None:
         self._order = order
         self._alike = alike
         self._single = single
         self._stored_at = stored_at
+        self._added = added
         # Whoever writes a tensor asks for it a few times.
         self._last: Optional[tuple[int, TargetTensor]] = None
 
@@ -118,7 +126,7 @@ class TargetTensors(Sequence[TargetTensor]):
         name = self._order.names[place]
         item_size, box, takes, dtype, padded = self._alike[number]
         pieces = tuple(self._piece(name, take) for take in takes)
-        return TargetTensor(name, item_size, box, pieces, dtype, padded)
+        return TargetTensor(name, item_size, box, pieces, dtype, padded, None if self._added is None else self._added(name))
 
     def _piece(self, name: str, take: Take) -> Piece:
         source = 0 if take.region is None else take.region.source

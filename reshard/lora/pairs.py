@@ -1,0 +1,129 @@
+"""The names of adapters' matrices: which two belong together, and which weight they change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, Optional
+
+from reshard.errors import CheckpointError
+from reshard.text.messages import listing
+from reshard.text.names import is_weight
+from reshard.text.near_names import near_names
+from reshard.text.wording import quoted
+
+# What PEFT puts before every name of the model.
+_PEFT = "base_model.model."
+# PEFT's names, with or without that of the adapter; MindFormers' and MindPet's.
+_MATRIX = re.compile(
+    r"(?P<stem>.+)\.(?:lora_(?P<upper>[AB])(?:\.[^.]+)?\.weight|(?:mindpet_delta_)?lora_(?P<lower>[ab]))", re.DOTALL
+)
+_UNKNOWN = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_embedding_": "LoRA of an embedding",
+    "lora_": "a kind of LoRA",
+}
+# Where the weight may lie beside the matrices: of a linear layer, of one that was wrapped.
+_WEIGHTS = ("{stem}.weight", "{stem}.base_layer.weight", "{stem}.layer.weight", "{stem}")
+
+
+class Pair(NamedTuple):
+    """Two matrices of an adapter.
+
+    Attributes:
+        stem: what their names begin with; the module that they belong to.
+        down: name of A, which has a row for each of the ranks.
+        up: name of B, which has a column for each.
+    """
+
+    stem: str
+    down: str
+    up: str
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a tensor is one of an adapter's, by its name."""
+    return _MATRIX.fullmatch(name) is not None
+
+
+def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
+    """The pairs among the tensors of an adapter, sorted; optimizer state and values beside them do not count.
+
+    Args:
+        names: of all tensors.
+        place: where they lie, for messages.
+
+    Raises:
+        CheckpointError: there is none, one is alone, or there are weights that are no such matrices.
+    """
+    found: dict[str, dict[str, str]] = {}
+    others = []
+    for name in sorted(names):
+        match = _MATRIX.fullmatch(name)
+        if not is_weight(name):
+            continue
+        if match is None:
+            others.append(name)
+            continue
+        side = (match["upper"] or match["lower"]).upper()
+        if side in found.setdefault(match["stem"], {}):
+            raise CheckpointError(
+                f"{place}: {quoted(name)} and {quoted(found[match['stem']][side])} are both matrices of one adapter",
+                file=place,
+                parameter=name,
+                hint="merge one adapter after the other, each from a place of its own",
+            )
+        found[match["stem"]][side] = name
+    for name in others:
+        for sign, what in _UNKNOWN.items():
+            if sign in name:
+                raise CheckpointError(
+                    f"{place}: {quoted(name)} is of {what}, which cannot be merged here", file=place, parameter=name
+                )
+    alone = [name for sides in found.values() if len(sides) < 2 for name in sides.values()]
+    if alone:
+        raise CheckpointError(
+            f"{place}: without the other matrix of their pair: " + listing(alone), file=place, parameter=alone[0]
+        )
+    if not found:
+        raise CheckpointError(
+            f"{place}: holds no matrices of an adapter, such as model.layers.0.self_attn.q_proj.lora_A.weight",
+            file=place,
+        )
+    return [Pair(stem, sides["A"], sides["B"]) for stem, sides in sorted(found.items())]
+
+
+def whole_weights(names: Iterable[str]) -> list[str]:
+    """Weights among an adapter's tensors that are no matrices of pairs, sorted."""
+    return sorted(name for name in names if is_weight(name) and not is_matrix(name))
+
+
+def weight_of(pair: Pair, weights: Collection[str]) -> str:
+    """The weight that a pair changes.
+
+    Args:
+        pair: the pair.
+        weights: names of the base's tensors.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be told which.
+    """
+    stems = [pair.stem] + ([pair.stem[len(_PEFT) :]] if pair.stem.startswith(_PEFT) else [])
+    wanted = [form.format(stem=stem) for stem in stems for form in _WEIGHTS]
+    found = [name for name in dict.fromkeys(wanted) if name in weights]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CheckpointError(
+            f"{quoted(pair.down)} belongs to one of {' and '.join(map(quoted, found))}, and nothing tells which",
+            parameter=pair.down,
+        )
+    expected = f"{stems[-1]}.weight"
+    near: Optional[str] = " or ".join(map(quoted, near_names(expected, weights))) or None
+    raise CheckpointError(
+        f"{quoted(pair.down)} belongs to {quoted(expected)}, which the base does not have",
+        parameter=pair.down,
+        hint=f"is the adapter of another model, or named otherwise? The base has {near}"
+        if near
+        else "is the adapter of another model, or named otherwise? `reshard convert --rename OLD=NEW` gives other names",
+    )
