@@ -5,8 +5,16 @@ in memory; here is what NumPy's users expect around that. Nothing is ever writte
 """
 
 from reshard.opened.arrays import numpy_dtype
-from reshard.opened.checkpoint import OpenedCheckpoint
-from reshard.opened.opening import open, open_requested
+from reshard.opened.checkpoint import Effort, OpenedCheckpoint
+from reshard.opened.opening import open, open_requested, reading_request
 from reshard.opened.tensor import LazyTensor
 
-__all__ = ["LazyTensor", "OpenedCheckpoint", "numpy_dtype", "open", "open_requested"]
+__all__ = [
+    "Effort",
+    "LazyTensor",
+    "OpenedCheckpoint",
+    "numpy_dtype",
+    "open",
+    "open_requested",
+    "reading_request",
+]

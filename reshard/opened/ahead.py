@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.layout import whole_box
+from reshard.opened.contents import Contents
 from reshard.opened.engine import CHUNK_BYTES, Bytes, Engine, chunks_of, wait_for
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
@@ -30,19 +31,30 @@ class _Coming(NamedTuple):
     futures: Sequence[Future[None]]
 
 
-def in_file_order(tensors: Iterable[LazyTensor]) -> list[LazyTensor]:
-    """Tensors in the order in which their first bytes lie in the files."""
+class FileOrder(NamedTuple):
+    """Tensors in the order in which their first bytes lie in the files, and those files."""
 
-    def key(tensor: LazyTensor) -> tuple[str, int, str]:
-        for piece in tensor.target.pieces:
+    names: list[str]
+    paths: set[str]
+
+
+def in_file_order(contents: Contents, names: Iterable[str]) -> FileOrder:
+    """The order in which tensors are read best."""
+    paths: set[str] = set()
+
+    def key(name: str) -> tuple[str, int, str]:
+        # There may be very many pieces, so they are made anew where the tensor is read.
+        pieces = contents.target(name).pieces
+        paths.update(piece.source.path for piece in pieces)
+        for piece in pieces:
             for offset, _ in piece.source.extents:
-                return piece.source.path, offset, tensor.name
-        return "", 0, tensor.name
+                return piece.source.path, offset, name
+        return "", 0, name
 
-    return sorted(tensors, key=key)
+    return FileOrder(sorted(names, key=key), paths)
 
 
-def read_ahead(tensors: Sequence[LazyTensor], engine: Engine, budget: int) -> Iterator[tuple[str, Array]]:
+def read_ahead(tensors: Iterable[LazyTensor], engine: Engine, budget: int) -> Iterator[tuple[str, Array]]:
     """Read tensors whole, in the order given.
 
     Args:

@@ -156,25 +156,22 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         Raises:
             ReshardError: a file cannot be read, or was written to meanwhile.
         """
-        chosen = in_file_order(self[name] for name in (self if names is None else dict.fromkeys(names)))
-        engine = self.engine
-        yield from read_ahead(chosen, engine, self._effort.max_memory // 2)
-        self.check_unchanged(chosen)
+        chosen = [self[name] for name in (self if names is None else dict.fromkeys(names))]
+        order = in_file_order(self.contents, [tensor.name for tensor in chosen])
+        yield from read_ahead(map(self.__getitem__, order.names), self.engine, self._effort.max_memory // 2)
+        self.check_unchanged(order.paths)
 
-    def check_unchanged(self, tensors: Optional[Iterable[LazyTensor]] = None) -> None:
+    def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:
         """Insist that files are still what they were when they were first opened.
 
         Args:
-            tensors: only the files that these are in; by default all that were looked into.
+            paths: only these; by default all files of the step, of which those count that were opened.
 
         Raises:
             RetryableError: somebody has written to one, or removed it: what was read may be of two versions.
         """
-        if tensors is None:
-            paths = set(self.contents.plan.checkpoint.files.values())
-        else:
-            paths = {piece.source.path for tensor in tensors for piece in tensor.target.pieces}
-        self._handles.check_unchanged(sorted(paths))
+        chosen = self.contents.plan.checkpoint.files.values() if paths is None else paths
+        self._handles.check_unchanged(sorted(set(chosen)))
 
     def close(self) -> None:
         """Close the files; tensors cannot be read any more."""

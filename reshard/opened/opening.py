@@ -69,17 +69,49 @@ def open(
         ReshardError: there is nothing to open, or a strategy cannot be read.
     """
     report = logged()
+    filters = Filters(tuple(include), tuple(exclude))
     if decrypt_mode is not None and decrypt_key_file is None:
         raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
-    path = os.fspath(src)
     decryption = None if decrypt_key_file is None else Decryption(os.fspath(decrypt_key_file), decrypt_mode)
-    form = form_of(path)
-    source = _source(path, form, _text(src_strategy), file_suffix, report)
-    target, file = _target(path, form, source, _text(dst_strategy), rank, step, report)
-    request = Request(
-        src=path,
+    request = reading_request(
+        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, step, file_suffix, filters, report
+    )
+    return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
+
+
+def reading_request(
+    src: str,
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    rank: Optional[int],
+    step: str,
+    file_suffix: Optional[str],
+    filters: Filters,
+    report: Report,
+) -> Request:
+    """What would be converted to get what is to be read: one file, which is never written.
+
+    Args:
+        src: the source.
+        src_strategy: as in `open`, like what follows.
+        dst_strategy: see there.
+        rank: see there.
+        step: see there.
+        file_suffix: see there.
+        filters: which names are taken.
+        report: told of what was noted of strategies.
+
+    Raises:
+        UsageError: options are missing, or do not go together.
+        ReshardError: there is nothing to open, or a strategy cannot be read.
+    """
+    form = form_of(src)
+    source = _source(src, form, src_strategy, file_suffix, report)
+    target, file = _target(src, form, source, dst_strategy, rank, step, report)
+    return Request(
+        src=src,
         dst=os.curdir,
         source=source,
         target=target,
@@ -87,11 +119,10 @@ def open(
         format=MEMORY,
         step=step,
         file_suffix=file_suffix,
-        filters=Filters(tuple(include), tuple(exclude)),
+        filters=filters,
         form=form,
         to=RANKS,
     )
-    return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
 def open_requested(
