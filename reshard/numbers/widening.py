@@ -97,6 +97,21 @@ def _float8(kind: _Float8, codes: npt.NDArray[np.int64]) -> Doubles:
     return values
 
 
+def in_numpy(array: Array, dtype: str) -> Array:
+    """Elements as NumPy knows them by itself: of types that it lacks, exactly as many Float32.
+
+    Args:
+        array: elements, of any dtype of their size, in one dimension.
+        dtype: MindSpore's name of their type.
+    """
+    raw: Bytes = array.view(np.uint8)
+    if dtype == "BFloat16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype.startswith("Float8"):
+        return table(dtype)[raw, 0].astype(np.float32)
+    return array
+
+
 class Widener:
     """Makes numbers of elements, `AT_ONCE` at the most at a time; for one thread.
 

@@ -55,6 +55,33 @@ class Selection(NamedTuple):
         """Of the array of the chosen elements, before it is finished."""
         return tuple(axis.length for axis in self.axes)
 
+    @property
+    def finished_shape(self) -> tuple[int, ...]:
+        """Of the array when it is finished."""
+        stand_in = np.broadcast_to(np.zeros((), np.uint8), self.shape)
+        return np.shape(stand_in[self.finish])
+
+    @property
+    def turned(self) -> tuple[slice, ...]:
+        """Which dimensions are still to be turned round, as an index."""
+        missing = len(self.axes) - sum(part is not None and part is not Ellipsis for part in self.finish)
+        parts: list[slice] = []
+        for part in self.finish:
+            if part is Ellipsis:
+                parts += [slice(None)] * missing
+            elif part is not None:
+                parts.append(part if isinstance(part, slice) else slice(None))
+        return tuple(parts)
+
+    def part(self, box: Box) -> Selection:
+        """A box of what is chosen, counted in the finished order; it is not finished but for being turned round."""
+        turned = (*self.turned, *(slice(None) for _ in self.axes))
+        axes = []
+        for (start, step, length), (low, high), turn in zip(self.axes, box, turned):
+            first = length - high if turn.step == -1 else low
+            axes.append(Axis(start + first * step, step, high - low))
+        return Selection(tuple(axes), turned[: len(axes)])
+
 
 class Reading(NamedTuple):
     """A box to be read, and where its elements go.
@@ -188,8 +215,7 @@ def into(array: Array, selection: Selection) -> Array:
     Raises:
         IndexError: the array is of another shape.
     """
-    stand_in = np.broadcast_to(np.zeros((), np.uint8), selection.shape)
-    expected = np.shape(stand_in[selection.finish])
+    expected = selection.finished_shape
     if array.shape != expected:
         raise IndexError(f"an array of shape {expected} is needed, not {array.shape}")
     back = {0: np.newaxis, None: 0}

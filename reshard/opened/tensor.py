@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.execute.boxes import boxes_of_range
 from reshard.opened.arrays import numpy_dtype, plain_dtype
 from reshard.opened.contents import Entry
+from reshard.opened.engine import CHUNK_BYTES
 from reshard.opened.indexing import into, select, whole
 from reshard.plan.pieces import TargetTensor
 
@@ -103,6 +106,30 @@ class LazyTensor:
         if not array.flags.writeable:
             raise TypeError(f"the array that {self.name} is to be read into may not be written")
         self._owner.engine.read(self.target, selection, into(array, selection))
+
+    def blocks(self, index: Any = ..., most: int = CHUNK_BYTES) -> Iterator[Array]:
+        """The elements of ``tensor[index]`` in C order, a few at a time.
+
+        Args:
+            index: what is read, all of the tensor by default.
+            most: bytes of an array at the most, or an element.
+
+        Yields:
+            Arrays of one dimension, each the caller's own.
+
+        Raises:
+            IndexError: the index is none of the basic ones, or reaches beyond the tensor.
+            ReshardError: a file cannot be read.
+        """
+        selection = select(index, self.shape)
+        turned = selection.turned
+        target, engine = self.target, self._owner.engine
+        count = math.prod(selection.shape)
+        for box in boxes_of_range(selection.shape, 0, count, max(1, most // max(1, self._item_size))):
+            part = selection.part(box)
+            array = self.empty(part.shape)
+            engine.read(target, part, array)
+            yield np.ascontiguousarray(array[turned]).reshape(-1)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An array for elements of this tensor, to be filled."""
