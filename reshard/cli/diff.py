@@ -11,11 +11,13 @@ import click
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, number_words, opened, shape_words
 from reshard.cli.output import echo_json, listener, say, table
 from reshard.cli.progress import progress_of
 from reshard.numbers.difference import Differences, Pair, differences
 from reshard.opened import OpenedCheckpoint
+from reshard.plan.edits import Edits
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import plural
@@ -41,6 +43,7 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 @option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Which checkpoint of B, if another than --step.")
 @options.source
 @options.selection
+@options.edits
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.effort
 @options.output
@@ -60,12 +63,13 @@ def diff(
     They may differ in form, layout, step and type: full tensors are compared. First which are in one only,
     or of another shape; then, of those that differ, how many elements do, and the largest absolute and
     relative difference. NaN is equal to NaN. A tensor of another type or of other bits counts as different
-    though no value is: exit status 4 with --exit-code. Without it, the status is 0.
+    though no value is: exit status 4 with --exit-code. Without it, the status is 0. Options of names and
+    types are for A, so that B can be compared with what it was made of.
     """
     quiet = typed["quiet"]
     report = Report(listener(quiet))
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report))
+        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(typed)))
         other = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
         found = differences(one, other, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
         sides = {"a": _side(a, one), "b": _side(b, other)}
@@ -143,7 +147,13 @@ def _row(pair: Pair) -> dict[str, Any]:
 
 
 def _opened(
-    src: str, own: Optional[str], shared: Optional[str], step: Optional[str], typed: dict[str, Any], report: Report
+    src: str,
+    own: Optional[str],
+    shared: Optional[str],
+    step: Optional[str],
+    typed: dict[str, Any],
+    report: Report,
+    edits: Optional[Edits] = None,
 ) -> OpenedCheckpoint:
     """One of the two; what is said of both does not count for a form that has no such thing."""
     form = form_of(src)
@@ -152,4 +162,4 @@ def _opened(
         shared = None
     if form not in (RANKS, CHECKPOINT2):
         typed = {**typed, "step": "latest"}
-    return opened(src, own or shared, typed, report, step, share=2)
+    return opened(src, own or shared, typed, report, step, share=2, edits=edits)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, opened, shape_words
 from reshard.cli.output import echo_json, is_verbose, listener, say
 from reshard.errors import CheckpointError, UnwritableError, UsageError
@@ -73,6 +74,7 @@ reshard get iterations/ lm_head.weight -o head.npy
     help="Write an array for numpy.load; - writes it to standard output.",
 )
 @option("Output", "--raw", is_flag=True, help="Types that NumPy lacks as unsigned integers instead of Float32.")
+@options.edits
 @options.effort
 @options.json_output
 @option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors.")
@@ -98,7 +100,7 @@ def get(
     """
     report = Report(listener(quiet))
     chosen = _index(index)
-    with opened(src, strategy, typed, report) as checkpoint:
+    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
         names = _names(checkpoint, name)
         if output is not None:
             if as_json:
@@ -118,7 +120,7 @@ def get(
     for tensor, array in arrays:
         if not quiet:
             packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
-            say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}", True)
+            say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
         _print(array)
 
 

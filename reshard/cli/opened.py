@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.opened import Effort, OpenedCheckpoint, open_requested, reading_request
+from reshard.plan.edits import Edits
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
@@ -20,6 +21,7 @@ def opened(
     report: Report,
     step: Optional[str] = None,
     share: int = 1,
+    edits: Optional[Edits] = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
 
@@ -30,12 +32,15 @@ def opened(
         report: told of warnings and notes.
         step: which step, if not that of the options.
         share: how many share the memory.
+        edits: names and types that are asked for.
 
     Raises:
         ReshardError: options do not go together, or there is nothing to open.
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
-    request = reading_request(src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report)
+    request = reading_request(
+        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits
+    )
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     return open_requested(request, effort_of(typed, share), decryption, report)
 

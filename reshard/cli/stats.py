@@ -9,6 +9,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, number_words, opened, shape_words
 from reshard.cli.output import alarming, echo_json, listener, table, write_picture
 from reshard.cli.progress import progress_of
@@ -44,6 +45,7 @@ reshard stats unified/ --svg magnitudes.svg
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.source
 @options.selection
+@options.edits
 @option("Checks", "--fail-on", metavar="nan,inf", callback=_kinds, help="Exit status 4 if there is one of these.")
 @options.effort
 @options.svg("Draw which magnitudes the elements have, in all and by parameter.")
@@ -57,7 +59,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     """
     quiet, verbose = typed["quiet"], typed["verbose"]
     report = Report(listener(quiet))
-    with opened(src, strategy, typed, report) as checkpoint:
+    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
         found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
         step, form = checkpoint.step, checkpoint.form

@@ -106,9 +106,11 @@ def in_numpy(array: Array, dtype: str) -> Array:
     """
     raw: Bytes = array.view(np.uint8)
     if dtype == "BFloat16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        singles: Array = np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
+        return singles
     if dtype.startswith("Float8"):
-        return table(dtype)[raw, 0].astype(np.float32)
+        looked_up: Array = table(dtype)[raw, 0].astype(np.float32)
+        return looked_up
     return array
 
 

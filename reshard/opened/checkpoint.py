@@ -14,6 +14,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
+from reshard.execute.casts import Overflowed
 from reshard.opened.ahead import in_file_order, read_ahead
 from reshard.opened.contents import Contents
 from reshard.opened.engine import Engine
@@ -49,6 +50,15 @@ class Effort:
     jobs: int
     max_memory: int
     io: str = "auto"
+
+
+def _warning(report: Report) -> Overflowed:
+    """Warns of elements that a cast made infinite, once for every tensor, since it may be read more than once."""
+
+    def overflowed(name: str, count: int) -> None:
+        report.warn(f"{quoted(name)}: there are elements that are too large for its new type, and become infinite")
+
+    return overflowed
 
 
 class OpenedCheckpoint(Mapping[str, LazyTensor]):
@@ -103,7 +113,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 effort = self._effort
                 # The other half is for what is read ahead.
                 options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, storage)
-                self._engine = Engine(self._handles, options)
+                self._engine = Engine(self._handles, options, _warning(self._report))
             return self._engine
 
     @property

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from reshard.checkpoints import FileHandles
 from reshard.execute import ExecutionOptions
 from reshard.execute.boxes import boxes_of_range
+from reshard.execute.casts import Overflowed
 from reshard.execute.filling import BlockFiller
 from reshard.execute.reading import make_reader
 from reshard.layout import Box, shape_of, volume_of
@@ -51,14 +52,16 @@ class Engine:
     Args:
         handles: open source files.
         options: CPUs, memory and what the files lie on.
+        overflowed: told of elements that a cast made infinite, by several threads.
 
     Attributes:
         threads: how many read at a time.
     """
 
-    def __init__(self, handles: FileHandles, options: ExecutionOptions) -> None:
+    def __init__(self, handles: FileHandles, options: ExecutionOptions, overflowed: Overflowed) -> None:
         self.threads = options.threads
         self._handles = handles
+        self._overflowed = overflowed
         self._options = replace(options, storage=_asked_for_little(options.storage))
         self._change = threading.Condition()
         self._idle: list[Worker] = []
@@ -93,7 +96,7 @@ class Engine:
         )
         # The room of a part that is not read at once is never touched, and so takes no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch), block)
+        return Worker(BlockFiller(reader, scratch, self._overflowed), block)
 
     def submit(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         """Have a thread of the pool do something."""

@@ -219,7 +219,7 @@ def into(array: Array, selection: Selection) -> Array:
     if array.shape != expected:
         raise IndexError(f"an array of shape {expected} is needed, not {array.shape}")
     back = {0: np.newaxis, None: 0}
-    view: Array = array[
-        tuple(part if part is Ellipsis or isinstance(part, slice) else back[part] for part in selection.finish) or ...
-    ]
+    parts = [part if part is Ellipsis or isinstance(part, slice) else back[part] for part in selection.finish]
+    # With an ellipsis it is a view even where a single element is left.
+    view: Array = array[tuple(parts if Ellipsis in parts else [*parts, Ellipsis])]
     return view

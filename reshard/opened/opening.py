@@ -14,6 +14,7 @@ from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
+from reshard.plan.edits import CastAsked, Edits
 from reshard.plan.request import Request
 from reshard.storage import exists
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
@@ -37,6 +38,7 @@ def open(
     file_suffix: Optional[str] = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    cast: Sequence[str] = (),
     jobs: Optional[int] = None,
     max_memory: int = MAX_MEMORY,
     io: str = "auto",
@@ -58,6 +60,8 @@ def open(
         file_suffix: take only files of ranks whose stem ends so.
         include: take only names that fit one of these patterns.
         exclude: leave such names out; wins.
+        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of those that concern a
+            tensor the last holds.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
@@ -70,13 +74,14 @@ def open(
     """
     report = logged()
     filters = Filters(tuple(include), tuple(exclude))
+    edits = Edits(tuple(map(CastAsked.parse, cast))) if cast else None
     if decrypt_mode is not None and decrypt_key_file is None:
         raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
     decryption = None if decrypt_key_file is None else Decryption(os.fspath(decrypt_key_file), decrypt_mode)
     request = reading_request(
-        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, step, file_suffix, filters, report
+        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, step, file_suffix, filters, report, edits
     )
     return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
@@ -90,6 +95,7 @@ def reading_request(
     file_suffix: Optional[str],
     filters: Filters,
     report: Report,
+    edits: Optional[Edits] = None,
 ) -> Request:
     """What would be converted to get what is to be read: one file, which is never written.
 
@@ -102,6 +108,7 @@ def reading_request(
         file_suffix: see there.
         filters: which names are taken.
         report: told of what was noted of strategies.
+        edits: names and types that are asked for.
 
     Raises:
         UsageError: options are missing, or do not go together.
@@ -122,6 +129,7 @@ def reading_request(
         filters=filters,
         form=form,
         to=RANKS,
+        edits=edits,
     )
 
 
