@@ -1,7 +1,8 @@
 """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
 The functions here have MindSpore's own names and signatures, so that a script changes one import;
-`reshard.convert` is the typed interface beneath them. Nothing is imported before it is used.
+`open` reads tensors where they lie; `reshard.convert` is the typed interface beneath. Nothing is imported before
+it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
         transform_checkpoint_by_rank,
         transform_checkpoints,
     )
+    from reshard.opened import open as open
 
+# Without `open`: who imports everything keeps Python's own.
 __all__ = [
     "__version__",
     "convert_checkpoint_by_rank",
@@ -36,6 +39,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "open":
+        from reshard import opened
+
+        return opened.open
     if name in __all__:
         from reshard import mindspore_api
 
@@ -44,4 +51,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

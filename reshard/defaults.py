@@ -1,5 +1,9 @@
 """Numbers and names that the command line needs without loading what uses them."""
 
+from __future__ import annotations
+
+import os
+
 # The smallest with which no kind of conversion was slower; see `benchmarks/memory.py`.
 MAX_MEMORY = 64 << 20
 
@@ -11,3 +15,8 @@ MOST_STAGES = 1 << 10
 
 # Converted files are named so, and the number of the rank.
 DEFAULT_PREFIX = "checkpoint_"
+
+
+def usable_cpus() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,9 +1,10 @@
 """A conversion from end to end."""
 
-from reshard.convert.options import Options, Part, usable_cpus
+from reshard.convert.options import Options, Part
 from reshard.convert.prepared import Prepared, check_target_ranks, prepare, transform
 from reshard.convert.summary import Phases, Summary
 from reshard.convert.writing import Counted, Workers
+from reshard.defaults import usable_cpus
 
 __all__ = [
     "Counted",

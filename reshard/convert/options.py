@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints import Decryption
-from reshard.defaults import MAX_MEMORY
-
-
-def usable_cpus() -> int:
-    """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
+from reshard.defaults import MAX_MEMORY, usable_cpus
 
 
 class Part(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Optional
 from weakref import WeakValueDictionary
 
-from reshard.checkpoints import OutputTensor, Tensor, lay_out_ckpt, lay_out_safetensors
+from reshard.checkpoints import OutputLayout, OutputTensor, Tensor, lay_out_ckpt, lay_out_safetensors
+from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.plan.kinds import Kind
 from reshard.plan.target_tensors import FileOrder
 
@@ -17,7 +18,7 @@ class Orders:
     """Makes the order of a file, or finds the one that another file has.
 
     Args:
-        format: ``ckpt`` or ``safetensors``.
+        format: ``ckpt``, ``safetensors`` or `MEMORY`.
         metadata: of safetensors files, instead of the usual.
     """
 
@@ -88,6 +89,8 @@ class Orders:
                 outputs.append(OutputTensor(name, stored.dtype, dims, stored.nbytes))
         if self._format == "safetensors":
             layout = lay_out_safetensors(outputs, self._metadata)
+        elif self._format == MEMORY:
+            layout = OutputLayout()
         else:
             layout = lay_out_ckpt(outputs)
         return FileOrder([name for name, _ in entries], array("I", (number for _, number in entries)), layout)

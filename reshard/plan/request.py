@@ -23,7 +23,7 @@ class Request:
         target: strategy it is converted to; `none` where it is written in full.
         ranks: target ranks, or files by number, asked for, ascending; None for all.
         prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
-        format: ``same``, ``ckpt`` or ``safetensors``.
+        format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.
         step: ``latest`` or ``<epoch>_<step>``.
         fallback: whether ``latest`` may be an older step than the newest, where that is not complete.
         file_suffix: only source files whose stem ends so.

@@ -97,6 +97,11 @@ class TargetTensors(Sequence[TargetTensor]):
         # Whoever writes a tensor asks for it a few times.
         self._last: Optional[tuple[int, TargetTensor]] = None
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names, in the order of the file; no tensor is made for it."""
+        return self._order.names
+
     def __len__(self) -> int:
         return len(self._order.names)
 

@@ -35,3 +35,11 @@ class Report:
         said.append(full_text(text))
         if self._listener is not None:
             self._listener(kind, text)
+
+
+def logged() -> Report:
+    """A report to the logger ``reshard``; Python shows its warnings unless told otherwise."""
+    import logging
+
+    log = logging.getLogger("reshard")
+    return Report(lambda kind, text: log.log(logging.WARNING if kind == "warning" else logging.INFO, "%s", text))

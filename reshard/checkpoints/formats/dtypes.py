@@ -14,6 +14,9 @@ NO_ARRAYS = (TEXT, MAP_TENSOR)
 
 INT4 = "Int4"
 
+MEMORY = "memory"
+"""In place of a format: tensors that are read and never written. It holds all that has elements, and text."""
+
 # Two Int4 values share a byte; files count the packed bytes, and so does everything here.
 ITEM_SIZES = {
     "Bool": 1,
@@ -98,11 +101,13 @@ def can_hold(format: str, dtype: str) -> bool:
     since MindSpore has no `.ckpt` type for them. safetensors has a closed list and no text.
 
     Args:
-        format: ``"ckpt"`` or ``"safetensors"``.
+        format: ``"ckpt"``, ``"safetensors"`` or `MEMORY`.
         dtype: MindSpore's name of the type, ``"str"`` for text, ``"MapTensor"`` for map tensors.
     """
     if dtype == MAP_TENSOR:
         return False
+    if format == MEMORY:
+        return True
     if format == "ckpt":
         return not dtype.startswith("Float8")
     return dtype in SAFETENSORS_NAMES

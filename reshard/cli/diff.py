@@ -1,0 +1,165 @@
+"""diff: what two checkpoints have not in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import click
+
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
+from reshard.cli.opened import number_json, number_words, opened, shape_words
+from reshard.cli.output import echo_json, listener, say, table
+from reshard.cli.progress import progress_of
+from reshard.numbers.difference import Differences, Pair, differences
+from reshard.opened import OpenedCheckpoint
+from reshard.plan.edits import Edits
+from reshard.text.messages import full_text, listing
+from reshard.text.report import Report
+from reshard.text.wording import plural
+
+DIFFERENT = 4
+"""Exit status of --exit-code where the checkpoints differ."""
+
+
+@command(
+    "diff",
+    """
+reshard diff before/ after/ --strategy src.ckpt
+reshard diff ckpt/ huggingface/ --a-strategy src.ckpt --exit-code
+reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
+""",
+)
+@argument("a", shell_complete=completion.paths)
+@argument("b", shell_complete=completion.paths)
+@options.strategy("Strategy that both, or the one with ranks, were saved with.", "--src-strategy", "strategy")
+@option("Strategies", "--a-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="That of A.")
+@option("Strategies", "--b-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="That of B.")
+@option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Which checkpoint of A, if another than --step.")
+@option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Which checkpoint of B, if another than --step.")
+@options.source
+@options.selection
+@options.edits
+@option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
+@options.effort
+@options.output
+def diff(
+    a: str,
+    b: str,
+    strategy: Optional[str],
+    a_strategy: Optional[str],
+    b_strategy: Optional[str],
+    a_step: Optional[str],
+    b_step: Optional[str],
+    exit_code: bool,
+    **typed: Any,
+) -> None:
+    """Compare the tensors of the checkpoints in A and B.
+
+    They may differ in form, layout, step and type: full tensors are compared. First which are in one only,
+    or of another shape; then, of those that differ, how many elements do, and the largest absolute and
+    relative difference. NaN is equal to NaN. A tensor of another type or of other bits counts as different
+    though no value is: exit status 4 with --exit-code. Without it, the status is 0. Options of names and
+    types are for A, so that B can be compared with what it was made of.
+    """
+    quiet = typed["quiet"]
+    report = Report(listener(quiet))
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(typed)))
+        other = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
+        found = differences(one, other, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
+        sides = {"a": _side(a, one), "b": _side(b, other)}
+    if typed["as_json"]:
+        echo_json(_json(found, sides))
+    else:
+        _print(found, typed["verbose"])
+    if exit_code and not found.equal:
+        click.get_current_context().exit(DIFFERENT)
+
+
+def _print(found: Differences, verbose: bool) -> None:
+    for line in _heads(found, verbose):
+        say(line)
+    differing = found.differing
+    if differing:
+        title = f"{plural(len(differing), 'tensor')} of {len(found.pairs)} differ:"
+        table(title, _COLUMNS, [_cells(pair) for pair in differing])
+    elif found.equal:
+        say(f"{plural(len(found.pairs), 'tensor')}, all the same in every byte")
+    else:
+        say(f"{plural(len(found.pairs), 'tensor')} in both with the same shape, all the same in every byte")
+
+
+def _heads(found: Differences, verbose: bool) -> Iterator[str]:
+    for names, where in ((found.only_a, "only in A"), (found.only_b, "only in B")):
+        if names:
+            listed = listing(names)
+            yield f"{len(names)} {where}: {full_text(listed) if verbose else listed}"
+    for name, (one, other) in found.shapes.items():
+        yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
+
+
+_COLUMNS = ["parameter", "type", "shape", "differing", "NaN in one", "largest difference", "relative", "at"]
+
+
+def _cells(pair: Pair) -> list[str]:
+    dtypes = pair.dtypes[0] if pair.dtypes[0] == pair.dtypes[1] else " and ".join(pair.dtypes)
+    if pair.differing is None:
+        numbers = ["-"] * 4
+    elif pair.differing == 0 and pair.dtypes[0] == pair.dtypes[1]:
+        numbers = ["bits only", "0", "0", "0"]
+    else:
+        numbers = [str(pair.differing), str(pair.nan), number_words(pair.max_abs), number_words(pair.max_rel)]
+    return [pair.name, dtypes, shape_words(pair.shape), *numbers, "" if pair.at is None else shape_words(pair.at)]
+
+
+def _json(found: Differences, sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        **sides,
+        "equal": found.equal,
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "shapes": [{"name": name, "a": list(one), "b": list(other)} for name, (one, other) in found.shapes.items()],
+        "identical": len(found.pairs) - len(found.differing),
+        "differing": [_row(pair) for pair in found.differing],
+    }
+
+
+def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    return {"path": path, "form": checkpoint.form, "step": checkpoint.step}
+
+
+def _row(pair: Pair) -> dict[str, Any]:
+    return {
+        "name": pair.name,
+        "dtypes": list(pair.dtypes),
+        "shape": list(pair.shape),
+        "differing": pair.differing,
+        "nan": pair.nan,
+        "max_abs": number_json(pair.max_abs),
+        "max_rel": number_json(pair.max_rel),
+        "at": None if pair.at is None else list(pair.at),
+    }
+
+
+def _opened(
+    src: str,
+    own: Optional[str],
+    shared: Optional[str],
+    step: Optional[str],
+    typed: dict[str, Any],
+    report: Report,
+    edits: Optional[Edits] = None,
+) -> OpenedCheckpoint:
+    """One of the two; what is said of both does not count for a form that has no such thing."""
+    form = form_of(src)
+    if form != RANKS:
+        typed = {**typed, "file_suffix": None}
+        shared = None
+    if form not in (RANKS, CHECKPOINT2):
+        typed = {**typed, "step": "latest"}
+    return opened(src, own or shared, typed, report, step, share=2, edits=edits)

@@ -1,0 +1,291 @@
+"""get: a tensor of a checkpoint, or a slice of one."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Optional, Union
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.formats.dtypes import INT4
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
+from reshard.cli.opened import number_json, opened, shape_words
+from reshard.cli.output import echo_json, is_verbose, listener, say
+from reshard.errors import CheckpointError, UnwritableError, UsageError
+from reshard.numbers.widening import in_numpy
+from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.opened.arrays import stand_in
+from reshard.opened.indexing import select
+from reshard.storage import is_directory
+from reshard.storage.temporary import create, remove, rename
+from reshard.text.globs import Glob
+from reshard.text.messages import listing
+from reshard.text.near_names import near_names
+from reshard.text.report import Report
+from reshard.text.wording import one_line, plural, quoted
+
+Array = npt.NDArray[Any]
+
+# Elements that are printed; more are for a file.
+_MOST_PRINTED = 1 << 20
+# Beyond these NumPy shows the ends only.
+_MOST_SHOWN = 1000
+_STANDARD_OUTPUT = "-"
+
+
+def _npy_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
+    # A name typed by mistake may be that of a checkpoint.
+    if value is not None and value != _STANDARD_OUTPUT:
+        if not value.lower().endswith(".npy"):
+            raise UsageError(f"--output {value}: the name has to end in .npy")
+        if is_directory(value):
+            raise UsageError(f"--output {value}: is a directory", hint="name a file to write")
+    return value
+
+
+@command(
+    "get",
+    """
+reshard get ckpt/ model.norm.weight --strategy src.ckpt
+reshard get unified/ '*.wq.weight' --slice '0:4,:8'
+reshard get iterations/ lm_head.weight -o head.npy
+""",
+)
+@argument("src", shell_complete=completion.paths)
+@click.argument("name")
+@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
+@options.source
+@option("Parameters", "--slice", "index", metavar="INDEX", help="Only this part, as NumPy writes it: '0:4,:', '-1'.")
+@option(
+    "Output",
+    "--output",
+    "-o",
+    metavar="FILE.npy|-",
+    callback=_npy_path,
+    shell_complete=completion.paths,
+    help="Write an array for numpy.load; - writes it to standard output.",
+)
+@option("Output", "--raw", is_flag=True, help="Types that NumPy lacks as unsigned integers instead of Float32.")
+@options.edits
+@options.effort
+@options.json_output
+@option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors.")
+@options.verbose("Print every element, however many there are.")
+@options.debug
+def get(
+    src: str,
+    name: str,
+    strategy: Optional[str],
+    index: Optional[str],
+    output: Optional[str],
+    raw: bool,
+    as_json: bool,
+    quiet: bool,
+    **typed: Any,
+) -> None:
+    """Print the tensor NAME of the checkpoint in SRC, or write it to a .npy file.
+
+    The tensor is whole, whatever the checkpoint is cut into, and only what --slice asks for is read. NAME
+    may be a pattern such as '*.norm.weight'; what it matches is printed one after the other, and for
+    --output it has to match one tensor. BFloat16 and 8-bit floats, which NumPy lacks, come as Float32,
+    which holds them exactly, or with --raw as their bits. An Int4 tensor comes as packed bytes.
+    """
+    report = Report(listener(quiet))
+    chosen = _index(index)
+    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
+        names = _names(checkpoint, name)
+        if output is not None:
+            if as_json:
+                raise UsageError("--output and --json do not go together")
+            if len(names) > 1:
+                raise UsageError(
+                    f"{quoted(name)} matches {plural(len(names), 'tensor')}, and --output holds one: " + listing(names)
+                )
+            _write(checkpoint[names[0]], chosen, index, raw, output, report)
+            checkpoint.check_unchanged()
+            return
+        arrays = [(checkpoint[found], _array(checkpoint[found], chosen, index, raw)) for found in names]
+        checkpoint.check_unchanged()
+    if as_json:
+        echo_json([_row(tensor, array) for tensor, array in arrays])
+        return
+    for tensor, array in arrays:
+        if not quiet:
+            packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
+            say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
+        _print(array)
+
+
+def _index(text: Optional[str]) -> Any:
+    """What --slice says, as an index.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text is None:
+        return ...
+    parts: list[Any] = []
+    for part in text.strip().strip("[]").split(","):
+        word = part.strip()
+        try:
+            if word == "...":
+                parts.append(...)
+            elif ":" in word:
+                numbers = [int(number) if number.strip() else None for number in word.split(":")]
+                parts.append(slice(*numbers))
+            elif word:
+                parts.append(int(word))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--slice {text}: {word!r} is no position, range or ...", hint=_HOW) from error
+    return tuple(parts)
+
+
+_HOW = "write it as in NumPy: '0:4,:', '..., -1' or '::2'"
+
+
+def _names(checkpoint: OpenedCheckpoint, typed: str) -> list[str]:
+    """The tensors of a name or pattern.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if typed in checkpoint:
+        return [typed]
+    glob = Glob(typed)
+    found = [name for name in checkpoint if glob.matches(name)]
+    if not found:
+        near = near_names(typed, checkpoint)
+        raise CheckpointError(
+            f"there is no tensor {quoted(typed)}",
+            parameter=typed,
+            hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else "`reshard inspect SRC` lists them",
+        )
+    return found
+
+
+def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, ...]:
+    """The shape of what is asked for.
+
+    Raises:
+        UsageError: there is no such slice.
+    """
+    try:
+        return select(chosen, tensor.shape).finished_shape
+    except (IndexError, ValueError) as error:
+        raise UsageError(
+            f"--slice {text}: {error} ({quoted(tensor.name)} has the shape {shape_words(tensor.shape)})", hint=_HOW
+        ) from error
+
+
+def _blocks(tensor: LazyTensor, chosen: Any, raw: bool) -> Iterator[Array]:
+    """The elements in C order, as NumPy knows them."""
+    bits = np.dtype(stand_in(tensor.dtype_name, tensor.itemsize).str)
+    lacking = tensor.dtype.metadata is not None or tensor.dtype.isbuiltin == 2
+    for block in tensor.blocks(chosen):
+        if not lacking:
+            yield block
+        elif raw:
+            yield block.view(bits)
+        else:
+            yield in_numpy(block, tensor.dtype_name)
+
+
+def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> Array:
+    """All that is asked for, to be printed.
+
+    Raises:
+        UsageError: it is more than anybody would read.
+    """
+    shape = _shape(tensor, chosen, text)
+    if math.prod(shape) > _MOST_PRINTED:
+        raise UsageError(
+            f"{quoted(tensor.name)}: {plural(math.prod(shape), 'element')} are too many to print",
+            hint="take some with --slice, or write all to a file with --output FILE.npy",
+        )
+    blocks = list(_blocks(tensor, chosen, raw))
+    array: Array = np.concatenate(blocks) if blocks else in_numpy(tensor.empty((0,)), tensor.dtype_name)
+    return array.reshape(shape)
+
+
+def _write(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool, path: str, report: Report) -> None:
+    """Write a .npy file, which is whole or not there.
+
+    Raises:
+        UnwritableError: it cannot be written.
+    """
+    shape = _shape(tensor, chosen, text)
+    blocks = _blocks(tensor, chosen, raw)
+    first = next(blocks, None)
+    dtype = in_numpy(tensor.empty((0,)), tensor.dtype_name).dtype if first is None else first.dtype
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    if dtype.itemsize != tensor.itemsize and not raw:
+        report.note(f"{quoted(tensor.name)} is {tensor.dtype_name}, which NumPy lacks, and is written as Float32")
+    try:
+        if path == _STANDARD_OUTPUT:
+            _put(sys.stdout.buffer, header.getvalue(), first, blocks)
+            return
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        descriptor, unnamed = create(os.path.dirname(path) or ".")
+        try:
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                _put(file, header.getvalue(), first, blocks)
+            os.fsync(descriptor)
+            rename(unnamed, path)
+        except BaseException:
+            remove(unnamed)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+    report.note(f"wrote {path}: {dtype} {shape_words(shape)}")
+
+
+def _put(file: BinaryIO, header: bytes, first: Optional[Array], blocks: Iterator[Array]) -> None:
+    file.write(header)
+    if first is not None:
+        file.write(first.view(np.uint8).data)
+    for block in blocks:
+        file.write(block.view(np.uint8).data)
+    file.flush()
+
+
+def _print(array: Array) -> None:
+    """Print an array as NumPy does; of a long one the ends, unless -v was given."""
+    if array.dtype.kind == "U":
+        say("\n".join(map(str, array.reshape(-1))))
+        return
+    most = _MOST_PRINTED if is_verbose() else _MOST_SHOWN
+    click.echo(np.array2string(array, threshold=most, separator=", ", floatmode="unique"))
+
+
+def _row(tensor: LazyTensor, array: Array) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype_name,
+        "shape": list(tensor.shape),
+        "sliced_shape": list(array.shape),
+        "values": _plain(array.tolist()),
+    }
+
+
+def _plain(values: Any) -> Union[list[Any], int, float, str, bool, None]:
+    """Elements as JSON has them; a complex number as its two parts."""
+    if isinstance(values, list):
+        return [_plain(value) for value in values]
+    if isinstance(values, complex):
+        return [number_json(values.real), number_json(values.imag)]
+    if isinstance(values, bytes):
+        return values.hex()
+    return values if isinstance(values, (bool, str)) else number_json(values)

@@ -1,0 +1,69 @@
+"""What commands that look into checkpoints have in common: opening what was typed, and numbers in JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Optional, Union
+
+from reshard.cli import options
+from reshard.defaults import usable_cpus
+from reshard.opened import Effort, OpenedCheckpoint, open_requested, reading_request
+from reshard.plan.edits import Edits
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+
+
+def opened(
+    src: str,
+    strategy: Optional[str],
+    typed: Mapping[str, Any],
+    report: Report,
+    step: Optional[str] = None,
+    share: int = 1,
+    edits: Optional[Edits] = None,
+) -> OpenedCheckpoint:
+    """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
+
+    Args:
+        src: the checkpoint.
+        strategy: what was typed as its strategy.
+        typed: the options.
+        report: told of warnings and notes.
+        step: which step, if not that of the options.
+        share: how many share the memory.
+        edits: names and types that are asked for.
+
+    Raises:
+        ReshardError: options do not go together, or there is nothing to open.
+    """
+    filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
+    request = reading_request(
+        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits
+    )
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    return open_requested(request, effort_of(typed, share), decryption, report)
+
+
+def effort_of(typed: Mapping[str, Any], share: int = 1) -> Effort:
+    """What --jobs and --max-memory allow."""
+    return Effort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
+
+
+def number_json(number: Optional[Union[int, float]]) -> Optional[Union[int, float, str]]:
+    """A number as JSON has it: what it lacks is ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if number is None or isinstance(number, int) or math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def number_words(number: Optional[Union[int, float]]) -> str:
+    """A number in a table; ``-`` where there is none."""
+    if number is None:
+        return "-"
+    return str(number) if isinstance(number, int) else f"{number:.6g}"
+
+
+def shape_words(shape: tuple[int, ...]) -> str:
+    """``[4096,1024]``."""
+    return "[" + ",".join(map(str, shape)) + "]"

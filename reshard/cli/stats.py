@@ -1,0 +1,117 @@
+"""stats: what numbers every tensor of a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.edits import edits_of
+from reshard.cli.opened import number_json, number_words, opened, shape_words
+from reshard.cli.output import alarming, echo_json, listener, table, write_picture
+from reshard.cli.progress import progress_of
+from reshard.errors import UsageError
+from reshard.numbers.statistics import TensorStatistics, statistics_of
+from reshard.text.messages import full_text, listing
+from reshard.text.report import Report
+from reshard.text.wording import plural
+
+FOUND = 4
+"""Exit status where there is what --fail-on names."""
+
+_KINDS = {"nan": "NaN", "inf": "Inf"}
+
+
+def _kinds(_: click.Context, __: click.Parameter, value: Optional[str]) -> tuple[str, ...]:
+    kinds = tuple(part.strip().lower() for part in (value or "").split(",") if part.strip())
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown:
+        raise UsageError(f"--fail-on {value}: {unknown[0]!r} is neither nan nor inf")
+    return kinds
+
+
+@command(
+    "stats",
+    """
+reshard stats ckpt/ --strategy src.ckpt
+reshard stats iterations/ --exclude 'adam_*' --fail-on nan,inf
+reshard stats unified/ --svg magnitudes.svg
+""",
+)
+@argument("src", shell_complete=completion.paths)
+@options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
+@options.source
+@options.selection
+@options.edits
+@option("Checks", "--fail-on", metavar="nan,inf", callback=_kinds, help="Exit status 4 if there is one of these.")
+@options.effort
+@options.svg("Draw which magnitudes the elements have, in all and by parameter.")
+@options.output
+def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Optional[str], **typed: Any) -> None:
+    """Print statistics of every tensor of the checkpoint in SRC.
+
+    Elements, and how many of them are NaN, infinite or zero; then the least, the largest, the mean and
+    the Euclidean norm of those that are finite. Every element counts once, however many ranks hold it, so
+    that the numbers are the same in every layout and form. Text is left out.
+    """
+    quiet, verbose = typed["quiet"], typed["verbose"]
+    report = Report(listener(quiet))
+    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
+        progress = progress_of(quiet, typed["progress"])
+        found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
+        step, form = checkpoint.step, checkpoint.form
+    if typed["as_json"]:
+        echo_json({"form": form, "step": step, "tensors": [_row(tensor) for tensor in found]})
+    else:
+        table(src, _COLUMNS, [_cells(tensor) for tensor in found])
+        click.echo(_summary(found))
+    if svg is not None:
+        from reshard.pictures.magnitudes import magnitudes_picture
+
+        write_picture(svg, magnitudes_picture(src, found), quiet)
+    bad = [line for kind in fail_on for line in _found(kind, found, verbose)]
+    for line in bad:
+        click.echo(alarming(line), err=True)
+    if bad:
+        click.get_current_context().exit(FOUND)
+
+
+_COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
+
+
+def _cells(tensor: TensorStatistics) -> list[str]:
+    numbers = (tensor.nan, tensor.inf, tensor.zeros, tensor.min, tensor.max, tensor.mean, tensor.norm)
+    return [tensor.name, tensor.dtype, shape_words(tensor.shape), *map(number_words, numbers)]
+
+
+def _summary(found: Sequence[TensorStatistics]) -> str:
+    count = sum(tensor.count for tensor in found)
+    nan, inf, zeros = (
+        (sum(numbers) for numbers in zip(*((t.nan, t.inf, t.zeros) for t in found))) if found else (0,) * 3
+    )
+    return f"{plural(len(found), 'tensor')}, {plural(count, 'element')}: {nan} NaN, {inf} infinite, {zeros} zero"
+
+
+def _found(kind: str, found: Sequence[TensorStatistics], verbose: bool) -> list[str]:
+    """A line that names the tensors with elements of a kind, if there are any."""
+    names = [tensor.name for tensor in found if getattr(tensor, kind)]
+    if not names:
+        return []
+    listed = listing(names)
+    return [f"reshard: {_KINDS[kind]} in {plural(len(names), 'tensor')}: {full_text(listed) if verbose else listed}"]
+
+
+def _row(tensor: TensorStatistics) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "count": tensor.count,
+        "nan": tensor.nan,
+        "inf": tensor.inf,
+        "zeros": tensor.zeros,
+        **{key: number_json(getattr(tensor, key)) for key in ("min", "max", "mean", "norm")},
+    }

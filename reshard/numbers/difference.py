@@ -1,0 +1,255 @@
+"""How two checkpoints differ: in names, shapes, types, and by how much in numbers.
+
+Blocks of the same bytes are known as such before anything is computed, so that only what differs is
+subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.formats.dtypes import INT4
+from reshard.execute import Progress
+from reshard.numbers.sweep import Block, Item, sweep
+from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number
+from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.opened.ahead import in_file_order
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_TINY = 5e-324
+_LONG = ("Int64", "UInt64")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor that is in both checkpoints, with the same shape.
+
+    Attributes:
+        name: its name.
+        dtypes: MindSpore's names of its type in A and in B.
+        shape: of the full tensor.
+        identical: type and all bytes are the same.
+        differing: elements whose values differ; NaN is equal to NaN. None where they are no numbers.
+        nan: elements that are NaN in one only.
+        max_abs: the largest absolute difference of elements that are NaN in none.
+        max_rel: the largest difference relative to the larger of the two, in absolute values.
+        at: where the largest absolute difference is first, or else an element that is NaN in one only.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shape: tuple[int, ...]
+    identical: bool
+    differing: Optional[int] = 0
+    nan: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    at: Optional[tuple[int, ...]] = None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How two checkpoints differ.
+
+    Attributes:
+        only_a: names that only A has, sorted.
+        only_b: names that only B has, sorted.
+        shapes: names of tensors of different shapes, with both.
+        pairs: all others, by name.
+    """
+
+    only_a: list[str]
+    only_b: list[str]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    pairs: list[Pair]
+
+    @property
+    def differing(self) -> list[Pair]:
+        """Those that are not the same in every byte."""
+        return [pair for pair in self.pairs if not pair.identical]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same."""
+        return not (self.only_a or self.only_b or self.shapes or self.differing)
+
+
+class _Part(NamedTuple):
+    """What some elements of a pair differ in; ``at`` counts elements in C order."""
+
+    identical: bool
+    differing: int
+    nan: int
+    max_abs: float
+    max_rel: float
+    at: Optional[int]
+
+
+def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:
+    """Compare two checkpoints, of any forms, layouts and steps.
+
+    Args:
+        a: the one; its tensors are read whole, once.
+        b: the other, likewise.
+        max_memory: bytes that buffers may take beside those of the checkpoints.
+        progress: told how much was read.
+
+    Raises:
+        ReshardError: something cannot be read, or was written to meanwhile.
+    """
+    common = [name for name in a if name in b]
+    shapes = {name: (a[name].shape, b[name].shape) for name in common if a[name].shape != b[name].shape}
+    alike = [name for name in common if name not in shapes]
+    # Of one shape, but of no numbers that can be compared element by element: text, types that nobody knows.
+    others = {name for name in alike if not _comparable(a[name], b[name])}
+    order = in_file_order(a.contents, alike)
+    paths = in_file_order(b.contents, alike).paths
+    names = [name for name in order.names if name not in others]
+    items = [Item((a[name], b[name])) for name in names]
+    parts = sweep(items, [a, b], lambda: _Computer(items), max_memory, progress)
+    pairs = [_together(item, some) for item, some in zip(items, parts)]
+    for name in others:
+        same = a[name].dtype_name == b[name].dtype_name and a.get_tensor(name).tobytes() == b.get_tensor(name).tobytes()
+        dtypes = (a[name].dtype_name, b[name].dtype_name)
+        pairs.append(Pair(name, dtypes, a[name].shape, same, 0 if same else None))
+    a.check_unchanged(order.paths)
+    b.check_unchanged(paths)
+    return Differences(
+        [name for name in a if name not in b],
+        [name for name in b if name not in a],
+        shapes,
+        sorted(pairs, key=lambda pair: pair.name),
+    )
+
+
+def _comparable(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether elements of two tensors can be subtracted from each other; a byte of Int4 is two numbers."""
+    packed = (one.dtype_name == INT4) != (other.dtype_name == INT4)
+    return is_number(one.dtype_name) and is_number(other.dtype_name) and not packed
+
+
+def _together(item: Item, parts: Sequence[_Part]) -> Pair:
+    a, b = item.tensors
+    largest = max(parts, key=lambda part: part.max_abs, default=None)
+    if largest is not None and largest.at is None:
+        largest = next((part for part in parts if part.at is not None), None)
+    at = None if largest is None or largest.at is None else np.unravel_index(largest.at, a.shape)
+    return Pair(
+        name=a.name,
+        dtypes=(a.dtype_name, b.dtype_name),
+        shape=a.shape,
+        identical=a.dtype_name == b.dtype_name and all(part.identical for part in parts),
+        differing=sum(part.differing for part in parts),
+        nan=sum(part.nan for part in parts),
+        max_abs=max((part.max_abs for part in parts), default=0.0),
+        max_rel=max((part.max_rel for part in parts), default=0.0),
+        at=None if at is None else tuple(int(position) for position in at),
+    )
+
+
+class _Computer:
+    """Compares parts of pairs; for one thread.
+
+    Args:
+        items: the pairs.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+        self._wideners = Widener(), Widener()
+        # A byte of Int4 is two numbers.
+        self._distance, self._scale, self._other = (np.empty(2 * AT_ONCE, np.float64) for _ in range(3))
+
+    def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
+        """What some blocks of a pair differ in."""
+        one, other = self._items[number].tensors
+        same_type = one.dtype_name == other.dtype_name
+        found = _Found()
+        with np.errstate(all="ignore"):
+            for first, (mine, theirs) in blocks:
+                count = len(mine) // one.itemsize
+                for start in range(0, count, AT_ONCE):
+                    left = mine[start * one.itemsize : (start + AT_ONCE) * one.itemsize]
+                    right = theirs[start * other.itemsize : (start + AT_ONCE) * other.itemsize]
+                    if same_type and _same(left, right):
+                        continue
+                    found.identical = False
+                    self._compare(found, first + start, (left, one.dtype_name), (right, other.dtype_name))
+        return found.part()
+
+    def _compare(self, found: _Found, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
+        """Subtract some elements."""
+        a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
+        count = len(a)
+        distance = self._distance[:count]
+        if one[1] == other[1] and one[1] in _LONG:
+            np.copyto(distance, _exact_distances(one[0], other[0], one[1]))
+        elif a.dtype == b.dtype == np.float64:
+            np.abs(np.subtract(a, b, out=distance), out=distance)
+        else:
+            np.abs(a - b, out=distance)
+        most = distance.max()
+        nan = None
+        if not np.isfinite(most):
+            nan = np.isnan(a) != np.isnan(b)
+            # Infinity is as far from itself as NaN from NaN.
+            distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
+            most = distance.max()
+        # Of two numbers in a byte.
+        packed = 2 if one[1] == INT4 else 1
+        differing = int(np.count_nonzero(distance != 0))
+        if nan is not None and nan.any():
+            only = int(np.count_nonzero(nan))
+            found.nan += only
+            found.differing += only
+            if found.at is None:
+                found.at = first + int(nan.argmax()) // packed
+        if not differing:
+            return
+        found.differing += differing
+        scale = np.abs(a, out=self._scale[:count])
+        np.maximum(scale, np.abs(b, out=self._other[:count]), out=scale)
+        np.maximum(scale, _TINY, out=scale)
+        relative = np.divide(distance, scale, out=scale)
+        # What is infinite in one only.
+        relative[np.isnan(relative) & (distance > 0)] = np.inf
+        found.max_rel = max(found.max_rel, float(np.fmax.reduce(relative)))
+        if most > found.max_abs:
+            found.max_abs = float(most)
+            found.at = first + int(distance.argmax()) // packed
+
+
+class _Found:
+    """What was found so far in a part."""
+
+    def __init__(self) -> None:
+        self.identical = True
+        self.differing = self.nan = 0
+        self.max_abs = self.max_rel = 0.0
+        self.at: Optional[int] = None
+
+    def part(self) -> _Part:
+        """All of it."""
+        return _Part(self.identical, self.differing, self.nan, self.max_abs, self.max_rel, self.at)
+
+
+def _same(left: Bytes, right: Bytes) -> bool:
+    """Whether all bytes are the same."""
+    if len(left) % 8 == 0:
+        return bool((left.view(np.uint64) == right.view(np.uint64)).all())
+    return bool((left == right).all())
+
+
+def _exact_distances(one: Bytes, other: Bytes, dtype: str) -> npt.NDArray[np.uint64]:
+    """The distances of integers of 64 bits, which Float64 does not hold."""
+    a, b = one.view(INTEGERS[dtype]), other.view(INTEGERS[dtype])
+    # Modulo 2^64, which is more than there can be between them.
+    distances: npt.NDArray[np.uint64] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+    return distances

@@ -1,0 +1,281 @@
+"""Statistics of tensors: what is NaN, infinite or zero, and the least, largest, mean and norm of the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.execute import Progress
+from reshard.numbers.sweep import Block, Item, sweep
+from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
+from reshard.opened import LazyTensor, OpenedCheckpoint
+from reshard.opened.ahead import in_file_order
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Counts = npt.NDArray[np.int64]
+Number = Union[int, float]
+
+EXPONENTS = 2048
+"""Exponents that a Float64 may have, as its bits count them."""
+ONE = 1023
+"""The exponent of 1.0 there."""
+_EXPONENT_SHIFT = 52
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """What numbers a tensor holds.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its type.
+        shape: of the full tensor.
+        count: elements, of Int4 two per byte.
+        nan: those that are not a number.
+        inf: those that are infinite.
+        zeros: those that are zero.
+        min: the least finite element; None where there is none, and of complex numbers.
+        max: the largest, likewise.
+        mean: of the finite elements; None where there is none, and of complex numbers.
+        norm: the square root of the sum of the squares of the finite elements.
+        magnitudes: how many finite elements but zeros there are of every binary exponent, as a Float64's bits count
+            them; None where that was not asked for.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    nan: int
+    inf: int
+    zeros: int
+    min: Optional[Number]
+    max: Optional[Number]
+    mean: Optional[float]
+    norm: float
+    magnitudes: Optional[Counts] = field(default=None, compare=False)
+
+
+class _Part(NamedTuple):
+    """Sums over some elements of a tensor.
+
+    Attributes:
+        nan: as in `TensorStatistics`, like what follows.
+        finite: elements that are neither NaN nor infinite.
+        total: their sum.
+        squares: the sum of their squares.
+    """
+
+    nan: int
+    inf: int
+    zeros: int
+    finite: int
+    low: Optional[Number]
+    high: Optional[Number]
+    total: float
+    squares: float
+    magnitudes: Optional[Counts]
+
+
+def statistics_of(
+    checkpoint: OpenedCheckpoint, max_memory: int, progress: Progress, magnitudes: bool = False
+) -> list[TensorStatistics]:
+    """The statistics of every tensor of numbers, sorted by name; every element counts once.
+
+    Args:
+        checkpoint: its tensors are read whole, once.
+        max_memory: bytes that buffers may take beside those of the checkpoint.
+        progress: told how much was read.
+        magnitudes: count elements by their exponents, too.
+
+    Raises:
+        ReshardError: something cannot be read, or was written to meanwhile.
+    """
+    names = [name for name, tensor in checkpoint.items() if is_number(tensor.dtype_name)]
+    order = in_file_order(checkpoint.contents, names)
+    tensors = [checkpoint[name] for name in order.names]
+    items = [Item((tensor,)) for tensor in tensors]
+    dtypes = [tensor.dtype_name for tensor in tensors]
+    parts = sweep(items, [checkpoint], lambda: _Computer(dtypes, magnitudes), max_memory, progress)
+    checkpoint.check_unchanged(order.paths)
+    found = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
+    return sorted(found, key=lambda statistics: statistics.name)
+
+
+def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> TensorStatistics:
+    """The statistics of a tensor, from those of its parts in their order."""
+    finite = sum(part.finite for part in parts)
+    nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
+    exponents = [part.magnitudes for part in parts if part.magnitudes is not None]
+    plain = tensor.dtype_name not in COMPLEX
+    return TensorStatistics(
+        name=tensor.name,
+        dtype=tensor.dtype_name,
+        shape=tensor.shape,
+        count=finite + nan + inf,
+        nan=nan,
+        inf=inf,
+        zeros=sum(part.zeros for part in parts),
+        min=min((part.low for part in parts if part.low is not None), default=None),
+        max=max((part.high for part in parts if part.high is not None), default=None),
+        mean=math.fsum(part.total for part in parts) / finite if finite and plain else None,
+        norm=math.sqrt(math.fsum(part.squares for part in parts)),
+        magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *exponents], axis=0) if magnitudes else None,
+    )
+
+
+class _Computer:
+    """Computes the sums of parts; for one thread.
+
+    Args:
+        dtypes: per item its type.
+        magnitudes: whether exponents are counted.
+    """
+
+    def __init__(self, dtypes: Sequence[str], magnitudes: bool) -> None:
+        self._dtypes = dtypes
+        self._magnitudes = magnitudes
+        self._widener = Widener()
+        self._squares = np.empty(AT_ONCE, np.float64)
+        self._mask = np.empty(AT_ONCE, np.bool_)
+
+    def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
+        """The sums over some blocks of an item."""
+        dtype = self._dtypes[number]
+        if dtype in BYTES:
+            counts = np.zeros(256, np.int64)
+            for block in blocks:
+                for raw in _slices(block.raws[0], 1):
+                    counts += np.bincount(raw, minlength=256)
+            return self._of_counts(counts, dtype)
+        sums = _Sums(self._magnitudes)
+        width = np.dtype(INTEGERS[dtype]).itemsize if dtype in INTEGERS else _WIDTHS[dtype]
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                for raw in _slices(block.raws[0], width):
+                    if dtype in FLOATS:
+                        self._add_floats(sums, self._widener.floats(raw, dtype))
+                    elif dtype in INTEGERS:
+                        self._add(sums, raw.view(INTEGERS[dtype]))
+                    else:
+                        _add_complex(sums, raw.view(COMPLEX[dtype]))
+        return sums.part()
+
+    def _of_counts(self, counts: Counts, dtype: str) -> _Part:
+        """The sums over as many elements of every byte."""
+        sums = _Sums(self._magnitudes)
+        for values in table(dtype).T:
+            finite = np.isfinite(values)
+            there = finite & (counts > 0)
+            sums.nan += int(counts[np.isnan(values)].sum())
+            sums.inf += int(counts[np.isinf(values)].sum())
+            sums.zeros += int(counts[values == 0].sum())
+            sums.finite += int(counts[finite].sum())
+            if there.any():
+                sums.widen(values[there].min(), values[there].max(), integers=not dtype.startswith("Float"))
+            weighted = values[there] * counts[there]
+            sums.totals += weighted.tolist()
+            sums.squares += (weighted * values[there]).tolist()
+            if sums.magnitudes is not None:
+                kept = there & (values != 0)
+                np.add.at(sums.magnitudes, _exponents(values[kept]), counts[kept])
+        return sums.part()
+
+    def _add_floats(self, sums: _Sums, numbers: Array) -> None:
+        # NaN comes through both, so that these tell of every element that is not finite.
+        low, high = numbers.min(), numbers.max()
+        if np.isfinite(low) and np.isfinite(high):
+            self._add(sums, numbers, low, high)
+            return
+        finite = np.isfinite(numbers)
+        nan = int(np.count_nonzero(np.isnan(numbers)))
+        sums.nan += nan
+        sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
+        kept = numbers[finite]
+        if len(kept):
+            self._add(sums, kept)
+
+    def _add(self, sums: _Sums, numbers: Array, low: Any = None, high: Any = None) -> None:
+        """Add finite numbers."""
+        count = len(numbers)
+        integers = numbers.dtype.kind in "iu"
+        sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
+        mask = np.equal(numbers, 0, out=self._mask[:count])
+        zeros = int(np.count_nonzero(mask))
+        sums.zeros += zeros
+        sums.finite += count
+        doubles = self._widener.double(numbers)
+        # Not `dot`: it has threads of its own, whose number its result depends on.
+        squares = np.multiply(doubles, doubles, out=self._squares[:count])
+        sums.totals.append(float(doubles.sum()))
+        sums.squares.append(float(squares.sum()))
+        if sums.magnitudes is not None:
+            kept = doubles[np.logical_not(mask)] if zeros else doubles
+            sums.magnitudes += np.bincount(_exponents(kept), minlength=EXPONENTS)
+
+
+class _Sums:
+    """What is added up over the blocks of a part."""
+
+    def __init__(self, magnitudes: bool) -> None:
+        self.nan = self.inf = self.zeros = self.finite = 0
+        self.low: Optional[Number] = None
+        self.high: Optional[Number] = None
+        self.totals: list[float] = []
+        self.squares: list[float] = []
+        self.magnitudes = np.zeros(EXPONENTS, np.int64) if magnitudes else None
+
+    def widen(self, low: Any, high: Any, integers: bool) -> None:
+        """There are numbers from ``low`` to ``high``."""
+        least, most = (int(low), int(high)) if integers else (float(low), float(high))
+        self.low = least if self.low is None else min(self.low, least)
+        self.high = most if self.high is None else max(self.high, most)
+
+    def part(self) -> _Part:
+        """All of it."""
+        total, squares = _sum(self.totals), _sum(self.squares)
+        return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, self.magnitudes)
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """The exact sum, rounded once; infinite where it is too large."""
+    try:
+        return math.fsum(numbers)
+    except OverflowError:
+        return math.inf if sum(numbers) > 0 else -math.inf
+
+
+def _add_complex(sums: _Sums, numbers: Array) -> None:
+    nan = np.isnan(numbers)
+    finite = np.isfinite(numbers)
+    sums.nan += int(np.count_nonzero(nan))
+    sums.inf += int(np.count_nonzero(~nan & ~finite))
+    sums.zeros += int(np.count_nonzero(numbers == 0))
+    sums.finite += int(np.count_nonzero(finite))
+    kept = numbers[finite].astype(np.complex128)
+    sums.squares.append(float((kept.real**2 + kept.imag**2).sum()))
+    if sums.magnitudes is not None:
+        sizes = np.abs(kept)
+        sums.magnitudes += np.bincount(_exponents(sizes[sizes > 0]), minlength=EXPONENTS)
+
+
+def _exponents(doubles: npt.NDArray[np.float64]) -> Counts:
+    """The exponent of every number, as its bits count it."""
+    bits = np.ascontiguousarray(doubles, np.float64).view(np.uint64) >> np.uint64(_EXPONENT_SHIFT)
+    exponents: Counts = (bits & np.uint64(EXPONENTS - 1)).astype(np.int64)
+    return exponents
+
+
+def _slices(raw: Bytes, width: int) -> Iterator[Bytes]:
+    """A block's bytes, so many elements at a time as are computed with."""
+    for first in range(0, len(raw), AT_ONCE * width):
+        yield raw[first : first + AT_ONCE * width]
+
+
+_WIDTHS = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Float64": 8, "Complex64": 8, "Complex128": 16}

@@ -1,0 +1,183 @@
+"""Going once through many tensors, block by block, by several threads.
+
+Where a tensor is divided among threads, and where its blocks begin and end, depends on its shape and type
+alone, so that sums come out the same to the last bit, however it is cut and however many threads there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Callable, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.execute import Progress
+from reshard.execute.boxes import boxes_of_range
+from reshard.layout import volume_of
+from reshard.opened import LazyTensor, OpenedCheckpoint
+
+Bytes = npt.NDArray[np.uint8]
+
+_P = TypeVar("_P", covariant=True)
+
+CHUNK_ELEMENTS = 1 << 23
+"""Elements that one thread takes at a time, and that have a result of their own."""
+
+_BLOCK_BYTES = 512 << 10
+# Of all that a thread needs here: blocks of two tensors, and what is computed of them.
+_THREAD_BYTES = 3 << 20
+# Threads may take as much beside what was asked for; see docs/performance.md.
+_SPARE = 32 << 20
+_TOLD_BYTES = 4 << 20
+
+
+class Block(NamedTuple):
+    """The same elements of every tensor of an item.
+
+    Attributes:
+        first: the number of the first of them, counted in C order.
+        raws: their bytes, per tensor; gone with the next block.
+    """
+
+    first: int
+    raws: list[Bytes]
+
+
+class Computer(Protocol[_P]):
+    """Computes something of blocks, in one thread."""
+
+    def compute(self, number: int, blocks: Iterator[Block]) -> _P:
+        """The result of some blocks of an item of this number, which follow each other; not all have to be taken."""
+
+
+class Item(NamedTuple):
+    """Tensors of one shape that are gone through side by side, by the checkpoints that they are in."""
+
+    tensors: tuple[LazyTensor, ...]
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of the largest element."""
+        return max(tensor.itemsize for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class _Task(NamedTuple):
+    item: int
+    chunk: int
+    first: int
+    last: int
+
+
+def sweep(
+    items: Sequence[Item],
+    checkpoints: Sequence[OpenedCheckpoint],
+    make: Callable[[], Computer[_P]],
+    max_memory: int,
+    progress: Progress,
+) -> list[list[_P]]:
+    """Go through all items.
+
+    Args:
+        items: which; each with one tensor of every checkpoint.
+        checkpoints: the checkpoints.
+        make: makes a computer for a thread.
+        max_memory: bytes that buffers may take, beside those of the checkpoints.
+        progress: told how much was read.
+
+    Returns:
+        Per item the results of its parts, in their order; none of an item without elements.
+
+    Raises:
+        ReshardError: something cannot be read.
+    """
+    results: list[list[_P]] = [[] for _ in items]
+    tasks = _tasks(items, results)
+    most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
+    threads = min([most, *(checkpoint.engine.threads for checkpoint in checkpoints)])
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def tell(count: int) -> None:
+        with lock:
+            progress.wrote(count)
+
+    def work() -> None:
+        computer = make()
+        rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
+        while not stop.is_set():
+            with lock:
+                task = next(tasks, None)
+            if task is None:
+                return
+            item = items[task.item]
+            with contextlib.closing(_blocks(item, checkpoints, task, rooms, stop, tell)) as blocks:
+                result = computer.compute(task.item, blocks)
+            results[task.item][task.chunk] = result
+
+    progress.begin(sum(item.nbytes for item in items), "reading")
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for done in as_completed([pool.submit(work) for _ in range(threads)]):
+                    done.result()
+            except BaseException:
+                # Also Ctrl-C: nobody waits for terabytes to be read.
+                stop.set()
+                raise
+    finally:
+        progress.end()
+    return results
+
+
+def _tasks(items: Sequence[Item], results: list[list[_P]]) -> Iterator[_Task]:
+    """Parts of items; makes room for the result of each."""
+    for number, item in enumerate(items):
+        size = math.prod(item.tensors[0].shape)
+        starts = range(0, size, CHUNK_ELEMENTS)
+        # Filled by whoever takes them, and none is left empty.
+        results[number] = [None] * len(starts)  # type: ignore[list-item]
+        for chunk, first in enumerate(starts):
+            yield _Task(number, chunk, first, min(size, first + CHUNK_ELEMENTS))
+
+
+def _blocks(
+    item: Item,
+    checkpoints: Sequence[OpenedCheckpoint],
+    task: _Task,
+    rooms: Sequence[Bytes],
+    stop: threading.Event,
+    tell: Callable[[int], None],
+) -> Generator[Block, None, None]:
+    """The blocks of a part of an item, read one after the other."""
+    targets = [checkpoint.contents.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
+    shape = item.tensors[0].shape
+    first = task.first
+    untold = 0
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(checkpoint.engine.worker()) for checkpoint in checkpoints]
+        for box in boxes_of_range(shape, task.first, task.last, max(1, _BLOCK_BYTES // item.item_size)):
+            if stop.is_set():
+                break
+            count = volume_of(box)
+            raws = []
+            for target, worker, room in zip(targets, workers, rooms):
+                raw = room[: count * target.item_size]
+                worker.filler.fill(target, box, raw.data)
+                raws.append(raw)
+                untold += len(raw)
+            yield Block(first, raws)
+            first += count
+            if untold >= _TOLD_BYTES:
+                tell(untold)
+                untold = 0
+    tell(untold)

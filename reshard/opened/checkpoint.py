@@ -1,0 +1,208 @@
+"""An opened checkpoint: a mapping of tensors that are read when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Optional
+
+import numpy.typing as npt
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import CheckpointError
+from reshard.execute import ExecutionOptions
+from reshard.execute.casts import Overflowed
+from reshard.opened.ahead import in_file_order, read_ahead
+from reshard.opened.contents import Contents
+from reshard.opened.engine import Engine
+from reshard.opened.tensor import LazyTensor
+from reshard.plan.planner import make_plan
+from reshard.plan.request import Request
+from reshard.storage.costs import LOCAL, storage_of
+from reshard.text.near_names import near_names
+from reshard.text.report import Report
+from reshard.text.wording import quoted
+
+Array = npt.NDArray[Any]
+
+
+class NoSuchTensorError(CheckpointError, KeyError):
+    """There is no tensor of this name; for those who expect of a mapping a `KeyError`."""
+
+    def __str__(self) -> str:
+        """The message, which `KeyError` would put in quotes."""
+        return CheckpointError.__str__(self)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What may be used for reading.
+
+    Attributes:
+        jobs: CPUs to keep busy.
+        max_memory: bytes for all buffers together, and for tensors that are read ahead.
+        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
+    """
+
+    jobs: int
+    max_memory: int
+    io: str = "auto"
+
+
+def _warning(report: Report) -> Overflowed:
+    """Warns of elements that a cast made infinite, once for every tensor, since it may be read more than once."""
+
+    def overflowed(name: str, count: int) -> None:
+        report.warn(f"{quoted(name)}: there are elements that are too large for its new type, and become infinite")
+
+    return overflowed
+
+
+class OpenedCheckpoint(Mapping[str, LazyTensor]):
+    """The tensors of a checkpoint by name, sorted; for any number of threads.
+
+    Which step is taken and what is in its files is found out when it is first needed. It is best used in a ``with``
+    block, at whose end the files are closed.
+
+    Args:
+        request: what is opened, as if it were converted.
+        handles: open source files; they become the checkpoint's own.
+        effort: what may be used.
+        report: told of warnings and notes.
+    """
+
+    def __init__(self, request: Request, handles: FileHandles, effort: Effort, report: Report) -> None:
+        self._request = request
+        self._handles = handles
+        self._effort = effort
+        self._report = report
+        self._lock = threading.Lock()
+        self._contents: Optional[Contents] = None
+        self._engine: Optional[Engine] = None
+        self._closed = False
+        # Files of a checkpoint that nobody closes are closed with it.
+        self._forgotten = weakref.finalize(self, handles.close)
+
+    @property
+    def contents(self) -> Contents:
+        """What there is, from headers.
+
+        Raises:
+            ValueError: the checkpoint is closed.
+            ReshardError: nothing complete can be read.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("the checkpoint is closed")
+            if self._contents is None:
+                plan = make_plan(self._request, self._handles, self._report)
+                self._contents = Contents(plan, plan.asked[0])
+            return self._contents
+
+    @property
+    def engine(self) -> Engine:
+        """What reads."""
+        checkpoint = self.contents.plan.checkpoint
+        with self._lock:
+            if self._engine is None:
+                example = next(iter(checkpoint.files.values()), None)
+                storage = LOCAL if example is None else storage_of(example)
+                effort = self._effort
+                # The other half is for what is read ahead.
+                options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, storage)
+                self._engine = Engine(self._handles, options, _warning(self._report))
+            return self._engine
+
+    @property
+    def form(self) -> str:
+        """``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``."""
+        return self.contents.plan.checkpoint.form
+
+    @property
+    def step(self) -> Optional[str]:
+        """The step that is read, in words of its form; None where nothing tells."""
+        return self.contents.plan.checkpoint.step
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        entry = self.contents.entries.get(name)
+        if entry is None:
+            near = near_names(str(name), self.contents.entries)
+            hint = f"did you mean {' or '.join(map(quoted, near))}?" if near else None
+            raise NoSuchTensorError(f"there is no tensor {quoted(str(name))}", parameter=str(name), hint=hint)
+        return LazyTensor(self, entry)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.contents.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.contents.entries)
+
+    def __len__(self) -> int:
+        return len(self.contents.entries)
+
+    def get_slice(self, name: str) -> LazyTensor:
+        """The tensor of a name, to be sliced."""
+        return self[name]
+
+    def get_tensor(self, name: str) -> Array:
+        """All of the tensor of a name."""
+        array: Array = self[name][...]
+        return array
+
+    def read_all(self, names: Optional[Iterable[str]] = None) -> Iterator[tuple[str, Array]]:
+        """Read whole tensors in the order in which files hold them.
+
+        Threads read ahead of what was taken, within half of ``max_memory``, or one tensor.
+
+        Args:
+            names: which tensors; all of them by default.
+
+        Yields:
+            Name and array; the array is the caller's own.
+
+        Raises:
+            ReshardError: a file cannot be read, or was written to meanwhile.
+        """
+        chosen = [self[name] for name in (self if names is None else dict.fromkeys(names))]
+        order = in_file_order(self.contents, [tensor.name for tensor in chosen])
+        yield from read_ahead(map(self.__getitem__, order.names), self.engine, self._effort.max_memory // 2)
+        self.check_unchanged(order.paths)
+
+    def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:
+        """Insist that files are still what they were when they were first opened.
+
+        Args:
+            paths: only these; by default all files of the step, of which those count that were opened.
+
+        Raises:
+            RetryableError: somebody has written to one, or removed it: what was read may be of two versions.
+        """
+        chosen = self.contents.plan.checkpoint.files.values() if paths is None else paths
+        self._handles.check_unchanged(sorted(set(chosen)))
+
+    def close(self) -> None:
+        """Close the files; tensors cannot be read any more."""
+        with self._lock:
+            self._closed = True
+            engine, self._engine = self._engine, None
+            self._contents = None
+        if engine is not None:
+            engine.close()
+        self._forgotten()
+
+    def __enter__(self) -> OpenedCheckpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<OpenedCheckpoint {self._request.src}>"

@@ -1,0 +1,83 @@
+"""What an opened checkpoint holds by name, as the plan of the one file that it stands for tells.
+
+This is the only place that knows the plan: how a tensor is made, of what type it is and what its shape
+is are asked here, so that whatever the plan does with names and types is true of what is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from reshard.checkpoints import Tensor
+from reshard.layout import shape_of, whole_box
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.plan.plan import Plan
+from reshard.plan.target_tensors import TargetTensors
+
+
+class Entry(NamedTuple):
+    """A tensor by its name.
+
+    Attributes:
+        name: its name.
+        dtype: MindSpore's name of its element type.
+        item_size: bytes of an element.
+        shape: of what is read: the full tensor, or the slice of a rank.
+    """
+
+    name: str
+    dtype: str
+    item_size: int
+    shape: tuple[int, ...]
+
+
+class Contents:
+    """The tensors of one file of a plan, by name; for any number of threads.
+
+    Args:
+        plan: the plan.
+        file: number of the target file.
+
+    Attributes:
+        plan: the plan.
+        entries: every tensor, sorted by name.
+    """
+
+    def __init__(self, plan: Plan, file: int) -> None:
+        self.plan = plan
+        self._file = file
+        self._lock = threading.Lock()
+        self._places: Mapping[str, int] = {}
+        self._tensors: TargetTensors
+        self._values = {value.name: value for value in plan.values_of(file)}
+        found = [_entry_of(value.name, value.tensor) for value in self._values.values()]
+        section = plan.form.section_of(file)
+        position = section.position(file)
+        for kind in plan.kinds_of(section):
+            shape = shape_of(kind.box_of(position))
+            found += (Entry(tensor.name, tensor.dtype, kind.item_size, shape) for tensor in kind.tensors)
+        self.entries: Mapping[str, Entry] = {entry.name: entry for entry in sorted(found)}
+
+    def target(self, name: str) -> TargetTensor:
+        """What a tensor is made of."""
+        value = self._values.get(name)
+        if value is not None:
+            entry = self.entries[name]
+            box = whole_box(entry.shape)
+            path = self.plan.checkpoint.files[value.holder]
+            piece = Piece(StoredSlice(path, value.holder, value.tensor.extents, box), box)
+            return TargetTensor(name, entry.item_size, box, (piece,) if value.tensor.nbytes else ())
+        with self._lock:
+            if not self._places:
+                tensors = self.plan.target_file(self._file).tensors
+                assert isinstance(tensors, TargetTensors)
+                self._tensors = tensors
+                self._places = {found: place for place, found in enumerate(tensors.names)}
+            return self._tensors[self._places[name]]
+
+
+def _entry_of(name: str, tensor: Tensor) -> Entry:
+    # A text is one element.
+    return Entry(name, tensor.dtype, tensor.item_size, tensor.shape)

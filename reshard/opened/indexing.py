@@ -1,0 +1,225 @@
+"""What is written between brackets, and the boxes that have to be read for it.
+
+An index is what NumPy calls basic: integers, slices with any step, ``...`` and None. It chooses, per
+dimension, some positions at equal distances; what remains to be done with them once they are read, such
+as turning a dimension round or dropping it, is an index into the array that they make.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.layout import Box, volume_of
+
+Array = npt.NDArray[Any]
+
+
+class Axis(NamedTuple):
+    """The positions chosen along a dimension, ascending.
+
+    Attributes:
+        start: the first.
+        step: from one to the next, at least 1.
+        length: how many.
+    """
+
+    start: int
+    step: int
+    length: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """From the first position to behind the last."""
+        return self.start, self.start + ((self.length - 1) * self.step + 1 if self.length else 0)
+
+
+class Selection(NamedTuple):
+    """What an index chooses.
+
+    Attributes:
+        axes: per dimension of the tensor.
+        finish: what is left to do: an index into the array of the chosen elements.
+    """
+
+    axes: tuple[Axis, ...]
+    finish: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array of the chosen elements, before it is finished."""
+        return tuple(axis.length for axis in self.axes)
+
+    @property
+    def finished_shape(self) -> tuple[int, ...]:
+        """Of the array when it is finished."""
+        stand_in = np.broadcast_to(np.zeros((), np.uint8), self.shape)
+        return np.shape(stand_in[self.finish])
+
+    @property
+    def turned(self) -> tuple[slice, ...]:
+        """Which dimensions are still to be turned round, as an index."""
+        missing = len(self.axes) - sum(part is not None and part is not Ellipsis for part in self.finish)
+        parts: list[slice] = []
+        for part in self.finish:
+            if part is Ellipsis:
+                parts += [slice(None)] * missing
+            elif part is not None:
+                parts.append(part if isinstance(part, slice) else slice(None))
+        return tuple(parts)
+
+    def part(self, box: Box) -> Selection:
+        """A box of what is chosen, counted in the finished order; it is not finished but for being turned round."""
+        turned = (*self.turned, *(slice(None) for _ in self.axes))
+        axes = []
+        for (start, step, length), (low, high), turn in zip(self.axes, box, turned):
+            first = length - high if turn.step == -1 else low
+            axes.append(Axis(start + first * step, step, high - low))
+        return Selection(tuple(axes), turned[: len(axes)])
+
+
+class Reading(NamedTuple):
+    """A box to be read, and where its elements go.
+
+    Attributes:
+        box: in elements of the tensor.
+        taken: which of them, an index into the array of the box; None where all of them go to ``out`` in order.
+        out: where those go.
+    """
+
+    box: Box
+    taken: Optional[tuple[slice, ...]]
+    out: Array
+
+
+def select(index: Any, shape: Sequence[int]) -> Selection:
+    """What an index chooses of a tensor.
+
+    Args:
+        index: what stood between the brackets.
+        shape: the tensor's.
+
+    Raises:
+        IndexError: it is no such index, or reaches beyond the tensor.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    named = [part for part in parts if part is not Ellipsis and part is not None]
+    if sum(part is Ellipsis for part in parts) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if len(named) > len(shape):
+        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {len(named)} were indexed")
+    axes: list[Axis] = []
+    finish: list[Any] = []
+    for part in parts:
+        if part is Ellipsis:
+            count = len(shape) - len(named)
+            axes += (Axis(0, 1, size) for size in shape[len(axes) : len(axes) + count])
+            finish.append(part)
+        elif part is None:
+            finish.append(None)
+        else:
+            axis, left = _one(part, shape[len(axes)], len(axes))
+            axes.append(axis)
+            finish.append(left)
+    axes += (Axis(0, 1, size) for size in shape[len(axes) :])
+    return Selection(tuple(axes), tuple(finish))
+
+
+def whole(shape: Sequence[int]) -> Selection:
+    """All of a tensor, as it is."""
+    return Selection(tuple(Axis(0, 1, size) for size in shape), (Ellipsis,))
+
+
+def _one(part: Any, size: int, number: int) -> tuple[Axis, Any]:
+    """What is chosen along one dimension, and what is left to do there."""
+    if isinstance(part, slice):
+        start, stop, step = part.indices(size)
+        count = len(range(start, stop, step))
+        if not count:
+            return Axis(0, 1, 0), slice(None)
+        if step > 0:
+            return Axis(start, step, count), slice(None)
+        return Axis(start + (count - 1) * step, -step, count), slice(None, None, -1)
+    if isinstance(part, (bool, np.bool_)):
+        raise IndexError(_NO_INDEX)
+    try:
+        position = operator.index(part)
+    except TypeError as error:
+        raise IndexError(_NO_INDEX) from error
+    if not -size <= position < size:
+        raise IndexError(f"index {position} is out of bounds for axis {number} with size {size}")
+    return Axis(position % size, 1, 1), 0
+
+
+_NO_INDEX = "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a tensor that is read lazily"
+
+
+def readings(
+    selection: Selection, shape: Sequence[int], item_size: int, out: Array, most: int, skip: int
+) -> Iterator[Reading]:
+    """The boxes to read for a selection, none without elements.
+
+    What lies between positions of a step is read with them where it is little, and left out where it is much.
+
+    Args:
+        selection: what is chosen.
+        shape: the tensor's.
+        item_size: bytes of an element.
+        out: an array of the selection's shape.
+        most: bytes of a box at the most, where its elements do not go to ``out`` in order.
+        skip: bytes that are sooner read than left out.
+    """
+    if math.prod(selection.shape) == 0:
+        return
+    rows = [math.prod(shape[axis + 1 :]) * item_size for axis in range(len(shape))]
+    pending = [(selection.axes, out)]
+    while pending:
+        axes, place = pending.pop()
+        apart = next((a for a, axis in enumerate(axes) if _far(axis, rows[a], skip)), None)
+        box = tuple(axis.span for axis in axes)
+        if apart is None:
+            steps = [axis.step if axis.length > 1 else 1 for axis in axes]
+            if max(steps, default=1) == 1 and place.flags.c_contiguous:
+                yield Reading(box, None, place)
+                continue
+            if volume_of(box) * item_size <= most or volume_of(box) == 1:
+                yield Reading(box, tuple(slice(None, None, step) for step in steps), place)
+                continue
+            apart = next(a for a, axis in enumerate(axes) if axis.length > 1)
+        # Halves, the first on top, so that files are read forwards.
+        half = axes[apart].length // 2
+        pending += [_part(axes, place, apart, half, axes[apart].length), _part(axes, place, apart, 0, half)]
+
+
+def _far(axis: Axis, row: int, skip: int) -> bool:
+    """Whether positions of a dimension lie so far apart that each is read by itself."""
+    return axis.length > 1 and axis.step > 1 and (axis.step - 1) * row > skip
+
+
+def _part(axes: tuple[Axis, ...], out: Array, number: int, first: int, last: int) -> tuple[tuple[Axis, ...], Array]:
+    """The positions ``first`` to ``last`` of one dimension, and where they go."""
+    start, step, _ = axes[number]
+    some = Axis(start + first * step, step, last - first)
+    place = (*(slice(None) for _ in axes[:number]), slice(first, last))
+    return (*axes[:number], some, *axes[number + 1 :]), out[place]
+
+
+def into(array: Array, selection: Selection) -> Array:
+    """The view of an array of the finished shape that has the shape of the selection, before it is finished.
+
+    Raises:
+        IndexError: the array is of another shape.
+    """
+    expected = selection.finished_shape
+    if array.shape != expected:
+        raise IndexError(f"an array of shape {expected} is needed, not {array.shape}")
+    back = {0: np.newaxis, None: 0}
+    parts = [part if part is Ellipsis or isinstance(part, slice) else back[part] for part in selection.finish]
+    # With an ellipsis it is a view even where a single element is left.
+    view: Array = array[tuple(parts if Ellipsis in parts else [*parts, Ellipsis])]
+    return view

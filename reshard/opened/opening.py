@@ -1,0 +1,210 @@
+"""Opening a checkpoint: which form it has, and what of it is meant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Optional, Union
+
+from reshard.checkpoints import Decryption, FileHandles
+from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
+from reshard.checkpoints.formats.dtypes import MEMORY
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.checkpoints.rank_tree.path_pattern import RANK
+from reshard.defaults import MAX_MEMORY, usable_cpus
+from reshard.errors import CheckpointError, UsageError
+from reshard.opened.checkpoint import Effort, OpenedCheckpoint
+from reshard.plan.edits import CastAsked, Edits
+from reshard.plan.request import Request
+from reshard.storage import exists
+from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.text.name_filters import Filters
+from reshard.text.near_names import path_meant
+from reshard.text.report import Report, logged
+from reshard.text.wording import plural
+
+Path = Union[str, "os.PathLike[str]"]
+
+_NAME_IT = "name a strategy file or directory, or pass none for an unsharded checkpoint"
+
+
+def open(
+    src: Path,
+    *,
+    src_strategy: Optional[Path] = None,
+    dst_strategy: Optional[Path] = None,
+    rank: Optional[int] = None,
+    step: str = "latest",
+    file_suffix: Optional[str] = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    cast: Sequence[str] = (),
+    jobs: Optional[int] = None,
+    max_memory: int = MAX_MEMORY,
+    io: str = "auto",
+    decrypt_key_file: Optional[Path] = None,
+    decrypt_mode: Optional[str] = None,
+) -> OpenedCheckpoint:
+    """Open a checkpoint of any form to read tensors where they lie.
+
+    Without ``dst_strategy`` tensors are whole, whatever they are cut into. With it, they are the slices that a
+    conversion would give to one of its ranks. Warnings and notes go to the logger ``reshard``.
+
+    Args:
+        src: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
+        src_strategy: strategy file or directory that rank directories were saved with; ``"none"`` for an unsharded
+            checkpoint. Other forms tell by themselves.
+        dst_strategy: strategy of the slices that are wanted; ``"same"`` for the source's.
+        rank: whose slices, of ``dst_strategy``.
+        step: which checkpoint is taken; ``latest`` is the newest complete one.
+        file_suffix: take only files of ranks whose stem ends so.
+        include: take only names that fit one of these patterns.
+        exclude: leave such names out; wins.
+        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of those that concern a
+            tensor the last holds.
+        jobs: CPUs to keep busy; by default those that this process may use.
+        max_memory: bytes for buffers, and for tensors that are read ahead.
+        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
+        decrypt_key_file: file with the key of encrypted ``.ckpt`` files; ``-`` reads it from standard input.
+        decrypt_mode: refuse files that are encrypted in another mode.
+
+    Raises:
+        UsageError: options are missing, or do not go together.
+        ReshardError: there is nothing to open, or a strategy cannot be read.
+    """
+    report = logged()
+    filters = Filters(tuple(include), tuple(exclude))
+    edits = Edits(tuple(map(CastAsked.parse, cast))) if cast else None
+    if decrypt_mode is not None and decrypt_key_file is None:
+        raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
+    if io not in ("auto", "mmap", "pread"):
+        raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
+    decryption = None if decrypt_key_file is None else Decryption(os.fspath(decrypt_key_file), decrypt_mode)
+    request = reading_request(
+        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, step, file_suffix, filters, report, edits
+    )
+    return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
+
+
+def reading_request(
+    src: str,
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    rank: Optional[int],
+    step: str,
+    file_suffix: Optional[str],
+    filters: Filters,
+    report: Report,
+    edits: Optional[Edits] = None,
+) -> Request:
+    """What would be converted to get what is to be read: one file, which is never written.
+
+    Args:
+        src: the source.
+        src_strategy: as in `open`, like what follows.
+        dst_strategy: see there.
+        rank: see there.
+        step: see there.
+        file_suffix: see there.
+        filters: which names are taken.
+        report: told of what was noted of strategies.
+        edits: names and types that are asked for.
+
+    Raises:
+        UsageError: options are missing, or do not go together.
+        ReshardError: there is nothing to open, or a strategy cannot be read.
+    """
+    form = form_of(src)
+    source = _source(src, form, src_strategy, file_suffix, report)
+    target, file = _target(src, form, source, dst_strategy, rank, step, report)
+    return Request(
+        src=src,
+        dst=os.curdir,
+        source=source,
+        target=target,
+        ranks=(file,),
+        format=MEMORY,
+        step=step,
+        file_suffix=file_suffix,
+        filters=filters,
+        form=form,
+        to=RANKS,
+        edits=edits,
+    )
+
+
+def open_requested(
+    request: Request, effort: Effort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
+) -> OpenedCheckpoint:
+    """Open what a request would convert.
+
+    Args:
+        request: its target is `ranks`, its format `MEMORY`; its one file is opened.
+        effort: what may be used.
+        decryption: the key of encrypted files.
+        report: told of warnings and notes.
+    """
+    return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
+
+
+def _source(src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report) -> Strategy:
+    """The strategy of the source.
+
+    Raises:
+        UsageError: rank directories need one, other forms have none.
+    """
+    if RANK not in src and not exists(src):
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+    if form == RANKS:
+        if strategy is None:
+            raise UsageError(f"{src}: the strategy that it was saved with is missing", hint=_NAME_IT)
+        return _read(strategy, report)
+    if strategy not in (None, NONE, "None"):
+        raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave it out")
+    if file_suffix is not None:
+        raise UsageError(f"{src}: is of the form {form}; a file suffix goes with files of ranks", hint="leave it out")
+    return Strategy.none()
+
+
+def _target(
+    src: str, form: str, source: Strategy, strategy: Optional[str], rank: Optional[int], step: str, report: Report
+) -> tuple[Strategy, int]:
+    """The strategy of the slices that are wanted, and whose they are.
+
+    Raises:
+        UsageError: the strategy or the rank is missing, or there is no such rank.
+    """
+    if strategy is None and rank is not None:
+        raise UsageError(
+            f"rank {rank} of which strategy is missing", hint="name it: dst_strategy=..., 'same' for the source's"
+        )
+    if strategy is None:
+        return Strategy.none(), 0
+    if strategy != SAME:
+        target = _read(strategy, report)
+    elif form == CHECKPOINT2:
+        with FileHandles() as handles:
+            target = strategy_of(read_checkpoint2(src, step, handles, Report(), wanted=lambda name: False))
+    elif form == RANKS:
+        target = source
+    else:
+        raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the slices")
+    count = target.device_count
+    if rank is None and count > 1:
+        raise UsageError(f"the target strategy ({target.path}) has {plural(count, 'rank')}", hint="say which: rank=...")
+    if rank is not None and not 0 <= rank < count:
+        raise UsageError(
+            f"rank {rank} is out of range: the target strategy ({target.path}) has {plural(count, 'rank')}", rank=rank
+        )
+    return target, rank or 0
+
+
+def _read(path: str, report: Report) -> Strategy:
+    strategy = read_strategy(path)
+    for note in strategy.notes:
+        report.note(note)
+    return strategy
+
+
+def _text(path: Optional[Path]) -> Optional[str]:
+    return None if path is None else os.fspath(path)

@@ -1,0 +1,167 @@
+"""A tensor of an opened checkpoint: its shape and type from headers, its elements when they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.execute.boxes import boxes_of_range
+from reshard.opened.arrays import numpy_dtype, plain_dtype
+from reshard.opened.contents import Entry
+from reshard.opened.engine import CHUNK_BYTES
+from reshard.opened.indexing import into, select, whole
+from reshard.plan.pieces import TargetTensor
+
+if TYPE_CHECKING:
+    from reshard.opened.checkpoint import OpenedCheckpoint
+
+Array = npt.NDArray[Any]
+
+
+class LazyTensor:
+    """A tensor that is read where it is indexed, from as many files as that takes; for any number of threads.
+
+    It takes what NumPy calls basic indices: integers, slices with any step, ``...`` and None.
+
+    Args:
+        owner: the opened checkpoint.
+        entry: what it is.
+
+    Attributes:
+        name: its name.
+        shape: elements per dimension.
+        dtype: of the arrays that reading gives. Types that NumPy lacks are those of the package ml_dtypes where
+            it is installed, else unsigned integers of their size; ``dtype.metadata["name"]`` then has the name.
+        dtype_name: MindSpore's name of the type, such as ``BFloat16``.
+    """
+
+    def __init__(self, owner: OpenedCheckpoint, entry: Entry) -> None:
+        self.name = entry.name
+        self.shape = entry.shape
+        self.dtype_name = entry.dtype
+        self.dtype: np.dtype[Any] = numpy_dtype(entry.dtype, entry.item_size)
+        self._owner = owner
+        self._item_size = entry.item_size
+        self._target: Optional[TargetTensor] = None
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self._item_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self._item_size
+
+    @property
+    def target(self) -> TargetTensor:
+        """What it is made of, for those who read it in blocks of their own."""
+        if self._target is None:
+            self._target = self._owner.contents.target(self.name)
+        return self._target
+
+    def __getitem__(self, index: Any) -> Any:
+        """An array of what is chosen, as NumPy gives it; a scalar where every dimension has a position.
+
+        Raises:
+            IndexError: the index is none of the basic ones, or reaches beyond the tensor.
+            ReshardError: a file cannot be read.
+        """
+        selection = select(index, self.shape)
+        array = self.empty(selection.shape)
+        self._owner.engine.read(self.target, selection, array)
+        return array[selection.finish]
+
+    def read_into(self, array: Array, index: Any = ...) -> None:
+        """Read into an array of the caller's; where that is in C order, without another copy.
+
+        Args:
+            array: of the shape of ``tensor[index]``, and of the tensor's dtype, or of unsigned integers of the same
+                size for types that NumPy lacks.
+            index: what is read, all of the tensor by default.
+
+        Raises:
+            IndexError: the array is of another shape.
+            TypeError: it is of another type, or may not be written.
+            ReshardError: a file cannot be read; what the array holds then is anybody's guess.
+        """
+        selection = whole(self.shape) if index is ... else select(index, self.shape)
+        if array.dtype not in (self.dtype, self._bits):
+            raise TypeError(f"{self.name} is {self.dtype_name}: an array of {self.dtype} is needed, not {array.dtype}")
+        if not array.flags.writeable:
+            raise TypeError(f"the array that {self.name} is to be read into may not be written")
+        self._owner.engine.read(self.target, selection, into(array, selection))
+
+    def blocks(self, index: Any = ..., most: int = CHUNK_BYTES) -> Iterator[Array]:
+        """The elements of ``tensor[index]`` in C order, a few at a time.
+
+        Args:
+            index: what is read, all of the tensor by default.
+            most: bytes of an array at the most, or an element.
+
+        Yields:
+            Arrays of one dimension, each the caller's own.
+
+        Raises:
+            IndexError: the index is none of the basic ones, or reaches beyond the tensor.
+            ReshardError: a file cannot be read.
+        """
+        selection = select(index, self.shape)
+        turned = selection.turned
+        target, engine = self.target, self._owner.engine
+        count = math.prod(selection.shape)
+        for box in boxes_of_range(selection.shape, 0, count, max(1, most // max(1, self._item_size))):
+            part = selection.part(box)
+            array = self.empty(part.shape)
+            engine.read(target, part, array)
+            yield np.ascontiguousarray(array[turned]).reshape(-1)
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """An array for elements of this tensor, to be filled."""
+        return np.empty(shape, plain_dtype(self.dtype))
+
+    def __array__(self, dtype: Optional[npt.DTypeLike] = None, copy: Optional[bool] = None) -> Array:
+        """All of it, for `numpy.asarray`."""
+        if copy is False:
+            raise ValueError(f"{self.name} is in files and cannot be had without a copy")
+        array: Array = self[...]
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name!r}: {self.dtype_name} {list(self.shape)}>"
+
+    # The habits of those who know `get_slice` of safetensors.
+
+    def get_shape(self) -> list[int]:
+        """Its shape, as a list."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """MindSpore's name of its type."""
+        return self.dtype_name
+
+    @property
+    def _bits(self) -> np.dtype[Any]:
+        """Unsigned integers of its size for a type that NumPy lacks; else its own dtype."""
+        known = self.dtype.kind in "V" or self.dtype.metadata is not None
+        return np.dtype(f"<u{self._item_size}") if known and self._item_size in (1, 2, 4, 8) else self.dtype

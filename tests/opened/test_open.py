@@ -1,0 +1,471 @@
+"""reshard.open: every tensor, slice and rank as the naive reference has it, read where it lies."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard.errors import IncompleteSourceError, ReshardError, RetryableError, UsageError
+from reshard.opened import LazyTensor
+from tests.conftest import LONG
+from tests.layouts import strategies, tensors
+from tests.reference import Array, rank_count
+from tests.running import Argument, done
+from tests.small import COPIED, World
+from tests.small import tensors as small_tensors
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    scalar,
+    single,
+    text,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+SCALE = 20 if LONG else 1
+
+
+def same(found: Any, expected: Array) -> bool:
+    """Whether an array has the bytes and the shape of another."""
+    array: Array = np.asarray(found)
+    return array.shape == expected.shape and array.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """A basic index into an array of this shape."""
+    parts: list[Any] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        if size and draw(st.booleans()):
+            parts.append(draw(st.integers(-size, size - 1)))
+        else:
+            ends = st.one_of(st.none(), st.integers(-size - 2, size + 2))
+            parts.append(slice(draw(ends), draw(ends), draw(st.sampled_from([None, 1, 2, 3, -1, -2, 7, -5]))))
+    if draw(st.booleans()):
+        parts.insert(draw(st.integers(0, len(parts))), ...)
+        # What stands behind it counts from the last dimension, and may not fit there.
+        parts = [part if part is ... or isinstance(part, slice) else slice(None) for part in parts]
+    for _ in range(draw(st.integers(0, 2))):
+        parts.insert(draw(st.integers(0, len(parts))), None)
+    return tuple(parts)
+
+
+@settings(max_examples=60 * SCALE)
+@given(st.data())
+def test_every_rank_of_every_strategy_is_read_as_the_reference_cuts_it(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
+    ending = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    options = {"record_bytes": data.draw(st.sampled_from([None, 7, 64]))} if ending == "ckpt" else {}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net-1_1.{ending}", **options)
+        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+        rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
+        with reshard.open(root / "src", src_strategy=old, dst_strategy=new, rank=rank) as opened:
+            expected = cut_ranks(target, full, COPIED)[rank]
+            assert list(opened) == sorted(expected)
+            check_all(opened, expected)
+        with reshard.open(root / "src", src_strategy=old) as opened:
+            check_all(opened, {**full, **COPIED})
+            name = data.draw(st.sampled_from(sorted(full)))
+            index = data.draw(indices(full[name].array.shape), label="index")
+            check_index(opened[name], full[name].array, index)
+
+
+def check_all(opened: Any, expected: dict[str, Value]) -> None:
+    assert set(opened) == set(expected)
+    for name, (dtype, array) in expected.items():
+        tensor = opened[name]
+        assert tensor.shape == array.shape and tensor.dtype_name == dtype and tensor.nbytes == array.nbytes
+        assert same(tensor[...], array) and tensor[...].dtype == tensor.dtype
+    found = dict(opened.read_all())
+    assert all(same(found[name], tensor.array) for name, tensor in expected.items()) and set(found) == set(expected)
+
+
+def check_index(tensor: Any, array: Array, index: Any) -> None:
+    """Reading, reading into an array and reading in blocks give what NumPy gives."""
+    expected = array[index]
+    assert same(tensor[index], expected), index
+    assert type(tensor[index]).__name__ == "ndarray" or np.ndim(expected) == 0
+    assert isinstance(tensor[index], np.ndarray) == isinstance(expected, np.ndarray)
+    plain = np.zeros(np.shape(expected), tensor.dtype)
+    tensor.read_into(plain, index)
+    assert same(plain, expected)
+    if plain.ndim:
+        # One that is not in C order, with a border that has to stay.
+        border = np.full([2 * size + 1 for size in plain.shape], 1, tensor.dtype)
+        inner = border[tuple(slice(1, None, 2) for _ in plain.shape)]
+        before = border.copy()
+        tensor.read_into(inner, index)
+        assert same(inner, expected)
+        before[tuple(slice(1, None, 2) for _ in plain.shape)] = inner
+        assert same(border, before)
+    for most in (1, 24, 1 << 20):
+        blocks = [block.view(f"u{block.itemsize}") for block in tensor.blocks(index, most)]
+        assert all(block.nbytes <= max(most, block.itemsize) for block in blocks)
+        assert b"".join(block.tobytes() for block in blocks) == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Array]:
+    """A tensor of 64 rows of 256 KiB, cut into four parts along either dimension."""
+    root = tmp_path_factory.mktemp("wide")
+    array = np.arange(64 * 65536, dtype="<u4").reshape(64, 65536)
+    strategy = single({"w": layout([2, 2], [1, 0])})
+    write_tree(root / "src", cut_ranks(strategy, {"w": Value("Float32", array)}), "rank_{rank}/net.ckpt")
+    return root / "src", write_strategy(root / "s", strategy), array
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every read of this process from now on."""
+    found: list[int] = []
+    pread, preadv = os.pread, os.preadv
+
+    def counting(fd: int, count: int, offset: int) -> bytes:
+        data = pread(fd, count, offset)
+        found.append(len(data))
+        return data
+
+    def counting_into(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        found.append(count)
+        return count
+
+    monkeypatch.setattr(os, "pread", counting)
+    monkeypatch.setattr(os, "preadv", counting_into)
+    return found
+
+
+# What a request costs in bytes that were not asked for: see reshard/storage/costs.py.
+GRANULE = 16 << 10
+
+
+@pytest.mark.parametrize(
+    "index, runs",
+    [
+        ((slice(0, 4),), 8),
+        ((slice(30, 34), slice(32000, 33000)), 8),
+        ((slice(None), slice(0, 8)), 64),
+        ((slice(None), slice(100, 30000)), 64),
+        ((slice(None, None, 16),), 8),
+        ((slice(None, None, -32), slice(None, None, 32768)), 4),
+        ((5, 7), 1),
+        ((slice(None), 65535), 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stored", ["local", "remote"])
+def test_an_index_reads_what_it_asks_for_and_no_more_than_requests_are_worth(
+    index: Any,
+    runs: int,
+    stored: str,
+    wide: tuple[Path, Path, Array],
+    counted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if stored == "remote":
+        monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: "nfs4")
+    source, strategy, array = wide
+    with reshard.open(source, src_strategy=strategy) as opened:
+        tensor = opened["w"]
+        assert tensor.shape == array.shape
+        counted.clear()
+        found = tensor[index]
+        granule = GRANULE if stored == "local" else 256 << 10
+        assert sum(counted) <= found.nbytes + runs * granule
+        assert sum(counted) >= found.nbytes
+        assert same(found, array[index])
+
+
+def test_nothing_is_read_twice_when_everything_is_read(wide: tuple[Path, Path, Array], counted: list[int]) -> None:
+    source, strategy, array = wide
+    with reshard.open(source, src_strategy=strategy) as opened:
+        len(opened)
+        counted.clear()
+        ((name, found),) = opened.read_all()
+        assert name == "w" and same(found, array)
+        assert sum(counted) == array.nbytes
+
+
+def test_opening_reads_no_checkpoint_file(plain: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain.save(small_tensors(names=["w", "v"]))
+    looked_into: list[str] = []
+    open_file = os.open
+
+    def noting(path: Any, *arguments: Any, **options: Any) -> int:
+        looked_into.append(str(path))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", noting)
+    with reshard.open(plain.src, src_strategy=plain.old, dst_strategy=plain.new, rank=0) as opened:
+        assert looked_into and not any(path.endswith("net-1_10.ckpt") for path in looked_into)
+        assert len(opened) == 3
+        assert any(path.endswith("net-1_10.ckpt") for path in looked_into)
+
+
+def test_lost_ranks_are_made_up_by_replicas_and_what_is_nowhere_is_an_error(plain: World) -> None:
+    full = small_tensors(names=["w", "v"])
+    plain.save(full, ranks=[1, 2])
+    with reshard.open(plain.src, src_strategy=plain.old) as opened:
+        assert same(opened["w"][...], full["w"].array)
+    plain.save(full, ranks=[1])
+    (plain.src / "rank_2" / "net-1_10.ckpt").unlink()
+    opened = reshard.open(plain.src, src_strategy=plain.old)
+    with opened, pytest.raises(IncompleteSourceError, match="'w'"):
+        opened["w"]
+
+
+def test_tensors_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    names = ["b", "z", "a", "c"]
+    write_checkpoint(tmp_path / "all.ckpt", {name: value(name, (5, 3)) for name in names})
+    with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
+        assert [name for name, _ in opened.read_all()] == names
+        assert [name for name, _ in opened.read_all(["a", "z"])] == ["z", "a"]
+        assert list(opened.keys()) == sorted(names)
+
+
+def test_reading_ahead_holds_no_more_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {f"t{number:02}": value(f"t{number}", (1 << 18,)) for number in range(24)}
+    write_checkpoint(tmp_path / "all.safetensors", full)
+    made: list[int] = []
+    empty = LazyTensor.empty
+
+    def counting(tensor: Any, shape: tuple[int, ...]) -> Any:
+        made.append(tensor.nbytes)
+        return empty(tensor, shape)
+
+    monkeypatch.setattr("reshard.opened.tensor.LazyTensor.empty", counting)
+    with reshard.open(tmp_path / "all.safetensors", src_strategy="none", max_memory=8 << 20, jobs=2) as opened:
+        taken = 0
+        for name, array in opened.read_all():
+            taken += array.nbytes
+            # Half of the memory is for what is read ahead.
+            assert sum(made) <= taken + (4 << 20)
+            assert same(array, full[name].array)
+        assert taken == sum(made) == 24 << 20
+
+
+def test_a_tensor_larger_than_the_budget_is_read_by_itself(tmp_path: Path) -> None:
+    array = np.random.default_rng(1).integers(0, 1 << 32, 5 << 20, "<u4")
+    full = {"big": Value("Float32", array), "small": value("small", (3,)), "big2": Value("Float32", array[::-1])}
+    write_checkpoint(tmp_path / "all.ckpt", full, record_bytes=3 << 20)
+    with reshard.open(tmp_path / "all.ckpt", src_strategy="none", max_memory=1 << 20, jobs=3) as opened:
+        assert all(same(found, full[name].array) for name, found in opened.read_all())
+
+
+def test_many_threads_read_at_once(wide: tuple[Path, Path, Array]) -> None:
+    source, strategy, array = wide
+    wrong: list[Any] = []
+
+    def read(opened: Any, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(12):
+            row, column = int(rng.integers(0, 60)), int(rng.integers(0, 60000))
+            index = slice(row, row + 3), slice(column, column + 4000, int(rng.integers(1, 3)))
+            if not same(opened["w"][index], array[index]):
+                wrong.append(index)
+
+    with reshard.open(source, src_strategy=strategy, jobs=2, max_memory=1 << 20) as opened:
+        threads = [threading.Thread(target=read, args=(opened, seed)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("form", ["unified", "huggingface", "checkpoint2"])
+def test_every_form_opens_as_ranks_do(form: str, world: World) -> None:
+    full = small_tensors()
+    world.save(full)
+    target = world.root / form
+    options: list[Argument] = ["--dst-strategy", world.new] if form == "checkpoint2" else []
+    done("convert", world.src, target, "--src-strategy", world.old, "--to", form, *options)
+    with reshard.open(target) as opened:
+        assert opened.form == form
+        assert all(same(opened[name][1:], tensor.array[1:]) for name, tensor in full.items())
+    cut = cut_ranks(world.target, full)
+    with reshard.open(target, dst_strategy=world.new, rank=1) as opened:
+        assert all(same(opened[name][...], cut[1][name].array) for name in full)
+    if form == "checkpoint2":
+        with reshard.open(target, dst_strategy="same", rank=1) as opened:
+            assert all(opened[name].shape == cut[1][name].array.shape for name in full)
+
+
+TYPES = {
+    "bf": Value("BFloat16", np.array([0x3F80, 0xC000, 0x7F80], "<u2")),
+    "f8": Value("F8_E4M3", np.array([0x38, 0xB8, 0x7F], "u1")),
+    "i4": Value("Int4", np.array([0x12, 0xF0, 0x77], "u1")),
+    "flag": Value("Bool", np.array([1, 0, 1], "u1")),
+    "c": Value("Complex64", np.array([1.0, 2.0], "<f4").view("<u8")),
+}
+
+
+def test_types_that_numpy_lacks_are_those_of_ml_dtypes_or_integers_that_tell_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "all.safetensors", TYPES)
+    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+        assert opened["bf"].dtype == np.uint16 and opened["bf"].dtype.metadata == {"name": "BFloat16"}
+        assert opened["bf"].dtype_name == "BFloat16" and opened["bf"][...].tolist() == [0x3F80, 0xC000, 0x7F80]
+        assert opened["f8"].dtype == np.uint8 and opened["f8"].dtype_name == "Float8E4M3FN"
+        assert opened["i4"].dtype == np.int8 and opened["i4"].dtype_name == "Int4"
+        assert opened["flag"][...].tolist() == [True, False, True]
+        assert opened["c"][0] == 1 + 2j
+        monkeypatch.undo()
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        assert opened["bf"].dtype == ml_dtypes.bfloat16 and opened["bf"][...].tolist() == [1.0, -2.0, math.inf]
+        assert opened["f8"].dtype == ml_dtypes.float8_e4m3fn
+        assert opened["f8"][:2].astype(np.float32).tolist() == [1.0, -1.0]
+        array = np.zeros(3, np.uint16)
+        opened["bf"].read_into(array)
+        assert array.tolist() == [0x3F80, 0xC000, 0x7F80]
+
+
+def test_text_and_scalars_are_read_as_such(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "all.ckpt", {"says": text("größer ⊃"), "step": scalar(7), "w": value("w", (2, 2))})
+    with reshard.open(tmp_path / "all.ckpt", src_strategy="none") as opened:
+        assert opened["says"][()] == "größer ⊃" and opened["says"].shape == ()
+        assert opened["step"][()] == 7 and opened["step"][...].shape == ()
+        assert dict(opened.read_all())["says"] == "größer ⊃"
+
+
+def test_the_habits_of_safetensors_work(tmp_path: Path) -> None:
+    array = value("w", (4, 6))
+    write_checkpoint(tmp_path / "model.safetensors", {"w": array, "v": value("v", (3,))})
+    with reshard.open(tmp_path) as opened:
+        assert opened.keys() == {"w", "v"} and "w" in opened and len(opened) == 2 and "x" not in opened
+        part = opened.get_slice("w")
+        assert part.get_shape() == [4, 6] and part.get_dtype() == "Float32"
+        assert same(part[1:3, ::2], array.array[1:3, ::2]) and same(opened.get_tensor("w"), array.array)
+        assert len(part) == 4 and part.ndim == 2 and part.size == 24
+        assert same(np.asarray(part), array.array) and np.asarray(part, "f8").dtype == np.float64
+        with pytest.raises(KeyError, match="did you mean 'w'"):
+            opened["W"]
+        assert opened.get("nothing") is None
+
+
+@pytest.mark.parametrize(
+    "index, error", [((0, 0, 0), "too many"), ((9,), "out of bounds"), (([0, 1],), "valid indices"),
+                     ((True,), "valid indices"), ((1.5,), "valid indices"), ((..., ...), "single ellipsis")]
+)  # fmt: skip
+def test_what_is_no_basic_index_is_refused(index: Any, error: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model.safetensors", {"w": value("w", (4, 6))})
+    with reshard.open(tmp_path) as opened, pytest.raises(IndexError, match=error):
+        opened["w"][index]
+
+
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model.safetensors", {"w": value("w", (4, 6))})
+    frozen = np.zeros((4, 6), "f4")
+    frozen.flags.writeable = False
+    with reshard.open(tmp_path) as opened:
+        with pytest.raises(IndexError, match=r"shape \(4, 6\) is needed, not \(6, 4\)"):
+            opened["w"].read_into(np.zeros((6, 4), "f4"))
+        with pytest.raises(TypeError, match="float32 is needed, not float64"):
+            opened["w"].read_into(np.zeros((4, 6)))
+        with pytest.raises(TypeError, match="may not be written"):
+            opened["w"].read_into(frozen)
+
+
+def test_a_closed_checkpoint_says_so(plain: World) -> None:
+    plain.save(small_tensors(names=["w", "v"]))
+    with reshard.open(plain.src, src_strategy=plain.old) as opened:
+        tensor = opened["w"]
+    with pytest.raises(ValueError, match="closed"):
+        tensor[...]
+    with pytest.raises(ValueError, match="closed"):
+        len(opened)
+
+
+def test_a_file_that_is_written_to_while_all_is_read_is_an_error(tmp_path: Path) -> None:
+    full = {name: value(name, (4096,)) for name in "abc"}
+    path = write_checkpoint(tmp_path / "model.safetensors", full)
+    with reshard.open(tmp_path) as opened:
+        reading = opened.read_all()
+        next(reading)
+        os.utime(path)
+        with pytest.raises(RetryableError, match="changed while it was read"):
+            list(reading)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({}, "strategy that it was saved with is missing"),
+        ({"src_strategy": "OLD", "rank": 1}, "of which strategy is missing"),
+        ({"src_strategy": "OLD", "dst_strategy": "NEW"}, "2 ranks"),
+        ({"src_strategy": "OLD", "dst_strategy": "NEW", "rank": 2}, "out of range"),
+        ({"src_strategy": "OLD", "decrypt_mode": "AES-GCM"}, "without a key"),
+        ({"src_strategy": "OLD", "io": "fast"}, "'mmap'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_wrong_usage(options: dict[str, Any], says: str, plain: World) -> None:
+    plain.save(small_tensors(names=["w", "v"]))
+    paths = {"OLD": plain.old, "NEW": plain.new}
+    with pytest.raises(UsageError, match=says):
+        reshard.open(plain.src, **{key: paths.get(said, said) for key, said in options.items()})
+
+
+def test_what_is_not_there_is_said_when_it_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(ReshardError, match="does not exist"):
+        reshard.open(tmp_path / "nothing", src_strategy="none")
+
+
+def test_names_and_steps_can_be_chosen(plain: World) -> None:
+    old, new = small_tensors("old", ["w", "v"]), small_tensors("new", ["w", "v"])
+    plain.save(old, "rank_{rank}/net-1_9.ckpt")
+    plain.save(new, "rank_{rank}/net-1_10.ckpt")
+    with reshard.open(plain.src, src_strategy=plain.old, include=["w"]) as opened:
+        assert list(opened) == ["w"] and opened.step == "1_10" and same(opened["w"][...], new["w"].array)
+    with reshard.open(plain.src, src_strategy=plain.old, step="1_9", exclude=["w"]) as opened:
+        assert "w" not in opened and same(opened["v"][...], old["v"].array)
+
+
+def test_casts_are_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
+    array = np.array([[1.0, 1e6], [-2.5, 3.14159]] * 12, "f4").reshape(8, 6)
+    plain.save({"w": Value("Float32", array.view("u4")), "v": value("v", (4,))})
+    with reshard.open(plain.src, src_strategy=plain.old, cast=["w=Float16"]) as opened:
+        assert opened["w"].dtype == np.float16 and opened["v"].dtype == np.float32
+        with np.errstate(over="ignore"):
+            expected = array.astype(np.float16)
+        assert np.array_equal(opened["w"][...], expected)
+        assert np.array_equal(opened["w"][2:7:2, ::-1], expected[2:7:2, ::-1])
+        assert np.array_equal(dict(opened.read_all())["w"], expected)
+    assert "'w': there are elements that are too large for its new type" in caplog.text
+
+
+def test_files_that_nobody_closes_are_closed_with_the_checkpoint(plain: World) -> None:
+    plain.save(small_tensors(names=["w", "v"]))
+
+    def open_files() -> Iterator[str]:
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                yield os.readlink(f"/proc/self/fd/{name}")
+            except OSError:
+                continue
+
+    opened = reshard.open(plain.src, src_strategy=plain.old)
+    opened["w"][...]
+    assert any(str(plain.src) in path for path in open_files())
+    del opened
+    assert not any(str(plain.src) in path for path in open_files())
