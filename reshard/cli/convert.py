@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints import FileHandles
@@ -112,6 +113,24 @@ def _convert(
             f"--verify goes with all files of {request.to}, which are verified together",
             hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
         )
+    carry_out(request, report, typed, how, scheduler)
+
+
+def carry_out(
+    request: Request, report: Report, typed: Mapping[str, Any], how: Options, scheduler: Optional[str] = None
+) -> None:
+    """Convert, or say what would be done, and tell.
+
+    Args:
+        request: what is asked for.
+        report: told of warnings and notes.
+        typed: the options of `options.output`, and ``jobs``.
+        how: how it is done.
+        scheduler: the Dask cluster whose workers do it; None for this process.
+
+    Raises:
+        ReshardError: it cannot be done, or failed.
+    """
     progress = progress_of(typed["quiet"], typed["progress"])
     with (
         cluster_of(scheduler, how, typed["jobs"], report) as workers,
@@ -126,7 +145,7 @@ def _convert(
         # Verification takes files for damaged that the conversion found to be.
         request = prepared.plan.request
     before = time.monotonic()
-    found = _verify(request, how, summary, progress) if typed["verify"] else None
+    found = _verify(request, how, summary, progress) if how.verify else None
     verifying = time.monotonic() - before
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]

@@ -69,7 +69,7 @@ def diff(
     quiet = typed["quiet"]
     report = Report(listener(quiet))
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(typed)))
+        one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
         other = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))
         found = differences(one, other, typed["max_memory"] // 3, progress_of(quiet, typed["progress"]))
         sides = {"a": _side(a, one), "b": _side(b, other)}

@@ -100,7 +100,7 @@ def get(
     """
     report = Report(listener(quiet))
     chosen = _index(index)
-    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
+    with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         names = _names(checkpoint, name)
         if output is not None:
             if as_json:

@@ -17,6 +17,7 @@ from reshard.cli.errors import ReshardGroup, set_debug
 _COMMANDS = {
     "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
+    "merge-lora": ("merge_lora", "merge_lora", "Add a low-rank adapter to the weights it was trained beside."),
     "plan": ("plan", "plan", "Print what convert would do: ranks, files, bytes, memory."),
     "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),

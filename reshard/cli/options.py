@@ -487,8 +487,8 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
     )
 
 
-def conversion(command: F) -> F:
-    """Options of convert and by-rank alike."""
+def target_form(command: F) -> F:
+    """What is written: its form, names and format."""
     return _all(
         command,
         [
@@ -517,6 +517,16 @@ def conversion(command: F) -> F:
                 show_default=True,
                 help="Format of the target files.",
             ),
+        ],
+    )
+
+
+def conversion(command: F) -> F:
+    """Options of convert and by-rank alike."""
+    return _all(
+        command,
+        [
+            target_form,
             source,
             fallback,
             selection,

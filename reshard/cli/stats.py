@@ -59,7 +59,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     """
     quiet, verbose = typed["quiet"], typed["verbose"]
     report = Report(listener(quiet))
-    with opened(src, strategy, typed, report, edits=edits_of(typed)) as checkpoint:
+    with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
         found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
         step, form = checkpoint.step, checkpoint.form

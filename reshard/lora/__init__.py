@@ -5,5 +5,6 @@ product of two to a weight as it is written, and `adapter` puts these together f
 """
 
 from reshard.lora.adapter import Adapter, read_adapter
+from reshard.lora.scale import Scale, scale_of
 
-__all__ = ["Adapter", "read_adapter"]
+__all__ = ["Adapter", "Scale", "read_adapter", "scale_of"]

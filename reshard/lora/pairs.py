@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from reshard.errors import CheckpointError
 from reshard.text.messages import listing
@@ -119,11 +119,10 @@ def weight_of(pair: Pair, weights: Collection[str]) -> str:
             parameter=pair.down,
         )
     expected = f"{stems[-1]}.weight"
-    near: Optional[str] = " or ".join(map(quoted, near_names(expected, weights))) or None
+    near = " or ".join(map(quoted, near_names(expected, weights)))
+    cure = f"the base has {near}" if near else "`reshard convert --rename OLD=NEW` gives other names"
     raise CheckpointError(
         f"{quoted(pair.down)} belongs to {quoted(expected)}, which the base does not have",
         parameter=pair.down,
-        hint=f"is the adapter of another model, or named otherwise? The base has {near}"
-        if near
-        else "is the adapter of another model, or named otherwise? `reshard convert --rename OLD=NEW` gives other names",
+        hint=f"is the adapter of another model, or named otherwise? {cure}",
     )

@@ -14,8 +14,9 @@ from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import CheckpointError, UsageError
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
-from reshard.plan.edits import CastAsked, Edits
+from reshard.plan.edits import Edits
 from reshard.plan.request import Request
+from reshard.plan.typed_edits import typed_edits
 from reshard.storage import exists
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters
@@ -38,6 +39,11 @@ def open(
     file_suffix: Optional[str] = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    names: Optional[Path] = None,
+    rename: Sequence[str] = (),
+    config: Optional[Path] = None,
+    reverse: bool = False,
+    optimizer: bool = False,
     cast: Sequence[str] = (),
     jobs: Optional[int] = None,
     max_memory: int = MAX_MEMORY,
@@ -60,6 +66,12 @@ def open(
         file_suffix: take only files of ranks whose stem ends so.
         include: take only names that fit one of these patterns.
         exclude: leave such names out; wins.
+        names: a built-in table of rules of names and packing, such as ``"qwen3"``, or the file of one; names of tensors
+            are then those on its other side.
+        rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
+        config: what tells the sizes that the table needs; by default the config.json of ``src``.
+        reverse: read the table from right to left, whichever side fits.
+        optimizer: apply the table to optimizer state as well; else that is left out.
         cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of those that concern a
             tensor the last holds.
         jobs: CPUs to keep busy; by default those that this process may use.
@@ -74,7 +86,7 @@ def open(
     """
     report = logged()
     filters = Filters(tuple(include), tuple(exclude))
-    edits = Edits(tuple(map(CastAsked.parse, cast))) if cast else None
+    edits = typed_edits(os.fspath(src), _text(names), rename, _text(config), reverse, optimizer, cast)
     if decrypt_mode is not None and decrypt_key_file is None:
         raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
     if io not in ("auto", "mmap", "pread"):

@@ -131,7 +131,8 @@ class TargetTensors(Sequence[TargetTensor]):
         name = self._order.names[place]
         item_size, box, takes, dtype, padded = self._alike[number]
         pieces = tuple(self._piece(name, take) for take in takes)
-        return TargetTensor(name, item_size, box, pieces, dtype, padded, None if self._added is None else self._added(name))
+        added = None if self._added is None else self._added(name)
+        return TargetTensor(name, item_size, box, pieces, dtype, padded, added)
 
     def _piece(self, name: str, take: Take) -> Piece:
         source = 0 if take.region is None else take.region.source

@@ -1,4 +1,4 @@
-"""Random rules of names and packing, random layouts and forms, casts: what is written is what NumPy makes of whole arrays."""
+"""Rules of names and packing, and casts, between any layouts and forms: what NumPy makes of whole arrays."""
 
 from __future__ import annotations
 

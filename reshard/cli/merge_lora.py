@@ -1,0 +1,117 @@
+"""merge-lora: an adapter into the weights that it was trained beside."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Optional
+
+import click
+
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.cli import completion, options
+from reshard.cli.command import argument, command, option
+from reshard.cli.conversion import options_of, request_between
+from reshard.cli.convert import carry_out
+from reshard.cli.opened import effort_of
+from reshard.errors import UsageError
+from reshard.opened import open_requested, reading_request
+from reshard.plan.edits import Edits
+from reshard.storage import is_regular_file
+from reshard.strategies import NONE, SAME
+from reshard.text.messages import listing
+from reshard.text.name_filters import Filters
+from reshard.text.wording import plural
+
+
+@command(
+    "merge-lora",
+    """
+reshard merge-lora base/ adapter/ merged/
+
+Of rank directories, cut as they are:
+reshard merge-lora base/ adapter/ merged/ \\
+    --src-strategy base.ckpt --adapter-strategy adapter.ckpt --alpha 32
+""",
+)
+@argument("base", shell_complete=completion.paths)
+@argument("adapter", shell_complete=completion.paths)
+@argument("out", shell_complete=completion.directories)
+@options.strategies
+@option(
+    "Strategies",
+    "--adapter-strategy",
+    metavar="FILE|DIR|none",
+    shell_complete=completion.strategies,
+    help="Strategy that the adapter's ranks were saved with.",
+)
+@option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="That of ADAPTER.")
+@option(
+    "Source",
+    "--alpha",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="NUMBER",
+    show_default="adapter_config.json beside ADAPTER",
+    help="What the product is multiplied with, times the ranks.",
+)
+@options.target_form
+@options.source
+@options.fallback
+@options.writing
+@options.output
+def merge_lora(
+    base: str,
+    adapter: str,
+    out: str,
+    adapter_strategy: Optional[str],
+    adapter_step: str,
+    alpha: Optional[float],
+    **typed: Any,
+) -> None:
+    """Add the low-rank ADAPTER to the weights of BASE, and write the result to OUT.
+
+    Each weight that has two matrices A and B in ADAPTER gets alpha / r * B A, computed in Float32 and rounded
+    once to the weight's type; everything else is copied. Names are PEFT's (lora_A.weight, lora_B.weight) or
+    MindFormers' (lora_a, lora_b). BASE and ADAPTER may be of any form; OUT is of BASE's, unless --to and
+    --dst-strategy say otherwise.
+    """
+    # Loaded only here: the others do without.
+    from reshard.lora import read_adapter, scale_of
+
+    form = form_of(base)
+    if typed["to"] is None:
+        typed["to"] = form
+    if typed["to"] in (RANKS, CHECKPOINT2) and typed["dst_strategy"] is None:
+        if form not in (RANKS, CHECKPOINT2):
+            raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
+        typed["dst_strategy"] = SAME
+    request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
+    scale = scale_of(adapter, alpha)
+    infinite: Counter[str] = Counter()
+
+    def overflowed(name: str, count: int) -> None:
+        infinite[name] += count
+
+    place, strategy = _place_of(adapter, adapter_strategy)
+    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report)
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
+        additions = read_adapter(tensors, adapter, scale, overflowed)
+        carry_out(replace(request, edits=Edits(additions=additions, words=None)), report, typed, options_of(typed))
+        tensors.check_unchanged()
+    if infinite:
+        report.warn(
+            f"{plural(sum(infinite.values()), 'element')} became infinite, being too large for the weight's type: "
+            + listing(sorted(infinite))
+        )
+
+
+def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
+    """Where an adapter's matrices are, and their strategy: PEFT's directories have one file, which nobody has cut."""
+    peft = os.path.join(adapter, "adapter_model.safetensors")
+    place = peft if is_regular_file(peft) else adapter
+    return place, NONE if strategy is None and is_regular_file(place) else strategy
+
+
+_NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}

@@ -1,0 +1,214 @@
+"""Merging adapters against NumPy: W + alpha / r * B A, rounded once, the same whoever writes which part of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.running import Argument, done, fails
+from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
+
+Array = npt.NDArray[Any]
+
+SHAPES = {
+    "model.layers.0.self_attn.q_proj.weight": (640, 1500),
+    "model.layers.0.mlp.down_proj.weight": (96, 64),
+    "model.norm.weight": (96,),
+}
+CHANGED = list(SHAPES)[:2]
+
+
+def weights(dtype: str = "f4") -> dict[str, Array]:
+    random = np.random.default_rng(1)
+    return {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def matrices(rank: int = 8) -> dict[str, tuple[Array, Array]]:
+    """Per weight A and B."""
+    random = np.random.default_rng(2)
+    return {
+        name: (
+            random.standard_normal((rank, SHAPES[name][1])).astype("f4"),
+            random.standard_normal((SHAPES[name][0], rank)).astype("f4"),
+        )
+        for name in CHANGED
+    }
+
+
+def peft(place: Path, pairs: dict[str, tuple[Array, Array]], infix: str = "", **config: Any) -> Path:
+    """An adapter as PEFT saves it."""
+    place.mkdir()
+    tensors = {}
+    for name, (down, up) in pairs.items():
+        stem = "base_model.model." + name[: -len(".weight")]
+        tensors[f"{stem}.lora_A{infix}.weight"] = down
+        tensors[f"{stem}.lora_B{infix}.weight"] = up
+    save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
+    (place / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, **config}))
+    return place
+
+
+def base(place: Path, full: dict[str, Array]) -> Path:
+    place.mkdir()
+    save_file(full, place / "model.safetensors", metadata={"format": "pt"})
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def merged(full: dict[str, Array], pairs: dict[str, tuple[Array, Array]], scale: float) -> dict[str, Array]:
+    """In Float64, not rounded."""
+    return {
+        name: array.astype("f8")
+        + (scale * pairs[name][1].astype("f8") @ pairs[name][0].astype("f8") if name in pairs else 0)
+        for name, array in full.items()
+    }
+
+
+def close(found: dict[str, Array], expected: dict[str, Array], epsilon: float = 2**-22) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        # The product is a sum of eight, in Float32; terms are some units large.
+        assert np.abs(found[name].astype("f8") - array).max() <= 64 * epsilon, name
+
+
+@pytest.mark.parametrize("infix", ["", ".default"])
+def test_the_product_is_added_and_everything_else_is_copied(tmp_path: Path, infix: str) -> None:
+    full, pairs = weights(), matrices()
+    src = base(tmp_path / "base", full)
+    done("merge-lora", src, peft(tmp_path / "adapter", pairs, infix), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    close(found, merged(full, pairs, 2.0))
+    assert np.array_equal(found["model.norm.weight"], full["model.norm.weight"])
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "alpha", "scale"),
+    [
+        ({"use_rslora": True}, None, 16 / 8**0.5),
+        ({"alpha_pattern": {"q_proj": 4, "down_proj": 4}}, None, 0.5),
+        ({}, 4, 0.5),
+        ({"lora_alpha": 24}, None, 3.0),
+    ],
+)
+def test_the_scale_is_that_of_the_configuration(
+    tmp_path: Path, config: dict[str, Any], alpha: Optional[float], scale: float
+) -> None:
+    full, pairs = weights(), matrices()
+    words: list[Argument] = [] if alpha is None else ["--alpha", alpha]
+    adapter = peft(tmp_path / "adapter", pairs, **config)
+    done("merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", *words)
+    close(load_file(tmp_path / "out" / "model.safetensors"), merged(full, pairs, scale))
+
+
+def test_sixteen_bit_weights_are_rounded_once(tmp_path: Path) -> None:
+    full, pairs = weights("f2"), matrices()
+    done("merge-lora", base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, array in merged(full, pairs, 2.0).items():
+        # What lies on the edge between two may fall on either side, by the last bits of the product.
+        wrong = found[name] != array.astype("f2")
+        assert found[name].dtype == np.float16 and wrong.mean() < 1e-3
+        assert np.abs(found[name].astype("f8") - array).max() <= np.abs(array).max() * 2**-10
+
+
+def test_a_weight_with_a_row_for_each_input_gets_the_product_transposed(tmp_path: Path) -> None:
+    full, pairs = weights(), matrices()
+    turned = {name: np.ascontiguousarray(array.T) for name, array in full.items()}
+    adapter = peft(tmp_path / "adapter", pairs, fan_in_fan_out=True)
+    done("merge-lora", base(tmp_path / "base", turned), adapter, tmp_path / "out")
+    close(
+        load_file(tmp_path / "out" / "model.safetensors"),
+        {name: array.T for name, array in merged(full, pairs, 2.0).items()},
+    )
+
+
+@pytest.mark.parametrize("style", ["lora_a", "mindpet_delta_lora_a"])
+def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, style: str) -> None:
+    """As MindFormers saves them: cut, and the base itself is the adapter."""
+    full, pairs = weights(), matrices()
+    layouts = {name: layout([2, 2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
+    everything = dict(full)
+    for name, (down, up) in pairs.items():
+        stem = name[: -len(".weight")]
+        everything[f"{stem}.{style}"], layouts[f"{stem}.{style}"] = down, layout([2, 2], [-1, -1])
+        upper = style[:-1] + "b"
+        everything[f"{stem}.{upper}"], layouts[f"{stem}.{upper}"] = up, layout([2, 2], [0, -1])
+    values = {name: Value("Float32", array.view("<u4")) for name, array in everything.items()}
+    strategy = single(layouts)
+    write_tree(tmp_path / "src", cut_ranks(strategy, values), "rank_{rank}/net.ckpt")
+    saved = write_strategy(tmp_path / "src.ckpt", strategy, {n: a.shape for n, a in everything.items()}, "merged")
+    whole = tmp_path / "whole"
+    words = ["merge-lora", tmp_path / "src", tmp_path / "src"]
+    ends: list[Argument] = ["--src-strategy", saved, "--adapter-strategy", saved, "--alpha", 16]
+    done(*words, tmp_path / "out", *ends)
+    done(*words, whole, *ends, "--dst-strategy", "none", "--jobs", 1, "--max-memory", "64K")
+    found = {name: value.array.view("<f4") for name, value in read_tree(whole)[0].items()}
+    close(found, merged(full, pairs, 2.0))
+    # However it is cut, and in whatever blocks, every element is the same.
+    whole_values = {name: Value("Float32", array.view("<u4")) for name, array in found.items()}
+    kept = single({name: layouts[name] for name in SHAPES})
+    for rank, tensors in cut_ranks(kept, whole_values).items():
+        mine = read_tree(tmp_path / "out")[rank]
+        assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
+
+
+def test_a_run_that_is_given_again_goes_on_and_another_adapter_is_refused(tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1MB"]
+    done(*words)
+    done(*words)
+    other = peft(tmp_path / "other", {name: (2 * a, b) for name, (a, b) in matrices().items()})
+    fails(3, "merge-lora", src, other, tmp_path / "out", "--max-shard-size", "1MB")
+    fails(2, *words[:4], "--max-shard-size", "1MB", "--alpha", "0")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop(min(tensors)), ["without the other matrix"]),
+        (lambda tensors: tensors.update({"base_model.model.lm_head.weight": np.ones((4, 4), "f4")}), ["lm_head"]),
+        (
+            lambda tensors: tensors.update({"base_model.model.model.lora_magnitude_vector": np.ones((4,), "f4")}),
+            ["DoRA"],
+        ),
+        (
+            lambda tensors: tensors.update(
+                {
+                    "base_model.model.model.layers.9.x.lora_A.weight": np.ones((8, 4), "f4"),
+                    "base_model.model.model.layers.9.x.lora_B.weight": np.ones((4, 8), "f4"),
+                }
+            ),
+            ["model.layers.9.x.weight", "does not have"],
+        ),
+        (lambda tensors: tensors.update({max(tensors): np.ones((3, 8), "f4")}), ["shape"]),
+        (lambda tensors: tensors.clear(), ["no matrices"]),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, says: list[str]) -> None:
+    adapter = peft(tmp_path / "adapter", matrices())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors or {"global_step": np.ones((), "i4")}, adapter / "adapter_model.safetensors")
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=says)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", matrices())
+    (adapter / "adapter_config.json").unlink()
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["--alpha"])
+
+
+@pytest.mark.parametrize(
+    "config", [{"use_dora": True}, {"bias": "all"}, {"lora_alpha": "much"}, {"alpha_pattern": {"q_proj": None}}]
+)
+def test_a_configuration_that_is_not_understood_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    adapter = peft(tmp_path / "adapter", matrices(), **config)
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["adapter_config"])
