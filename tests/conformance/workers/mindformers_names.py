@@ -105,7 +105,9 @@ def legacy_names(home: Path, job: Job) -> list[str]:
     """Names as the scripts of Llama make them, whose modules need what is not here."""
     path = home / "models" / "llama" / ("convert_reversed.py" if job["back"] else "convert_weight.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "name_replace"]
+    functions: list[ast.stmt] = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "name_replace"
+    ]
     scope: dict[str, Any] = {}
     exec(compile(ast.Module(functions, []), str(path), "exec"), scope)
     return [scope["name_replace"](name) for name in job["names"]]
