@@ -14,24 +14,28 @@ if TYPE_CHECKING:
     from reshard.mindspore_api import (
         convert_checkpoint_by_rank,
         convert_checkpoints,
+        load_distributed_checkpoint,
         merge_pipeline_strategys,
         rank_list_for_convert,
         rank_list_for_transform,
         restore_group_info_list,
         transform_checkpoint_by_rank,
         transform_checkpoints,
+        unified_safetensors,
     )
 
 __all__ = [
     "__version__",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
+    "load_distributed_checkpoint",
     "merge_pipeline_strategys",
     "rank_list_for_convert",
     "rank_list_for_transform",
     "restore_group_info_list",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "unified_safetensors",
 ]
 
 
