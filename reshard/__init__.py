@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from reshard.mindspore_api import (
         convert_checkpoint_by_rank,
         convert_checkpoints,
+        load_distributed_checkpoint,
         merge_pipeline_strategys,
         rank_list_for_convert,
         rank_list_for_transform,
         restore_group_info_list,
         transform_checkpoint_by_rank,
         transform_checkpoints,
+        unified_safetensors,
     )
     from reshard.opened import open as open
 
@@ -29,12 +31,14 @@ __all__ = [
     "__version__",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
+    "load_distributed_checkpoint",
     "merge_pipeline_strategys",
     "rank_list_for_convert",
     "rank_list_for_transform",
     "restore_group_info_list",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "unified_safetensors",
 ]
 
 

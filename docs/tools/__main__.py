@@ -1,4 +1,4 @@
-"""Write the command reference and the output of every example anew: `python -m docs.tools [PAGE...]`."""
+"""Write the command reference, pictures and the output of every example anew: `python -m docs.tools [PAGE...]`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, pages, recordings
+from docs.tools import commands, pages, pictures, recordings
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
+with tempfile.TemporaryDirectory() as place:
+    for name, picture in pictures.pictures(Path(place)).items():
+        (pictures.PLACE / name).write_bytes(picture)
 chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
 for page in chosen:
     with tempfile.TemporaryDirectory() as place:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Callable
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.checkpoint2 import read_checkpoint2, recognise
+from reshard.checkpoints.checkpoint2 import Checkpoint2, read_checkpoint2, recognise
+from reshard.checkpoints.checkpoint2 import strategy_of as strategy_of_checkpoint2
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
 from reshard.checkpoints.rank_tree.path_pattern import RANK
-from reshard.errors import UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.storage import is_directory
+from reshard.strategies import Strategy
 from reshard.text.report import Report
 
 RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
@@ -81,3 +83,14 @@ def read_checkpoint(
         raise UsageError(f"{src}: is of the form {form}, which has no steps", hint="leave out --step")
     read = read_unified if form == UNIFIED else read_huggingface
     return read(src, handles, report, damaged)
+
+
+def strategy_of(checkpoint: Checkpoint) -> Strategy:
+    """The strategy that a source was saved with, where it tells.
+
+    Raises:
+        InputError: it does not, or not of every tensor.
+    """
+    if isinstance(checkpoint, Checkpoint2):
+        return strategy_of_checkpoint2(checkpoint)
+    raise CheckpointError(f"{checkpoint.place}: does not say how its tensors were laid out", file=checkpoint.place)

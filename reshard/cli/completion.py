@@ -28,6 +28,17 @@ def strategies(_: click.Context, __: click.Parameter, typed: str) -> list[Comple
     return [*none, CompletionItem(typed, type="file")]
 
 
+def tables(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Built-in tables of names, and files."""
+    from reshard.names.tables import builtin_names
+
+    named = [CompletionItem(name) for name in builtin_names() if name.startswith(typed)]
+    if named and typed and not _begins_a_name(typed):
+        # bash offers either words or files.
+        return named
+    return [*named, CompletionItem(typed, type="file")]
+
+
 def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
     """The steps of the checkpoint that was typed, newest first, from names alone."""
     from reshard.checkpoints import find_checkpoints

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of, read_checkpoint, strategy_of
 from reshard.cli import options
 from reshard.errors import UsageError
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
@@ -23,7 +22,7 @@ class Ends(NamedTuple):
         form: of the source.
         source: its strategy; `none` where its form tells the layouts.
         to: form of the target.
-        target: its strategy; `none` where it is written in full.
+        target: its strategy; `none` where it is written in full, `same` where it is told when the source is read.
     """
 
     form: str
@@ -57,11 +56,26 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         return Ends(form, source, to, Strategy.none())
     if target_path != SAME:
         return Ends(form, source, to, typed_strategy(target_path, report))
-    if form == RANKS:
-        return Ends(form, source, to, source)
+    return Ends(form, source, to, source if form == RANKS else Strategy.same())
+
+
+def told_by(src: str, ends: Ends, step: str) -> Ends:
+    """The same with the target's strategy as the source tells it.
+
+    Args:
+        src: the source.
+        ends: what was typed.
+        step: that is read.
+
+    Raises:
+        ReshardError: the source cannot be read, or does not tell.
+    """
+    if not ends.target.is_untold:
+        return ends
     with FileHandles() as handles:
-        checkpoint = read_checkpoint2(src, typed["step"], handles, Report(), wanted=lambda name: False)
-        return Ends(form, source, to, strategy_of(checkpoint))
+        # What has to be told of it is told by whoever reads it for its tensors.
+        checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
+        return ends._replace(target=strategy_of(checkpoint))
 
 
 def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:

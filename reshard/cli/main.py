@@ -33,6 +33,7 @@ _COMMANDS = {
     "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),
     "recover": ("recover", "recover", "Give every lost rank its checkpoint back from replicas."),
     "strategy": ("strategy_group", "strategy", "Show what strategy files say."),
+    "names": ("names", "names", "Show rules that give tensors other names and packing."),
     "help": ("help", "show_help", "Show the help of a command."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}

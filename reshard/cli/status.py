@@ -10,8 +10,9 @@ from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
+from reshard.convert.beside import beside
 from reshard.records.status import Status, status_of
-from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges
+from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
 
 
 @command("status", "reshard status out/")
@@ -22,9 +23,10 @@ def status(dst: str, as_json: bool) -> None:
     """Print which target ranks in DST are done and which are missing.
 
     It reads the records in DST alone, so it needs neither the source nor the strategies, and may be
-    asked while runs are writing.
+    asked while runs are writing. Checkpoint files beside those of the conversion are named.
     """
     found = status_of(dst)
+    others = beside(dst, found.plan)
     if as_json:
         echo_json(
             {
@@ -39,10 +41,18 @@ def status(dst: str, as_json: bool) -> None:
                 "writing": found.writing,
                 "step": found.plan.step,
                 "manifest": found.manifest,
+                "beside": others,
             }
         )
         return
-    say("\n".join(_lines(dst, found)))
+    lines = _lines(dst, found)
+    if others:
+        them = "it" if len(others) == 1 else "them"
+        lines.append(
+            f"beside it, not of this conversion: {some_names(others)}; remove {them}, or loaders may take {them} for "
+            "a part of the checkpoint, and conversions into the directory are refused"
+        )
+    say("\n".join(lines))
 
 
 def _lines(dst: str, found: Status) -> list[str]:

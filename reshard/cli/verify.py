@@ -13,7 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.forms import read_ends, typed_strategy
+from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
@@ -156,6 +156,7 @@ def verify(
                     step = recorded_step(src, ends.form, plan.step)
                 if not (filters.include or filters.exclude):
                     filters = Filters(plan.include, plan.exclude)
+            ends = told_by(src, ends, step)
             if to == RANKS and ranks is None and manifest is None:
                 ranks = recovered_ranks(out)
                 if ranks is not None:

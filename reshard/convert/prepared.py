@@ -76,7 +76,7 @@ def prepare(
     Raises:
         ReshardError: the conversion cannot be made; nothing has been written.
     """
-    if request.to == RANKS:
+    if request.to == RANKS and not request.target.is_untold:
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)

@@ -49,7 +49,7 @@ from reshard.storage import (
     temporary,
 )
 from reshard.target import TargetForm
-from reshard.target.marks import marks_of
+from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT, marks_of, unfinished_mark
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
@@ -140,6 +140,7 @@ class TargetDirectory:
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)
         self._refusals = Refusals(self._root, identity, whole=whole, adding=self._adding)
+        self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
@@ -286,6 +287,8 @@ class TargetDirectory:
         found = self._all_done() if self.manifest is not None else None
         if found is None or (self._checksum and self._lacking(found)):
             return False
+        if self._unfinished is not None and exists(self._unfinished):
+            return False
         return all(exists(os.path.join(self._root, file.name)) for file in self._plan.form.finishing())
 
     @property
@@ -340,14 +343,25 @@ class TargetDirectory:
                 self._overwritten.add(target.rank)
             elif not self._finished_meanwhile(target):
                 raise self._existing([target.rank])
-        if named != (target.rank in self._overwritten):
+        if named == (target.rank in self._overwritten):
+            layout, headers = self._last_headers
+            if layout is not target.layout:
+                headers = header_digest(target.layout)
+                self._last_headers = (target.layout, headers)
+            record = DoneRecord(target.rank, status.st_size, status.st_mtime_ns, headers, crc)
+            self._ledger.record(record, flush=not named)
+        if not named:
+            self._mark_unfinished()
+
+    def _mark_unfinished(self) -> None:
+        """See that no loader takes the directory for a complete one, before a target gets its name there."""
+        path = self._unfinished
+        if path is None or exists(path) or not is_directory(os.path.dirname(path)):
             return
-        layout, headers = self._last_headers
-        if layout is not target.layout:
-            headers = header_digest(target.layout)
-            self._last_headers = (target.layout, headers)
-        record = DoneRecord(target.rank, status.st_size, status.st_mtime_ns, headers, crc)
-        self._ledger.record(record, flush=not named)
+        try:
+            temporary.write_whole(path, UNFINISHED_CONTENT)
+        except OSError as error:
+            raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
 
     def complete(self) -> Optional[str]:
         """Write the manifest if every rank is there; returns its path.
@@ -417,6 +431,7 @@ class TargetDirectory:
         if others and left:
             raise self._refusals.foreign(left, set())
         for other in others:
+            _remove(_unfinished(self._root, other.identity))
             other.remove()
 
     def _unfinish(self, identities: Iterable[Identity]) -> None:
@@ -425,9 +440,12 @@ class TargetDirectory:
         for identity in identities:
             # Every rank may have a mark: one of many runs does not look for all of them where there are none.
             if complete or identity.form != RANKS:
-                for name in reversed(_marks(identity)):
-                    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                        os.unlink(os.path.join(self._root, name))
+                marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
+                if identity == self._ledger.identity and any(map(exists, marks)):
+                    # Some file may be gone: what is left shall not be taken for all there was.
+                    self._mark_unfinished()
+                for mark in marks:
+                    _remove(mark)
         Manifest.remove(self._root)
 
     def _finish(self) -> tuple[FinishingRecord, ...]:
@@ -468,7 +486,11 @@ class TargetDirectory:
                 self._ledger.record(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
-        return Manifest(self._ledger.identity, tuple(files), self._finish()).write(self._root)
+        finishing = self._finish()
+        # Loaders have what they go by now. One of another form may be left of a conversion that was given up here.
+        for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
+            _remove(path)
+        return Manifest(self._ledger.identity, tuple(files), finishing).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, where this run or any that wrote a target asked for them.
@@ -575,6 +597,19 @@ class TargetDirectory:
 def _marks(identity: Identity) -> list[str]:
     """Files that make the directory of a conversion complete, relative to it."""
     return marks_of(identity.form, [identity.file_of(file) for file in range(identity.ranks)])
+
+
+def _unfinished(root: str, identity: Identity) -> Optional[str]:
+    """The path of what tells loaders that a conversion's directory is not complete."""
+    name = unfinished_mark(identity.form, identity.file_of(0))
+    return None if name is None else os.path.join(root, name)
+
+
+def _remove(path: Optional[str]) -> None:
+    """Remove a small file of ours, if it is there."""
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
 
 
 def _holds(path: str, content: bytes) -> bool:

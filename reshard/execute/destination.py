@@ -16,6 +16,7 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
 from reshard.storage import exists, is_directory, is_regular_file, link_at, look_error, names_in, status_at, temporary
+from reshard.target.marks import UNFINISHED
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")
@@ -54,7 +55,7 @@ class Destination:
             os.path.join(entry, name)
             for entry in entries
             for name in names_in(os.path.join(self.path, entry))
-            if name.endswith(_CHECKPOINT_ENDINGS)
+            if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
     def check(self, writing: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from reshard.names.sizes import SizeError
 from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import WEIGHTS, kind_of, state_prefix
+from reshard.text.near_names import near_names
 
 
 class Made(NamedTuple):
@@ -100,6 +101,7 @@ def apply_rules(
     run = _Run(rules, side, shapes, optimizer, settled)
     run.sort()
     check_complete(side, run.instances, run.problems)
+    run.check_used()
     run.make()
     run.problems.check()
     return run.applied()
@@ -212,6 +214,15 @@ class _Run:
             self._add_step(AppliedStep("", (), (name,), (name,)), [((0,), view)])
         if self.rules.keeps_others:
             self._in_source_order()
+
+    def check_used(self) -> None:
+        """Where names that no rule speaks of are kept, one that was mistyped in a rule would go unnoticed."""
+        if self.rules.keeps_others:
+            used = {key.rule for key in self.instances}
+            for number, sided in enumerate(self.side.sided):
+                if number not in used and not (sided.rule.optional or sided.rule.drops):
+                    for source in sided.sources:
+                        self.problems.unused[source.pattern.text] = near_names(source.pattern.text, self.shapes)
 
     def _sources(self, key: Key, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule takes; None where some are missing, which is noted."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
 
 from reshard.names.matching import Instances, Side, SidedRule
 from reshard.names.problems import Problems
@@ -50,7 +49,7 @@ class _Expected:
 
     def values(self, sided: SidedRule) -> Iterator[tuple[int, ...]]:
         """All that a rule should be there for."""
-        return product(*(self._of(number) for number in sided.free))
+        return _product([self._of(number) for number in sided.free])
 
     def _of(self, number: str) -> Iterable[int]:
         count = self._counts.get(number)
@@ -59,6 +58,16 @@ class _Expected:
         seen = self._seen.get(number, set())
         # What the table counts begins at 0 and has no gaps; of other numbers nothing is known.
         return range(max(seen) + 1) if seen and number in self._counts else sorted(seen)
+
+
+def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
+    """All combinations, one after the other: a configuration may say that there are more than memory holds."""
+    if not values:
+        yield ()
+        return
+    for first in values[0]:
+        for rest in _product(values[1:]):
+            yield (first, *rest)
 
 
 def _note(

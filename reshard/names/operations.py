@@ -328,6 +328,28 @@ class Reshape(Operation):
 
 
 @dataclass(frozen=True)
+class Check(Operation):
+    """Nothing but a look at the shape.
+
+    Attributes:
+        shape: what it must be.
+    """
+
+    shape: tuple[Product, ...]
+
+    def inverse(self) -> Check:
+        """The same."""
+        return self
+
+    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+        """See `Operation`."""
+        told = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
+        for shape in shapes:
+            solved(self.shape, shape, told)
+        return Sized(None, [*shapes])
+
+
+@dataclass(frozen=True)
 class Pad(Operation):
     """Zeros at the end of a dimension, up to a multiple.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
-from reshard.names.operations import Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
+from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
 from reshard.names.sizes import Product
 from reshard.names.toml_values import RuleFile
 from reshard.text.near_names import near_names
@@ -138,6 +138,11 @@ class OperationReader:
             raise self._wrong(f"do: reshape: {alone} is no size, and in one shape alone")
         return Reshape(first, second)
 
+    def _check(self, said: Any) -> Check:
+        if not isinstance(said, list):
+            raise self._wrong('do: check is written { check = ["heads*head_dim", "w"] }')
+        return Check(tuple(self._file.product(each, self._where) for each in said))
+
     def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Operation:
         for key in ("size", "multiple"):
             if key not in table:
@@ -179,6 +184,7 @@ _OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "unstack": (lambda reader, said, table: reader._stack("unstack", said, table), ("dimension",)),
     "transpose": (lambda reader, said, table: reader._transpose(said), ()),
     "reshape": (lambda reader, said, table: reader._reshape(said, table), ("to",)),
+    "check": (lambda reader, said, table: reader._check(said), ()),
     "pad": (lambda reader, said, table: reader._pad("pad", said, table), ("size", "multiple")),
     "unpad": (lambda reader, said, table: reader._pad("unpad", said, table), ("size", "multiple")),
     "take": (lambda reader, said, table: reader._take(), ()),

@@ -40,6 +40,7 @@ class Problems:
     cases: list[str] = field(default_factory=list)
     unfit: dict[str, list[str]] = field(default_factory=dict)
     other_shapes: list[str] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def missing_enough(self) -> bool:
@@ -59,6 +60,9 @@ class Problems:
             joined("", [said, ": ", listing(names)] if len(names) > 1 else [said, f": {quoted(names[0])}"])
             for said, names in self.unfit.items()
         ]
+        for said, near in self.unused.items():
+            meant = f"; did you mean {quoted(near[0])}?" if near else ""
+            lines.append(Message(f"no name fits {quoted(said)}{meant}"))
         if self.other_shapes:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:

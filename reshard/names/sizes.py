@@ -90,7 +90,8 @@ def product(text: str) -> Product:
     number = Fraction(1)
     powers: Counter[str] = Counter()
     power = 1
-    for index, part in enumerate(re.split(r"([*/])", text.replace(" ", ""))):
+    for index, part in enumerate(re.split(r"([*/])", text)):
+        part = part.strip()
         if index % 2:
             power = -1 if part == "/" else 1
         elif _KEY.fullmatch(part):

@@ -111,6 +111,11 @@ def parse_rules(text: str, path: str) -> Rules:
     )
 
 
+def content_of(rules: Rules) -> dict[str, Any]:
+    """What the file of a table says, as it stands there."""
+    return _loaded(rules.text, rules.path)
+
+
 def _loaded(text: str, path: str) -> dict[str, Any]:
     import sys
 

@@ -10,7 +10,7 @@ from typing import Callable, Optional
 from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import TEXT
-from reshard.checkpoints.forms import RANKS, read_checkpoint
+from reshard.checkpoints.forms import RANKS, counted_as, read_checkpoint, strategy_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
@@ -47,6 +47,8 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     checkpoint = read_checkpoint(
         request.form, str(request.src), request.step, handles, report, request.damaged, _wanted_by(request)
     )
+    if request.target.is_untold:
+        request = replace(request, target=strategy_of(checkpoint))
     form = written_form(request, checkpoint, handles, report)
     # What such a source does not lay out is known to be whole.
     values = CopiedValues(checkpoint, form, request.filters, False, handles)
@@ -115,9 +117,10 @@ def _plan(
 ) -> Plan:
     beyond = [file for file in request.ranks or () if not 0 <= file < form.count]
     if beyond:
+        counted = counted_as(form.name)
         raise UsageError(
-            f"file {beyond[0]} (--ranks) is out of range: {plural(form.count, 'file')} would be written, numbered from "
-            "0 on",
+            f"{counted} {beyond[0]} (--ranks) is out of range: {plural(form.count, counted)} would be written, "
+            "numbered from 0 on",
             rank=beyond[0],
         )
     values.warn_of_differing(report)
@@ -127,9 +130,10 @@ def _plan(
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
     listed = set(request.target.parameters)
+    everything = request.target.is_none or request.target.is_untold
 
     def wanted(name: str) -> bool:
-        return request.filters.admit(name) and (request.target.is_none or name in listed)
+        return request.filters.admit(name) and (everything or name in listed)
 
     return wanted
 

@@ -20,7 +20,7 @@ class Request:
         src: source tree, file or `{rank}` path, or the file of each rank.
         dst: target directory, or the exact file to write for the one rank asked for.
         source: strategy the checkpoint was saved with; `none` where its form tells the layouts.
-        target: strategy it is converted to; `none` where it is written in full.
+        target: strategy it is converted to; `none` where it is written in full, `same` where the source tells it.
         ranks: target ranks, or files by number, asked for, ascending; None for all.
         prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
         format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.

@@ -46,11 +46,12 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
             request.target, checkpoint.tensors, format_asked(request, checkpoint), rank_names(request, checkpoint)
         )
     admit = request.filters.admit
-    order = layers_in_order(name for name in _in_order(checkpoint) if admit(name))
-    tensors = TensorsInOrder(checkpoint.tensors, order)
+    found = [name for name in _in_order(checkpoint) if admit(name)]
+    tensors = TensorsInOrder(checkpoint.tensors, layers_in_order(found))
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
-        return FullDirectory(request.to, tensors, values, request.max_shard_size, _others(request, checkpoint, report))
+        others = _others(request, checkpoint, report)
+        return FullDirectory(request.to, tensors, values, request.max_shard_size, others, found)
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
         report.warn(

@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from typing import Optional
 
-from reshard.errors import TargetError
+from reshard.errors import CheckpointError, TargetError
 from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
-from reshard.records.manifest import MANIFEST_NAME, read_manifest
+from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard.storage import exists, status_at
 from reshard.text.near_names import path_meant
 
@@ -28,7 +28,7 @@ class Status:
         missing: those of ``wanted`` that were not written yet, or whose file is gone.
         bytes_done: size of the files of ``done``.
         writing: whether some run is writing at this moment, as far as locks tell.
-        manifest: the manifest's path, if it is there.
+        manifest: the manifest's path, if it is there, and so is what it says finishes the form.
         resumable: whether the records say what runs were given, so that it need not be typed again.
         asked: the target ranks that they were asked for, ascending; None for all, or where nothing tells.
     """
@@ -66,7 +66,6 @@ def status_of(directory: str) -> Status:
     """
     begun = current(ledgers_in(directory))
     path = os.path.join(directory, MANIFEST_NAME)
-    manifest = path if exists(path) else None
     if len(begun) > 1:
         raise TargetError(
             f"{directory} holds records of {len(begun)} conversions",
@@ -74,7 +73,7 @@ def status_of(directory: str) -> Status:
             hint="give the command of the one that is to stay there with --overwrite",
         )
     if not begun:
-        if manifest is not None:
+        if exists(path):
             return _by_manifest(directory)
         meant = None if exists(directory) else path_meant(directory)
         raise TargetError(
@@ -104,14 +103,24 @@ def status_of(directory: str) -> Status:
     only = ledger.only()
     wanted = tuple(range(identity.ranks) if only is None else sorted(only))
     missing = tuple(rank for rank in wanted if rank not in known)
+    finished = path if exists(path) else None
+    # A damaged one is told of where it is needed, or is being replaced at this moment.
+    with contextlib.suppress(CheckpointError):
+        finished = _finished(directory, read_manifest(directory)) if finished else None
     given: list[Given] = []
     # Records that are damaged are told of where they are needed.
     with contextlib.suppress(TargetError):
         given = ledger.given()
     asked = asked_ranks(given) if given else None
     return Status(
-        identity, wanted, tuple(done), tuple(changed), missing, size, ledger.in_use, manifest, bool(given), asked
+        identity, wanted, tuple(done), tuple(changed), missing, size, ledger.in_use, finished, bool(given), asked
     )
+
+
+def _finished(directory: str, manifest: Manifest) -> Optional[str]:
+    """The path of the manifest of a directory, if the files are there that it says finish the form."""
+    there = all(exists(os.path.join(directory, file.file)) for file in manifest.finishing)
+    return os.path.join(directory, MANIFEST_NAME) if there else None
 
 
 def _by_manifest(directory: str) -> Status:
@@ -130,5 +139,5 @@ def _by_manifest(directory: str) -> Status:
     known = {*done, *changed}
     wanted = tuple(range(manifest.plan.ranks))
     missing = tuple(rank for rank in wanted if rank not in known)
-    path = os.path.join(directory, MANIFEST_NAME)
-    return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, path)
+    finished = _finished(directory, manifest)
+    return Status(manifest.plan, wanted, tuple(done), tuple(changed), missing, size, False, finished)

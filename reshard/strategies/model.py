@@ -216,7 +216,7 @@ class Strategy:
     """How all parameters are laid out over all ranks.
 
     Attributes:
-        stages: pipeline stages in order, at least one.
+        stages: pipeline stages in order, at least one; none where it is yet to be told by the source.
         path: the file or directory it was read from, or ``none``.
         notes: what the user should know of how it was read, such as files passed over.
     """
@@ -230,10 +230,20 @@ class Strategy:
         """One device that holds every tensor whole."""
         return cls((Stage(0, 0, 1, {}),), NONE)
 
+    @classmethod
+    def same(cls) -> Strategy:
+        """Stands for the strategy that a source tells when it is read."""
+        return cls((), SAME)
+
+    @property
+    def is_untold(self) -> bool:
+        """True for `same`, until the source is read."""
+        return not self.stages
+
     @property
     def is_none(self) -> bool:
         """True for `none`: a single device, and no list of parameters."""
-        return not any(stage.files for stage in self.stages)
+        return not self.is_untold and not any(stage.files for stage in self.stages)
 
     @cached_property
     def device_count(self) -> int:

@@ -35,6 +35,8 @@ class FullDirectory(TargetForm):
         values: bytes of every value beside them, by name.
         max_shard_size: bytes of tensors in a file; by default as the form's own writer takes.
         others: files of the source that belong to the model, by name; copied where the form is its own.
+        found: the tensors' names in the order in which the source holds them, which decides between unified files of
+            equal size; by default that of ``tensors``.
     """
 
     by_rank = False
@@ -48,6 +50,7 @@ class FullDirectory(TargetForm):
         values: Mapping[str, int],
         max_shard_size: Optional[int] = None,
         others: Sequence[FinishingFile] = (),
+        found: Optional[Sequence[str]] = None,
     ) -> None:
         self.name = name
         self._others = others
@@ -58,7 +61,9 @@ class FullDirectory(TargetForm):
             self._files = huggingface_files(self._sizes, max_shard_size or MAX_SHARD_SIZE)
         else:
             self.metadata = {"format": UNIFIED_FORMAT}
-            self._files = unified_files(self._sizes, max_shard_size) if self._sizes else []
+            sizes = dict(self._sizes)
+            shared_out = self._sizes if found is None else [(tensor, sizes[tensor]) for tensor in found]
+            self._files = unified_files(shared_out, max_shard_size) if sizes else []
             if values:
                 self._files = [*self._files, FullFile(HYPER_PARAMETERS, [*values])]
         self._file_of_value = {

@@ -22,7 +22,9 @@ HUGGINGFACE_FORMAT, UNIFIED_FORMAT = "pt", "ms"
 MAX_SHARD_SIZE = 5 * 10**9
 """Bytes of tensors in one of Hugging Face's files, unless it holds one tensor only."""
 
-_UNIFIED_SIZE = 3 << 30
+UNIFIED_SIZE = 3 << 30
+"""Bytes of tensors in one of the files of `unified_safetensors`, about."""
+
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(I?)B)?\s*", re.IGNORECASE)
 
@@ -94,7 +96,7 @@ def split_for_unified(sizes: Sizes, max_shard_size: Optional[int] = None) -> lis
         max_shard_size: bytes of tensors per file; by default as many as MindSpore takes.
     """
     total = sum(nbytes for _, nbytes in sizes)
-    count = min(-(-total // (max_shard_size or _UNIFIED_SIZE)), len(sizes))
+    count = min(-(-total // (max_shard_size or UNIFIED_SIZE)), len(sizes))
     files: list[list[str]] = [[] for _ in range(max(count, 1))]
     # Bytes so far and number of every file; of equals, the first file comes first.
     heap = [(0, number) for number in range(len(files))]

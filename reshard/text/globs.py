@@ -15,6 +15,11 @@ from typing import NamedTuple, Optional
 _NUMBER = r"(?<![0-9])([0-9]+)(?![0-9])"
 
 
+def pattern_of(text: str) -> str:
+    """The pattern that a text alone fits."""
+    return "".join(f"[{character}]" if character in "*?[" else character for character in text)
+
+
 class _Piece(NamedTuple):
     """What stands between two stars: its characters where it is no more than that, and its expression."""
 

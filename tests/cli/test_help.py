@@ -29,7 +29,7 @@ def test_help_fits_80_columns_and_ends_with_examples_of_the_command(
     assert f"\n  reshard {' '.join(path)} " in re.sub(r"\n +", "\n  ", f"\n{examples}")
 
 
-@pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"]], ids=" ".join)
+@pytest.mark.parametrize("group", [[], ["group-info"], ["strategy"], ["names"]], ids=" ".join)
 def test_a_list_of_commands_cuts_no_sentence_off(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     listed = done(*group, "--help").out.split("\nCommands:\n")[1]

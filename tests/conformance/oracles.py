@@ -39,6 +39,14 @@ def mindformers(version: str, jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_MINDFORMERS_HOME), "mindformers", jobs, directory)
 
 
+def mindformers_names(version: str, jobs: Sequence[Job]) -> list[Any]:
+    """What one version of MindFormers made of names and packed tensors."""
+    directory = _MINDFORMERS_HOME / "mindformers" / version
+    if not directory.is_dir():
+        pytest.skip(f"needs MindFormers {version}: run `make conformance`")
+    return _ask(_python_of(_MINDFORMERS_HOME), "mindformers_names", jobs, directory)
+
+
 def mindspore(version: str, jobs: Sequence[Job]) -> list[Any]:
     """What one version of MindSpore made of these jobs."""
     if version == MINDSPORE[0]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from docs.tools import commands, pages, recordings
+from docs.tools import commands, pages, pictures, recordings
 from reshard.cli.main import cli
 from reshard.convert import usable_cpus
 from tests.corpus import ROOT
@@ -128,6 +128,13 @@ def messages_of_the_program() -> Iterator[str]:
                     yield "".join(map(str, parts))
                 elif isinstance(child, ast.Constant) and isinstance(child.value, str):
                     yield child.value
+
+
+def test_the_pictures_of_forms_show_what_is_written_today(tmp_path: Path) -> None:
+    made = pictures.pictures(tmp_path)
+    assert len(made) == 4
+    for name, picture in made.items():
+        assert (pictures.PLACE / name).read_bytes() == picture, f"`make docs` draws {name} anew"
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.name)

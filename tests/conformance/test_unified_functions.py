@@ -1,0 +1,159 @@
+"""`unified_safetensors` and `load_distributed_checkpoint` of `reshard` beside MindSpore's own, on the same input."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from tests.conformance import oracles, worlds
+from tests.conformance.checkpoint2 import grid, load_job
+from tests.conformance.test_forms import loadable, only_tensors, read_full
+from tests.reference import rank_count
+from tests.running import done
+from tests.trees import cut_ranks, read_checkpoint, same_checkpoints, scalar, value, write_strategy, write_tree
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SEEDS = range(6)
+COPIED = {"global_step": scalar(10, shape=(1,)), "epoch_num": scalar(1, "Int64")}
+PATTERN = "rank_{rank}/net-1_10.safetensors"
+#: Bytes for which a file is made, so that there are several.
+SIZE = 6000
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+@pytest.mark.parametrize("function", ["unified_safetensors", "load_distributed_checkpoint"])
+def test_parameters_are_mindspores(function: str, version: str) -> None:
+    (theirs,) = oracles.done(oracles.mindspore(version, [{"do": "signature", "function": function}]))
+    parameters = inspect.signature(getattr(reshard, function)).parameters.values()
+    assert [[parameter.name, repr(parameter.default)] for parameter in parameters] == theirs
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+def test_tensors_lie_in_the_files_in_which_mindspore_puts_them(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.target.full_files.UNIFIED_SIZE", SIZE)
+    jobs, cases = [], []
+    for seed in SEEDS:
+        world = counted(worlds.world(seed), version)
+        source = worlds.strategy(seed, world, (4,), sharded=bool(seed % 3))
+        where = tmp_path / str(seed)
+        src = write_tree(where / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
+        strategy = write_strategy(where / "old", source, world.shapes)
+        job: dict[str, Any] = {"do": "unify", "src": str(src), "strategy": str(strategy), "dst": str(where / "theirs")}
+        jobs.append({**job, "size": SIZE, **({"dropped": worlds.STATE} if seed % 2 else {})})
+        cases.append((seed, world, where, src, strategy))
+    oracles.done(oracles.mindspore(version, jobs))
+    parts = 0
+    for seed, world, where, src, strategy in cases:
+        dropped = worlds.STATE if seed % 2 else "nothing"
+        reshard.unified_safetensors(
+            str(src), str(strategy), str(where / "ours"), choice_func=is_weight if seed % 2 else None
+        )
+        kept = {name: held for name, held in world.checkpoint.items() if not name.startswith(dropped)}
+        same_checkpoints(read_full(where / "ours"), kept, f"seed {seed}")
+        same_checkpoints(read_full(where / "theirs"), kept, f"seed {seed}")
+        assert placed(where / "ours") == placed(where / "theirs"), f"seed {seed}"
+        parts = max(parts, len(set(placed(where / "ours").values())))
+        # What is no part of the model; theirs has rank 0's slices of what was dropped, too.
+        ours, theirs = (read_checkpoint(where / side / "hyper_param.safetensors") for side in ("ours", "theirs"))
+        same_checkpoints(ours, COPIED)
+        same_checkpoints({name: theirs[name] for name in COPIED}, COPIED)
+    assert parts > 2
+
+
+def counted(world: worlds.World, version: str) -> worlds.World:
+    """A checkpoint whose bytes this version counts rightly: 2.7.0 takes every element for one of four bytes."""
+    if version != "2.7.0":
+        return world
+    return worlds.World({name: value(name, held.array.shape) for name, held in world.checkpoint.items()})
+
+
+def is_weight(name: str) -> bool:
+    return not name.startswith(worlds.STATE)
+
+
+def placed(directory: Path) -> dict[str, str]:
+    """The file of every tensor."""
+    found: dict[str, str] = json.loads((directory / "param_name_map.json").read_text())["weight_map"]
+    return found
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+def test_every_rank_gets_what_mindspore_gives_it(version: str, tmp_path: Path) -> None:
+    jobs, cases = [], []
+    for seed in SEEDS:
+        world = worlds.world(seed)
+        source = worlds.strategy(seed, world, (4,), sharded=True)
+        target = worlds.strategy(seed + 500, world, (4,) * (1 + seed % 2), sharded=bool(seed % 3))
+        where = tmp_path / str(seed)
+        src = write_tree(where / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
+        unified = where / "unified"
+        old = write_strategy(where / "old", source, world.shapes)
+        done("convert", src, unified, "--to", "unified", "--src-strategy", old, "--max-shard-size", SIZE)
+        new = str(write_strategy(where / "new", target, world.shapes))
+        ranks = list(range(rank_count(target)))
+        job: dict[str, Any] = {"do": "distribute", "unified": str(unified), "strategy": new, "ranks": ranks}
+        jobs.append({**job, "dst": str(where / "theirs")})
+        cases.append((where, unified, new, ranks))
+    oracles.done(oracles.mindspore(version, jobs))
+    for where, unified, new, ranks in cases:
+        reshard.load_distributed_checkpoint(
+            None,
+            predict_strategy=new,
+            format="safetensors",
+            unified_safetensors_dir=str(unified),
+            dst_safetensors_dir=str(where / "ours"),
+        )
+        for rank in ranks:
+            ours, theirs = (
+                read_checkpoint(where / side / f"rank_{rank}/net.safetensors") for side in ("ours", "theirs")
+            )
+            same_checkpoints(ours, theirs, f"{where.name}, rank {rank}")
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+def test_mindspore_takes_no_unfinished_directory(version: str, tmp_path: Path) -> None:
+    """However many of its files are there; without the file that it cannot read it takes the first one for all."""
+    world = worlds.world(0)
+    source = worlds.strategy(0, world, (4,))
+    src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
+    strategy = write_strategy(tmp_path / "old", source, world.shapes)
+    words = ["--to", "unified", "--src-strategy", str(strategy), "--max-shard-size", str(SIZE)]
+    states = []
+    for count in (1, 2, 3):
+        where = tmp_path / f"{count}"
+        done("convert", src, where, *words, "--ranks", f"0-{count - 1}", "--quiet")
+        assert not (where / "param_name_map.json").exists()
+        states.append(where)
+    job = {"do": "distribute", "strategy": str(strategy), "ranks": [0]}
+    jobs = [{**job, "unified": str(where), "dst": str(tmp_path / f"out{where.name}")} for where in states]
+    assert all("error" in answer for answer in oracles.mindspore(version, jobs))
+    (states[0] / "reshard-unfinished.safetensors").unlink()
+    oracles.done(oracles.mindspore(version, jobs[:1]))
+    lacking = read_checkpoint(tmp_path / "out1/rank_0/net.safetensors")
+    assert only_tensors(lacking, world).keys() < world.checkpoint.keys()
+
+
+@pytest.mark.parametrize("version", oracles.MINDFORMERS)
+@pytest.mark.parametrize("form", ["unified", "huggingface"])
+def test_mindformers_takes_no_unfinished_directory(form: str, version: str, tmp_path: Path) -> None:
+    world = worlds.world(0)
+    source = worlds.strategy(0, world, (4,))
+    src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
+    strategy = write_strategy(tmp_path / "old", source, world.shapes)
+    words = ["--to", form, "--src-strategy", str(strategy), "--max-shard-size", str(SIZE), "--quiet"]
+    done("convert", src, tmp_path / "dst", *words, "--ranks", "0-1")
+    held = loadable(version, world.checkpoint)
+    weights = {name: tensor for name, tensor in held.items() if name not in world.states}
+    job = load_job(tmp_path / "dst", weights, grid(weights, 1, 1))
+    (answer,) = oracles.mindformers(version, [job])
+    assert "error" in answer
+    done("convert", src, tmp_path / "dst", *words)
+    oracles.done(oracles.mindformers(version, [job]))

@@ -1,0 +1,46 @@
+"""Checkpoints beside those of a conversion: status names them, though the conversion is complete."""
+
+from __future__ import annotations
+
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+FULL = tensors()
+
+
+def test_a_rank_that_the_target_strategy_does_not_have_is_named(world: World) -> None:
+    world.save(FULL)
+    world.convert()
+    assert done("status", world.dst, "--json").json["beside"] == []
+    stray = world.dst / "rank_7" / "checkpoint_7.ckpt"
+    stray.parent.mkdir()
+    stray.write_bytes(b"of another job")
+    assert done("status", world.dst, "--json").json["beside"] == ["rank_7/checkpoint_7.ckpt"]
+    said = done("status", world.dst).out
+    assert "complete" in said and "not of this conversion: rank_7/checkpoint_7.ckpt; remove it" in " ".join(
+        said.split()
+    )
+    # It is what a conversion would refuse.
+    fails(3, *world.words(), says=["rank_7/checkpoint_7.ckpt"])
+
+
+def test_weights_that_belong_to_no_part_of_a_form_are_named(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
+    done(*words)
+    (world.dst / "part7.safetensors").write_bytes(b"of another conversion")
+    assert done("status", world.dst, "--json").json["beside"] == ["part7.safetensors"]
+    fails(3, *words, says=["part7.safetensors"])
+
+
+def test_without_what_finishes_its_form_a_directory_is_not_complete(world: World) -> None:
+    world.save(FULL)
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "unified"]
+    done(*words)
+    (world.dst / "param_name_map.json").unlink()
+    found = done("status", world.dst, "--json").json
+    assert not found["complete"] and not found["missing"] and found["manifest"] is None
+    assert "not complete: the command that fills" in done("status", world.dst).out
+    done(*words)
+    assert done("status", world.dst, "--json").json["complete"]
+    assert (world.dst / "param_name_map.json").exists()

@@ -1,0 +1,155 @@
+"""Directories that are being filled: no loader takes one for a whole checkpoint, whatever it goes by."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Callable
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from tests.running import Argument, done, fails, reshard
+from tests.small import World, tensors
+
+FULL = tensors()
+#: The options that write a form, and what its loaders wait for, if they wait.
+FORMS: dict[str, tuple[list[Argument], str]] = {
+    "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
+    "unified": (["--max-shard-size", "200"], "param_name_map.json"),
+    "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+}
+UNFINISHED = "reshard-unfinished.safetensors"
+
+
+def words(form: str, world: World, dst: Path) -> list[Argument]:
+    return [world.src, dst, "--src-strategy", world.old, "--to", form, *FORMS[form][0]]
+
+
+def weights(root: Path) -> list[Path]:
+    """What loaders find that look for nothing but weights, in the directory that has them."""
+    return sorted(root.rglob("*.safetensors"))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file of a directory, by its path, but for the records and what says where they came from."""
+    found = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith((".reshard", "reshard-man"))}
+
+
+def all_can_be_read(paths: list[Path]) -> bool:
+    """Whether a loader that opens every file comes through."""
+    try:
+        for path in paths:
+            with safe_open(str(path), "np"):
+                pass
+    except SafetensorError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_while_files_are_missing_there_is_one_that_no_loader_can_read(form: str, world: World) -> None:
+    world.save(FULL)
+    done("convert", *words(form, world, world.root / "whole"))
+    files = len(json.loads((world.root / "whole" / "reshard-manifest.json").read_text())["files"])
+    assert files > 2
+    for number in range(files):
+        done("by-rank", number, *words(form, world, world.dst))
+        found = weights(world.dst)
+        last = number == files - 1
+        # Never a file alone, which MindSpore would take for everything.
+        assert len(found) == number + (1 if last else 2)
+        assert all_can_be_read(found) == last
+        assert (world.dst / FORMS[form][1]).exists() == last
+        assert done("status", world.dst, "--json").json["complete"] == last
+    assert contents(world.dst) == contents(world.root / "whole")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_there_again_when_a_file_is_missing_again(form: str, world: World) -> None:
+    world.save(FULL)
+    done("convert", *words(form, world, world.dst))
+    before = contents(world.dst)
+    first, *_, last = weights(world.dst)
+    first.unlink()
+    last.unlink()
+    done("by-rank", 0, *words(form, world, world.dst))
+    assert not all_can_be_read(weights(world.dst)) and not (world.dst / FORMS[form][1]).exists()
+    done("convert", *words(form, world, world.dst))
+    assert all_can_be_read(weights(world.dst)) and contents(world.dst) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_that_is_left_is_removed_by_the_same_command(form: str, world: World) -> None:
+    """Of a run that was killed just before it had removed it."""
+    world.save(FULL)
+    done("convert", *words(form, world, world.dst))
+    before = contents(world.dst)
+    (weights(world.dst)[0].parent / UNFINISHED).write_bytes(b"not complete")
+    done("convert", *words(form, world, world.dst))
+    assert contents(world.dst) == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_that_was_given_up_leaves_none_behind(form: str, world: World) -> None:
+    world.save(FULL)
+    done("by-rank", 0, *words(form, world, world.dst))
+    other = "unified" if form == "huggingface" else "huggingface"
+    done("convert", *words(other, world, world.dst), "--overwrite")
+    done("convert", *words(other, world, world.root / "whole"))
+    assert contents(world.dst) == contents(world.root / "whole")
+
+
+def test_ranks_that_replace_a_form_leave_none_behind(world: World) -> None:
+    world.save(FULL)
+    done("by-rank", 0, *words("checkpoint2", world, world.dst))
+    fails(3, *world.words(), says=["--overwrite"])
+    world.convert("--overwrite")
+    assert not weights(world.dst) and len(world.found()) == 2
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+@pytest.mark.parametrize("form", FORMS)
+def test_wherever_it_stops_no_loader_takes_it_for_whole(
+    form: str, call: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    done("convert", *words(form, world, world.root / "whole"))
+    whole = contents(world.root / "whole")
+    parts = {str(path.relative_to(world.root / "whole")) for path in weights(world.root / "whole")}
+    plain = getattr(os, call)
+    for at in itertools.count(1):
+        stop = Stop(plain, at)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, stop)
+            reshard("convert", *words(form, world, world.dst))
+        found = weights(world.dst)
+        there = {str(path.relative_to(world.dst)) for path in found}
+        if (world.dst / FORMS[form][1]).exists() or there == parts:
+            assert parts <= there
+        else:
+            assert not found or not all_can_be_read(found), (at, there)
+        done("convert", *words(form, world, world.dst))
+        assert contents(world.dst) == whole
+        shutil.rmtree(world.dst)
+        if stop.calls < at:
+            break
+    assert at > 3
+
+
+class Stop:
+    """A call to the system that fails from a certain time on, so that nothing else happens, as after a kill."""
+
+    def __init__(self, plain: Callable[..., None], at: int) -> None:
+        self.plain, self.at, self.calls = plain, at, 0
+
+    def __call__(self, *args: object, **options: object) -> None:
+        self.calls += 1
+        if self.calls >= self.at:
+            raise OSError(errno.EIO, "no")
+        self.plain(*args, **options)

@@ -1,0 +1,209 @@
+"""MindSpore's functions for unified weights, under their own names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from reshard.errors import ReshardError, UsageError
+from tests.running import done
+from tests.small import COPIED, World, tensors
+from tests.trees import Checkpoint, layout, read_checkpoint, same_checkpoints, same_ranks, single, value, write_strategy
+
+FULL = tensors()
+
+
+def held(directory: Path) -> Checkpoint:
+    """Every tensor of a directory of unified weights."""
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in read_checkpoint(file).items()
+    }  # fmt: skip
+
+
+def unify(world: World, **options: Any) -> Path:
+    world.save(FULL)
+    reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst), **options)
+    return world.dst
+
+
+def test_a_rank_tree_becomes_unified_weights(world: World) -> None:
+    same_checkpoints(held(unify(world)), {**FULL, **COPIED})
+    said = json.loads((world.dst / "param_name_map.json").read_text())
+    assert said["weight_map"] == dict.fromkeys(FULL, "part0.safetensors")
+    assert sorted(path.name for path in world.dst.glob("*.safetensors")) == [
+        "hyper_param.safetensors",
+        "part0.safetensors",
+    ]
+
+
+def test_what_the_user_does_not_choose_is_left_out_everywhere(world: World) -> None:
+    asked: list[str] = []
+
+    def choose(name: str) -> bool:
+        asked.append(name)
+        return not name.startswith("m.")
+
+    same_checkpoints(held(unify(world, choice_func=choose)), {"w": FULL["w"], "v": FULL["v"], **COPIED})
+    assert sorted(asked) == sorted(FULL)
+    # A name that is also a pattern means itself.
+    assert "m.w" not in json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
+
+
+def test_accumulated_gradients_are_left_out_as_mindspore_does(tmp_path: Path) -> None:
+    gradients = {name: layout([2, 2], [0, -1]) for name in ("w", "accu_grads.w")}
+    world = World(tmp_path, single(gradients), single(gradients))
+    full = {"w": value("w", (8, 6)), "accu_grads.w": value("g", (8, 6))}
+    world.save(full)
+    reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst))
+    same_checkpoints(held(world.dst), {"w": full["w"], **COPIED})
+
+
+def test_files_of_a_suffix_are_taken(world: World) -> None:
+    world.save(FULL, "rank_{rank}/net-1_10.ckpt")
+    other = {name: value("other" + name, tensor.array.shape) for name, tensor in FULL.items()}
+    world.save(other, "rank_{rank}/net-2_20.ckpt")
+    reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst), file_suffix="1_10")
+    same_checkpoints(held(world.dst), {**FULL, **COPIED})
+
+
+def test_several_runs_fill_one_directory(world: World) -> None:
+    """The files are those of one run, and the last to end completes them."""
+    world.save(FULL)
+    runs = 2
+    for number in (2, 1):
+        assert not (world.dst / "param_name_map.json").exists()
+        reshard.unified_safetensors(str(world.src), str(world.old), str(world.dst), split_dst_file=(number, runs))
+    same_checkpoints(held(world.dst), {**FULL, **COPIED})
+    assert (world.dst / "param_name_map.json").exists()
+
+
+@pytest.mark.parametrize("split", [(0, 2), (3, 2), (1,), (1, 2, 3)])
+def test_a_share_that_there_is_not_is_refused(split: tuple[int, ...], world: World) -> None:
+    with pytest.raises(UsageError, match="is no pair"):
+        unify(world, split_dst_file=split)
+
+
+def test_an_answer_of_another_type_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="choice_func answers None for 'w'"):
+        unify(world, choice_func=lambda name: None if name == "w" else True)
+
+
+def test_choosing_without_a_strategy_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="src_strategy_file"):
+        reshard.unified_safetensors(str(world.src), None, str(world.dst), choice_func=lambda name: True)
+
+
+def load(world: World, unified: Path, **options: Any) -> Path:
+    out = world.root / "loaded"
+    loaded = reshard.load_distributed_checkpoint(
+        None,
+        predict_strategy=str(world.new),
+        format="safetensors",
+        unified_safetensors_dir=str(unified),
+        dst_safetensors_dir=str(out),
+        **options,
+    )
+    assert loaded is True
+    return out
+
+
+def ranks_in(directory: Path, ending: str = "safetensors") -> dict[int, Checkpoint]:
+    return {
+        int(path.parent.name.split("_")[1]): read_checkpoint(path)
+        for path in sorted(directory.glob(f"rank_*/net.{ending}"))
+    }
+
+
+def test_every_rank_gets_its_slices(world: World) -> None:
+    out = load(world, unify(world))
+    same_ranks(ranks_in(out), world.expected(FULL))
+    assert sorted(path.name for path in out.rglob("*")) == ["net.safetensors"] * 2 + ["rank_0", "rank_1"]
+
+
+def test_one_rank_gets_its_slices_in_the_format_asked_for(world: World) -> None:
+    out = load(world, unify(world), rank_id=1, output_format="ckpt")
+    same_ranks(ranks_in(out, "ckpt"), {1: world.expected(FULL)[1]})
+
+
+def test_weights_of_hugging_faces_files_are_taken_as_well(world: World) -> None:
+    world.save(FULL)
+    done("convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface")
+    same_ranks(ranks_in(load(world, world.dst)), world.expected(FULL))
+
+
+def test_without_a_strategy_any_rank_gets_everything(world: World) -> None:
+    unified = unify(world)
+    out = world.root / "loaded"
+    for rank in (None, 5):
+        reshard.load_distributed_checkpoint(
+            None,
+            format="safetensors",
+            unified_safetensors_dir=str(unified),
+            dst_safetensors_dir=str(out),
+            rank_id=rank,
+        )
+    same_ranks(ranks_in(out), {rank: {**FULL, **COPIED} for rank in (0, 5)})
+
+
+def test_weights_that_the_strategy_lists_and_nobody_has_are_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    unified = unify(world)
+    more = write_strategy(world.root / "more", single({"w": layout([2], [0, -1]), "gone.weight": layout([2], [0, -1])}))
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.load_distributed_checkpoint(
+            None,
+            predict_strategy=str(more),
+            format="safetensors",
+            unified_safetensors_dir=str(unified),
+            dst_safetensors_dir=str(world.root / "loaded"),
+            rank_id=0,
+        )
+    assert any("'gone.weight'" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"format": "ckpt"}, "needs MindSpore"),
+        ({"network": object()}, "needs MindSpore"),
+        ({"return_param_dict": True}, "needs MindSpore"),
+        ({"checkpoint_filenames": ["a"]}, "checkpoint_filenames"),
+        ({"train_strategy_filename": "a"}, "train_strategy_filename"),
+        ({"strict_load": True}, "strict_load"),
+        ({"dec_key": b"0" * 16}, "dec_key"),
+        ({"dec_mode": "AES-CBC"}, "dec_mode"),
+        ({"unified_safetensors_dir": None}, "unified_safetensors_dir"),
+        ({"dst_safetensors_dir": None}, "dst_safetensors_dir"),
+        ({"predict_strategy": {"w": []}}, "no path"),
+        ({"rank_id": 7}, "out of range"),
+        ({"output_format": "npz"}, "npz"),
+    ],
+)
+def test_what_cannot_be_done_without_mindspore_is_refused(options: dict[str, Any], says: str, world: World) -> None:
+    unified = unify(world)
+    given: dict[str, Any] = {
+        "network": None,
+        "predict_strategy": str(world.new),
+        "format": "safetensors",
+        "unified_safetensors_dir": str(unified),
+        "dst_safetensors_dir": str(world.root / "loaded"),
+        **options,
+    }
+    with pytest.raises(UsageError) as caught:
+        reshard.load_distributed_checkpoint(**given)
+    assert says in str(caught.value)
+    assert not (world.root / "loaded").exists()
+
+
+def test_a_tree_of_ranks_is_no_unified_weights(world: World) -> None:
+    world.save(FULL)
+    with pytest.raises(ReshardError, match="holds no unified weights"):
+        load(world, world.src)

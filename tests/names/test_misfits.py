@@ -1,0 +1,207 @@
+"""Rules that do not fit a checkpoint: one error that lists everything, with the nearest names."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from reshard.errors import NamesError, ReshardError, UsageError
+from reshard.names import Configuration, Rules, apply_rules, parse_renames, parse_rules, rules_named
+from tests.names.models import TINY
+from tests.names.naive import arrays_of, assert_equal, numbered
+
+QWEN3, SHAPES = TINY["qwen3"]
+MIXTURE, EXPERTS = TINY["qwen3_moe"]
+
+
+def without(shapes: Mapping[str, tuple[int, ...]], *names: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name not in names}
+
+
+def refused(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any) -> None:
+    with pytest.raises(ReshardError) as caught:
+        apply_rules(rules, shapes, config, **options)
+    for words in says:
+        assert words in str(caught.value)
+
+
+def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() -> None:
+    shapes = without(SHAPES, "model.layers.1.mlp.up_proj.weight")
+    shapes.update({"model.layers.1.mlp.upproj.weight": (5, 6), "extra.w": (2,)})
+    refused(
+        rules_named("qwen3"),
+        shapes,
+        QWEN3,
+        [
+            "no rule speaks of 'model.layers.1.mlp.upproj.weight'; did you mean 'model.layers.{layer}.mlp.up_proj.wei",
+            "no rule speaks of 'extra.w'",
+            "missing: 'model.layers.1.mlp.up_proj.weight'; is it 'model.layers.1.mlp.upproj.weight'?",
+        ],
+    )
+
+
+def test_thousands_of_unknown_names_are_few_lines() -> None:
+    shapes = {**SHAPES, **{f"model.layers.{layer}.moe.{e}.w": (2,) for layer in range(3) for e in range(1000)}}
+    with pytest.raises(NamesError) as caught:
+        apply_rules(rules_named("qwen3"), shapes, QWEN3)
+    assert "'model.layers.{0-2}.moe.{0-999}.w' (3000)" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 10
+    assert "'model.layers.2.moe.999.w'" in caught.value.full
+
+
+def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
+    refused(rules_named("qwen3"), SHAPES, None, ["need the size heads", "num_attention_heads", "--config FILE"])
+    less = {key: value for key, value in QWEN3.items() if key != "num_attention_heads"}
+    less["num_attention_head"] = 4
+    refused(rules_named("qwen3"), SHAPES, less, ["does not tell the size heads", "'num_attention_head'"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_key_value_heads": 4}, "groups*head_dim = 12"),
+        ({"head_dim": 5}, "contradict"),
+        # As many rows in all, but other heads.
+        ({"num_attention_heads": 2, "num_key_value_heads": 3}, "contradict"),
+        ({"head_dim": None, "hidden_size": 7}, "7/4, no whole number"),
+        ({"head_dim": "3"}, "head_dim is '3', which is no size"),
+        ({"num_attention_heads": True}, "num_attention_heads is 'True', which is no size"),
+        ({"num_attention_heads": -4}, "which is no size"),
+        ({"vocab_size": 12}, "vocab = 12"),
+        ({"num_hidden_layers": 2}, "numbers of layer are less than 2"),
+        ({"num_hidden_layers": 1 << 40}, "and perhaps more"),
+        ({"use_interleaved_weight_layout_mlp": "maybe"}, "says no gate_up"),
+    ],
+)
+def test_a_configuration_that_contradicts_is_an_error(changed: dict[str, Any], says: str) -> None:
+    config = Configuration({**QWEN3, **changed}, "there/config.json")
+    refused(rules_named("qwen3"), SHAPES, config, [says])
+
+
+def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
+    table = rules_named("qwen3_moe")
+    refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
+    refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["by config.json the numbers of expert are less than 2"])
+    made = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).made.items()}
+    refused(table, made, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
+    refused(table, made, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
+
+
+def test_a_layer_is_dense_or_has_experts() -> None:
+    table = rules_named("qwen3_moe")
+    both = {**EXPERTS, "model.layers.0.mlp.down_proj.weight": (6, 5)}
+    refused(table, both, MIXTURE, ["mlp: both experts and dense are there for layer 0"])
+    neither = {name: shape for name, shape in EXPERTS.items() if ".layers.1.mlp." not in name}
+    refused(table, neither, MIXTURE, ["mlp: none of experts, dense is there for layer 1"])
+
+
+def test_both_sides_and_neither_are_no_direction() -> None:
+    turned = parse_rules('[[rule]]\nfrom = "*.w"\nto = "*.w"\ndo = "transpose"', "t.toml")
+    refused(turned, {"a.w": (2, 3)}, None, ["fit the checkpoint as left as well as right", "--reverse"])
+    assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).made["a.w"].view.shape == (3, 2)
+    refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["speak of none of the checkpoint's 1 weights"])
+
+
+def test_a_name_that_two_rules_speak_of_is_ambiguous() -> None:
+    rules = parse_renames(["model.*=net.*", "*.weight=*.w"])
+    refused(rules, SHAPES, None, ["fit more than one rule: 'model.*', '*.weight'"])
+    refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' fits more than one rule: '*a*'"])
+
+
+def test_two_tensors_of_one_name_are_an_error() -> None:
+    refused(parse_renames(["a=b"]), {"a": (1, 2), "b": (1, 2)}, None, ["'b' would be made more than once: 'a', 'b'"])
+
+
+def test_a_rename_that_fits_nothing_is_an_error() -> None:
+    refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name fits 'a.ww'; did you mean 'a.w'?"])
+
+
+@pytest.mark.parametrize("text", ["a", "=b", "a=", "a.*=b", "a.{layer}=b.*", "{=x}=b", "**=c**", "a{1}=b{1}"])
+def test_what_is_no_rename_is_wrong_usage(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_renames([text])
+
+
+def test_renames_keep_everything_else_and_states_follow_their_weights() -> None:
+    shapes = {"model.a.w": (2, 3), "adam_m.model.a.w": (2, 3), "head": (4,), "adam_m.head": (4,), "global_step": (1,)}
+
+    applied = apply_rules(parse_renames(["model.*=net.*", "head=out"]), shapes)
+
+    made = {name: each.sources for name, each in applied.made.items()}
+    assert made == {
+        "net.a.w": ("model.a.w",),
+        "adam_m.net.a.w": ("adam_m.model.a.w",),
+        "out": ("head",),
+        "adam_m.out": ("adam_m.head",),
+        "global_step": ("global_step",),
+    }
+    assert list(made) == [*made]
+
+
+def test_optimizer_state_is_left_out_unless_it_is_asked_for() -> None:
+    shapes = {**SHAPES, **{f"adam_m.{name}": shape for name, shape in SHAPES.items()}, "global_step": (1,)}
+    table, arrays = rules_named("qwen3"), numbered(shapes)
+
+    alone = apply_rules(table, shapes, QWEN3)
+    kept = apply_rules(table, shapes, QWEN3, optimizer=True)
+    weights, states = arrays_of(alone, arrays), arrays_of(kept, arrays)
+
+    assert len(alone.unspoken) == len(SHAPES) + 1
+    assert kept.unspoken == ("global_step",)
+    moved = {f"adam_m.{name}": weights[name] + (arrays["adam_m.lm_head.weight"].min() - arrays["lm_head.weight"].min()) for name in weights}  # fmt: skip # noqa: E501
+    assert_equal({name: array for name, array in states.items() if name.startswith("adam_m.")}, moved)
+    back = apply_rules(table, {name: array.shape for name, array in states.items()}, QWEN3, optimizer=True)
+    assert_equal(arrays_of(back, states), {name: array for name, array in arrays.items() if name != "global_step"})
+
+
+def test_state_that_is_there_in_part_or_has_another_shape_is_an_error() -> None:
+    more = {"adam_m.model.layers.0.self_attn.q_proj.weight": (12, 6), "exp_avg_sq_row.lm_head.weight": (11,)}
+    refused(
+        rules_named("qwen3"),
+        {**SHAPES, **more},
+        QWEN3,
+        [
+            "missing: 'adam_m.model.layers.0.self_attn.k_proj.weight'",
+            "state of another shape than its weight cannot follow it: 'exp_avg_sq_row.lm_head.weight'",
+        ],
+        optimizer=True,
+    )
+
+
+def test_a_number_that_is_absurd_takes_no_time() -> None:
+    rules = parse_rules(
+        '[[rule]]\nfrom = "a.{n}.w"\nto = "b"\ndo = { stack = "n" }',
+        "t.toml",
+    )
+    refused(rules, {"a.0.w": (2,), "a.999999999.w": (2,)}, None, ["and perhaps more"])
+
+
+def test_rules_can_be_sent_to_other_processes() -> None:
+    table = rules_named("deepseek_v3,mla=joined")
+    assert pickle.loads(pickle.dumps(table)) == table
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("qwen4", "no built-in table of this name. Did you mean qwen3?"),
+        ("qwen3,gate_up=halvs", "gate_up is one of interleaved, halves"),
+        ("qwen3,gateup=halves", "Did you mean gate_up?"),
+        ("qwen3,vocab_multiple=many", "vocab_multiple is a number"),
+        ("qwen3,qkv=grouped,qkv=grouped", "qkv is stated twice"),
+        ("none.toml", "there is no such file of rules"),
+    ],
+)
+def test_what_names_no_table_is_an_error(typed: str, says: str) -> None:
+    with pytest.raises(ReshardError, match=says):
+        rules_named(typed)
+
+
+def test_heads_that_fit_the_packed_tensor_alone_are_an_error_on_the_way_back() -> None:
+    table = rules_named("qwen3")
+    made = {name: each.view.shape for name, each in apply_rules(table, SHAPES, QWEN3).made.items()}
+    wrong = {**QWEN3, "num_attention_heads": 2, "num_key_value_heads": 3}
+    refused(table, made, wrong, ["shape [6, 12] is not [hidden, heads*head_dim] with hidden 6, heads 2, head_dim 3"])

@@ -1,0 +1,119 @@
+"""Files of rules: what they cannot say is an error that names file and rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.errors import NamesError
+from reshard.names import apply_rules, parse_rules, read_config, read_rules, rules_named
+
+RULE = '[[rule]]\nfrom = ["a.{n}", "b.{n}"]\nto = "c.{n}"\n'
+SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[", "is no TOML"),
+        ("rulez = 1", "'rulez' is unknown. Did you mean rule?"),
+        ("rule = 1", "is written [[rule]]"),
+        ("[[rule]]", "has neither from nor to"),
+        ('[[rule]]\nfrom = "a"', 'do = "drop" leaves such names out'),
+        ('[[rule]]\nfrom = "a"\nto = "b"\ndo = "drop"', "needs from or to alone"),
+        ('[[rule]]\nfrom = 3\nto = "b"', "from is no text"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\nfro = 1', "'fro' is unknown. Did you mean from?"),
+        (RULE, "makes 2 tensors, and to has 1 names"),
+        (RULE + 'do = "concatt"', "there is no operation 'concatt'. Did you mean concat?"),
+        (RULE + "do = 3", "is no operation such as"),
+        (RULE + "do = { concat = -1 }", "-1 is no dimension"),
+        (RULE + "do = { concat = 0, part = [] }", "'part' is unknown. Did you mean parts?"),
+        (RULE + 'do = { concat = 0, parts = ["1"] }', "parts is no list of 2 sizes"),
+        (RULE + 'do = { concat = 0, parts = ["x", "rest"] }', "x is no size"),
+        (RULE + 'do = ["concat", "concat"]', "concat is of one tensor alone"),
+        (RULE + 'do = "split"', "split takes one tensor, not 2"),
+        (SIZES + RULE + 'do = "group_qkv"', "group_qkv is of three tensors"),
+        (RULE + 'do = ["concat", { stack = "n" }]', "{n} must stand on both sides, or on one"),
+        (RULE + 'do = ["concat", { stack = "m" }]', "{m} must stand on both sides"),
+        (RULE + 'do = ["concat", { transpose = [0, 2] }]', "is no order of dimensions"),
+        (RULE + 'do = ["concat", { reshape = ["x"], to = ["y"] }]', "is no size, and in one shape alone"),
+        (RULE + 'do = ["concat", { reshape = ["x+1"], to = ["y"] }]', "is no product of sizes"),
+        (RULE + 'do = ["concat", { pad = 0, size = "1" }]', "pad says no multiple"),
+        (RULE + 'do = ["concat", "copy"]', "copy makes several tensors of one"),
+        ('[[rule]]\nfrom = "a.{n}"\nto = "b"', "{n} must stand on both sides"),
+        ('[[rule]]\nfrom = "a.{n"\nto = "b"', "a brace without its other one"),
+        ('[[rule]]\nfrom = "a.{n}{m}"\nto = "b"', "something must stand between"),
+        ('[[rule]]\nfrom = "a1{n}"\nto = "b"', "a digit stands beside a number"),
+        ('[[rule]]\nfrom = "a.{n}.{n}"\nto = "b.{n}"', "has {n} twice"),
+        ('[[rule]]\nfrom = "a.{n+q}"\nto = "b.{n}"', "q is no size"),
+        ('[[rule]]\nfrom = "a.*"\nto = "b"', "not as many stars"),
+        ('[[rule]]\nfrom = ["a.{n}", "b"]\nto = "b.{n}"\ndo="concat"', "differ in numbers or stars"),
+        ('[[rule]]\nfrom = ["a", "a"]\nto = "b"\ndo="concat"', "has a name twice"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\nwhen = "x=y"', "is no option and value"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\nchoice = "x"', "choice and case go together"),
+        ('[[rule]]\nfrom = "a.*"\nto = "b.*"\nchoice = "x"\ncase = "y"', "nothing tells for what a case"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\noptional = 1', "optional is neither true nor false"),
+        ("[sizes]\nx = []", "sizes.x: is empty"),
+        ('[sizes]\nX = "x"', "is no name of small letters"),
+        ('[sizes]\nx = "a b"', "is no product of sizes"),
+        ('[numbers]\nlayer = "layers"', "layers is no size"),
+        ("[options]\nx = 1", "is no table"),
+        ('[options.x]\nvalues = ["a"]\ndefault = "b"', "default is none of a"),
+        ('[options.x]\nvalues = ["a"]\ntold = { true = "b" }', "'b' is none of a"),
+        ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
+        ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
+        ('sides = ["a"]', "are not two names"),
+        ('direction = "back"', "direction is either or forward"),
+    ],
+)
+def test_what_rules_cannot_say_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(NamesError) as caught:
+        parse_rules(text, "mine.toml")
+    assert says in str(caught.value)
+    assert str(caught.value).startswith("mine.toml")
+
+
+_PIECES = st.sampled_from(
+    [
+        *(RULE, SIZES, "[[rule]]\n", 'do = "concat"\n', "do = [", '{ stack = "n" }', ", ", "]\n", "}", '"', "0", "-1"),
+        *('from = "*.w"\n', 'to = "*.v"\n', "[options.x]\n", 'values = ["a"]\n', "[blocks]\n", "[numbers]\n", "{n}"),
+        *("1979-05-27", "nan", "x = ", "{ transpose = ", "when = "),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_PIECES, max_size=12).map("".join))
+def test_whatever_a_file_says_it_is_read_or_refused(text: str) -> None:
+    try:
+        rules = parse_rules(text, "any.toml")
+        apply_rules(rules, {"a.0": (2, 3), "b.0": (2, 3), "x.w": (4,)}, {"h": 2})
+    except NamesError:
+        pass
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NamesError, match="no such file"):
+        read_rules(str(tmp_path / "absent.toml"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(NamesError, match="is not UTF-8"):
+        read_rules(str(tmp_path / "binary.toml"))
+    with pytest.raises(NamesError, match="it is no file of rules"):
+        read_rules(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "{" * 10000])
+def test_a_configuration_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(NamesError, match="it is no config"):
+        read_config(str(tmp_path / "config.json"))
+
+
+def test_a_file_of_the_name_of_a_built_in_table_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").write_text('title = "mine"\n')
+    assert rules_named("llama").title == "mine"
+    assert rules_named("qwen2").title.startswith("Qwen2")

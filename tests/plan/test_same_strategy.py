@@ -1,0 +1,49 @@
+"""--dst-strategy same of Checkpoint 2.0: the strategy comes of the same look at the source as everything else."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint2_writing import saving
+from tests.running import Argument, done, fails
+
+
+def test_metadata_and_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = saving().write_root(tmp_path / "src")
+    opened: Counter[str] = Counter()
+    plain = os.open
+
+    def count(path: Any, *rest: Any, **options: Any) -> int:
+        if os.fspath(path).startswith(str(root)):
+            opened[os.path.basename(path)] += 1
+        return plain(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", count)
+    done("plan", root, tmp_path / "dst", "--dst-strategy", "same")
+    files = {path.name for path in root.rglob("*.safetensors")}
+    assert len(files) > 8
+    assert {name: opened[name] for name in files} == dict.fromkeys(files, 1)
+    assert opened["metadata.json"] == 1
+
+
+def test_ranks_that_the_source_does_not_have_are_wrong_usage(tmp_path: Path) -> None:
+    root = saving().write_root(tmp_path / "src")
+    words: list[Argument] = ["convert", root, tmp_path / "dst", "--dst-strategy", "same"]
+    fails(2, *words, "--ranks", "7-8", says=["rank 8 (--ranks) is out of range: 8 ranks would be written"])
+    done(*words, "--ranks", "7")
+    assert [path.name for path in (tmp_path / "dst").glob("rank_*")] == ["rank_7"]
+
+
+def test_a_run_that_was_stopped_is_gone_on_with_and_verified(tmp_path: Path) -> None:
+    root = saving().write_root(tmp_path / "src")
+    words: list[Argument] = ["convert", root, tmp_path / "dst", "--dst-strategy", "same"]
+    done(*words, "--ranks", "0-3")
+    done("resume", tmp_path / "dst")
+    done(*words)
+    assert done("status", tmp_path / "dst", "--json").json["complete"]
+    done("verify", tmp_path / "dst", "--src", root, "--dst-strategy", "same")
