@@ -24,6 +24,7 @@ from reshard.plan.request import Request
 from reshard.records import SourceSampler
 from reshard.strategies import read_strategy
 from reshard.text.report import Report
+from tests.live import live_run
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -260,22 +261,8 @@ def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World)
 
 def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
     world.save(FULL)
-    code = (
-        "import sys, time\n"
-        "from reshard.execute import writing\n"
-        "def commit(self):\n"
-        "    print('here', flush=True)\n"
-        "    time.sleep(600)\n"
-        "writing.TargetWriter.commit = commit\n"
-        "from reshard.cli.main import main\n"
-        "main()\n"
-    )
-    words = [str(word) for word in world.words()]
-    with subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True) as live:
-        assert live.stdout is not None
-        assert live.stdout.readline().strip() == "here"
+    with live_run(world.words()):
         fails(3, *world.words("--prefix", "net", "--overwrite"), says=["at this moment"])
-        live.kill()
     done(*world.words("--prefix", "net"))
     assert not [path for path in world.dst.glob("rank_*/.*")]
 

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles, read_index
@@ -24,8 +24,7 @@ from reshard.verification import Difference, Means, compare_replicas, compare_tr
 from reshard.verification import tree as tree_module
 from reshard.verification.sums import Workspace
 from tests import cases
-from tests.conftest import LONG
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, names_of
 from tests.running import done
 from tests.small import COPIED, SOURCE, TARGET
@@ -46,7 +45,6 @@ from tests.trees import (
     write_tree,
 )
 
-SCALE = 20 if LONG else 1
 Ranks = dict[int, dict[str, Value]]
 Extents = tuple[tuple[int, int], ...]
 
@@ -125,7 +123,7 @@ def held(strategy: Strategy, full: Checkpoint = FULL) -> Ranks:
 # Against the source.
 
 
-@settings(max_examples=40 * SCALE)
+@examples(40)
 @given(st.data())
 def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -146,7 +144,7 @@ def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> 
         assert pair.progress.total >= sum(tensor.array.nbytes for held_ in written for tensor in held_.values())
 
 
-@settings(max_examples=80 * SCALE)
+@examples(80)
 @given(st.data())
 def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -166,7 +164,7 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
         assert {difference.kind for difference in found} == {"content"}
 
 
-@settings(max_examples=80 * SCALE)
+@examples(80)
 @given(st.data())
 def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=4))
@@ -514,7 +512,7 @@ def test_conversions_between_real_strategies_pass(names: tuple[str, str], tmp_pa
 # Within one checkpoint.
 
 
-@settings(max_examples=60 * SCALE)
+@examples(60)
 @given(st.data())
 def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) -> None:
     full = data.draw(tensors())
