@@ -79,8 +79,7 @@ def box_sum(array: Array, box: Optional[Box] = None, block: int = 1 << 20) -> in
     """What the program makes of a box of an array, in blocks of so many bytes."""
     box = whole_box(array.shape) if box is None else box
     content = cut(array, box).tobytes()
-    space = Workspace(0)
-    space._block = np.empty(block, np.uint8)
+    space = Workspace(0, block)
 
     def read(offset: int, out: memoryview) -> None:
         assert offset + len(out) <= len(content)

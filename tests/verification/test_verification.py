@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.formats import headers
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.layout import Box, Overlap
+from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
-from reshard.plan.pieces import StoredSlice
 from reshard.strategies import read_strategy
 from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
 from reshard.verification import tree as tree_module
 from reshard.verification.sums import Workspace
 from tests import cases
 from tests.layouts import examples, strategies, tensors
+from tests.mistakes import another_rank, off_by_one, swapped_rows
 from tests.reference import ONE_DEVICE, Strategy, names_of
 from tests.running import done
 from tests.small import COPIED, SOURCE, TARGET
@@ -46,7 +46,6 @@ from tests.trees import (
 )
 
 Ranks = dict[int, dict[str, Value]]
-Extents = tuple[tuple[int, int], ...]
 
 
 class Quiet:
@@ -374,7 +373,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 
 @pytest.mark.parametrize("most", [1, 7, 100])
 def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", most)
+    monkeypatch.setattr(reading, "MOST_PARTS", most)
     pair = many(tmp_path, 8, 6)
     assert pair.compare() == [] and pair.replicas() == []
     assert pair.progress.read == pair.progress.total
@@ -389,7 +388,7 @@ def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", 1)
+    monkeypatch.setattr(reading, "MOST_PARTS", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
@@ -409,7 +408,7 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
 def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", 128)
+    monkeypatch.setattr(reading, "MOST_PARTS", 128)
     ranks, few, more = 64, 20, 80
     peaks: list[int] = []
     for parameters in (few, few, more):
@@ -450,22 +449,6 @@ def test_equal_copies_are_summed_once(tmp_path: Path, monkeypatch: pytest.Monkey
 # Mistakes of the planner, which this room must not share.
 
 
-def another_rank(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The slice is taken from the next rank's file."""
-    return StoredSlice(path.replace(f"rank_{rank}", f"rank_{(rank + 1) % 4}"), rank, extents, box)
-
-
-def off_by_one(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The slice is taken from one element too early."""
-    return StoredSlice(path, rank, tuple((offset - 4, size) for offset, size in extents), box)
-
-
-def swapped_rows(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The second half of the slice is taken before the first."""
-    halves = [((offset, size // 2), (offset + size // 2, size - size // 2)) for offset, size in extents]
-    return StoredSlice(path, rank, tuple(part for first, second in halves for part in (second, first)), box)
-
-
 @pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
 def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
@@ -479,8 +462,8 @@ def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
 
 
 def test_pieces_that_the_planner_forgets_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Overlap._find_cells
-    monkeypatch.setattr(Overlap, "_find_cells", lambda self, number: right(self, number)[:-1])
+    right = Overlap.cells
+    monkeypatch.setattr(Overlap, "cells", lambda self, number: right(self, number)[:-1])
     pair.write(held(SOURCE), {})
     convert(pair)
     assert ("content", "w", (0, 1)) in brief(pair.compare())
