@@ -12,6 +12,8 @@ MINDFORMERS = 1.8.0 1.9.0 2.0.0 2.1.0
 MINDFORMERS_MINDSPORE = 2.10.0
 TORCH = torch==2.13.0
 TRANSFORMERS = transformers==5.23.0
+# On every processor: four at the most, since the long tests take gigabytes each.
+PYTEST = -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
 .PHONY: help demo test test-all check conformance conformance-transformers package matrix bench docs clean
 
@@ -38,11 +40,11 @@ demo:
 
 test:
 	@.ci/venv $(VENV) $(PYTHON) test
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python $(PYTEST)
 
 test-all:
 	@.ci/venv $(VENV) $(PYTHON) test
-	@RESHARD_LONG=1 $(VENV)/bin/python -m pytest
+	@RESHARD_LONG=1 $(VENV)/bin/python $(PYTEST)
 
 check:
 	@.ci/venv $(VENV) $(PYTHON) dev

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # Seconds for what is under way to end; containers and batch systems often kill after 30.
-_PATIENCE = 20.0
+PATIENCE = 20.0
 # Launchers and terminals may both send the same signal; what comes later than this insists.
 _SAME = 1.0
 # Seconds for the last words, which nobody may be reading.
@@ -99,7 +99,7 @@ def _handle(number: int, frame: Optional[FrameType]) -> None:
         _end_on_the_spot(number)
     elif _received is None:
         _received, _received_at = number, time.monotonic()
-        _end_after(_PATIENCE, number)
+        _end_after(PATIENCE, number)
         raise Stopped(number)
     elif time.monotonic() - _received_at > _SAME:
         _end_on_the_spot(_received)

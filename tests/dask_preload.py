@@ -1,7 +1,7 @@
 """What tests do to Dask workers, given to them with ``--preload``; FAULTS in the environment says what, as JSON.
 
 ======== ===========================================================
-slow     seconds that every block takes longer, and an eighth of what every target does
+slow     seconds that every write takes longer, and an eighth of what every target does
 version  the version of reshard that the worker has
 hidden   a path that the worker does not see
 broken   how often a flush to disk fails
@@ -19,26 +19,26 @@ import time
 from typing import Any
 
 import reshard._version
-import reshard.execute.run as run
+from reshard.execute.writing import TargetWriter
 
 
 def dask_setup(worker: Any) -> None:
     """Called by Dask when the worker starts."""
     faults = json.loads(os.environ["FAULTS"])
     if "slow" in faults:
-        tell, finish = run._Run._tell, run._Run._commit
+        write, finish = TargetWriter.write, TargetWriter.commit
 
-        def tell_slowly(self: run._Run, count: int) -> None:
+        def write_slowly(self: TargetWriter, offset: int, data: memoryview) -> None:
             time.sleep(faults["slow"])
-            tell(self, count)
+            write(self, offset, data)
 
-        def finish_slowly(self: run._Run, writer: Any) -> None:
+        def finish_slowly(self: TargetWriter) -> None:
             # Small files are written in one go, so that this is when they can be seen half done.
             time.sleep(8 * faults["slow"])
-            finish(self, writer)
+            finish(self)
 
-        run._Run._tell = tell_slowly  # type: ignore[method-assign]
-        run._Run._commit = finish_slowly  # type: ignore[method-assign]
+        TargetWriter.write = write_slowly  # type: ignore[method-assign]
+        TargetWriter.commit = finish_slowly  # type: ignore[method-assign]
     if "version" in faults:
         reshard._version.__version__ = faults["version"]
     if "hidden" in faults:
@@ -61,11 +61,11 @@ def dask_setup(worker: Any) -> None:
 
         os.fsync = fail  # type: ignore[assignment]
     if "fatal" in faults:
-        commit = run._Run._commit
+        commit = TargetWriter.commit
 
-        def die(self: run._Run, writer: Any) -> None:
-            if writer.target.rank == faults["fatal"]:
+        def die(self: TargetWriter) -> None:
+            if self.target.rank == faults["fatal"]:
                 os.kill(os.getpid(), signal.SIGKILL)
-            commit(self, writer)
+            commit(self)
 
-        run._Run._commit = die  # type: ignore[method-assign]
+        TargetWriter.commit = die  # type: ignore[method-assign]

@@ -10,8 +10,10 @@ whenever a run comes to its end, ``dst`` must be what ``whole`` is. Prints a JSO
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -21,8 +23,17 @@ from pathlib import Path
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import reshard.cli
 from reshard.cli.main import main as reshard_main
 from reshard.strategies import read_strategy
+
+
+def load_commands() -> None:
+    """Load all that commands would, so that processes forked from this one spend their time on the work."""
+    for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
+        importlib.import_module(module.name)
+    # Loaded where the first strategy is read.
+    importlib.import_module("google.protobuf.message_factory")
 
 
 def run_here(words: list[str], log: Path) -> int:
@@ -128,6 +139,7 @@ class Rounds:
 
 def main(root: Path, kills: int, seed: int, processes: int) -> None:
     """Kill so many processes, and say what happened."""
+    load_commands()
     rounds = Rounds(root, seed)
     while rounds.kills < kills:
         rounds.kill_some(processes)

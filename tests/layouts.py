@@ -6,12 +6,15 @@ Layouts are made so that they are valid: an axis is used for a dimension only if
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, Optional
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
+from tests.conftest import LONG
 from tests.reference import LayoutDict, Strategy, boxes, shard_step
 from tests.trees import Value, layout, layout_json, value
 
@@ -26,6 +29,13 @@ DTYPES = [
 ]  # fmt: skip
 #: Names of which some hold what has confused parsers: dashes, a number, a dot, no ASCII.
 NAMES = ["w", "adam_m.w", "w-0-b", "embedding-table", "块.权重", "moments.b"]
+#: How many times as many examples a long run tries.
+MORE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
+
+
+def examples(count: int) -> settings:
+    """So many examples, and many times more in a long run."""
+    return settings(max_examples=count * MORE if LONG else count)
 
 
 def shapes(fewest: int) -> st.SearchStrategy[list[int]]:

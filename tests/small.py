@@ -14,7 +14,9 @@ of its own, so tests of lost ranks use `PLAIN`, which lacks it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -29,6 +31,7 @@ from tests.trees import (
     read_tree,
     scalar,
     single,
+    subset,
     value,
     write_strategy,
     write_tree,
@@ -75,7 +78,7 @@ class World:
     ) -> None:
         """Save a checkpoint on all source ranks, or on some."""
         listed = {name for stage in self.source for name in stage["layouts"]}
-        held = cut_ranks(self.source, {n: full[n] for n in full if n in listed}, COPIED if copied is None else copied)
+        held = cut_ranks(self.source, subset(full, sorted(listed)), COPIED if copied is None else copied)
         write_tree(
             self.src,
             {rank: held[rank] for rank in held if ranks is None or rank in ranks},
@@ -89,6 +92,13 @@ class World:
             "--src-strategy", self.old, "--dst-strategy", self.new,
             *(options if command != "by-rank" else options[1:]),
         ]  # fmt: skip
+
+    def needs(self, rank: int, *options: Argument) -> list[Argument]:
+        """The command that lists the source ranks that a target rank needs."""
+        return ["rank-list", rank, "--src-strategy", self.old, "--dst-strategy", self.new, *options]
+
+    def rank_list(self, rank: int, *options: Argument) -> list[int]:
+        return [int(word) for word in done(*self.needs(rank, *options)).out.split()]
 
     def convert(self, *options: Argument) -> Result:
         return done(*self.words(*options))
@@ -112,6 +122,13 @@ class World:
         self, full: Mapping[str, Value], copied: Optional[Mapping[str, Value]] = None
     ) -> dict[int, dict[str, Value]]:
         return cut_ranks(self.target, full, COPIED if copied is None else copied)
+
+
+@contextlib.contextmanager
+def world_of(source: Strategy, target: Strategy) -> Iterator[World]:
+    """A world of its own for each of hypothesis' examples, which share what pytest gives a test."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield World(Path(directory), source, target)
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """Stop a run at every call that changes something on disk; a program of its own, so that it may fork.
 
-Usage: python -m tests.stops ROOT EVERY COMMAND...
+Usage: python -m tests.stops ROOT FIRST EVERY COMMAND...
 
 ``ROOT/before`` is a target directory that another conversion has filled, ``ROOT/after`` what ``COMMAND``, a
-`reshard` command into ``ROOT/dst``, makes of it. For each of its calls in turn, or each EVERY-th, ``dst`` is
-made like ``before``, and the command ends there as if it were killed, once or twice; then it is given again.
+`reshard` command into ``ROOT/dst``, makes of it. For its calls FIRST, FIRST + EVERY and so on, counted from 0,
+``dst`` is made like ``before``, and the command ends there as if it were killed, once or twice; then it is given again.
 What stands under a final name must at any moment be of one of the two, what is to be removed must stay until all
 of the new files are there, and in the end ``dst`` must be what ``after`` is. Prints how often it was stopped.
 """
@@ -21,7 +21,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from reshard.cli.main import main as reshard_main
 from reshard.records.status import status_of
-from tests.kills import run_here
+from tests.kills import load_commands, run_here
 
 ENDINGS = (".ckpt", ".safetensors")
 CALLS = ("rename", "unlink", "rmdir", "mkdir", "open", "pwrite", "fsync")
@@ -83,10 +83,11 @@ def check(root: Path, before: dict[str, bytes], after: dict[str, bytes], where: 
     status_of(str(root / "dst"))
 
 
-def main(root: Path, every: int, words: list[str]) -> None:
-    """Stop the command everywhere, and say how often."""
+def main(root: Path, first: int, every: int, words: list[str]) -> None:
+    """Stop the command at all these calls, and say how often."""
+    load_commands()
     before, after = checkpoints(root / "before"), checkpoints(root / "after")
-    number = stops = 0
+    number, stops = first, 0
     going_on = True
     while going_on:
         for again in (None, number % 7, number):
@@ -109,4 +110,4 @@ def main(root: Path, every: int, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

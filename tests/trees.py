@@ -78,6 +78,9 @@ class Value(NamedTuple):
 
 Checkpoint = Mapping[str, Value]
 
+#: Endings of checkpoint files.
+FORMATS = ["ckpt", "safetensors"]
+
 
 def value(name: str, shape: Sequence[int], dtype: str = "Float32") -> Value:
     """A tensor whose bytes depend on its name: values differ within a tensor and between tensors."""
@@ -102,6 +105,14 @@ def text(content: str) -> Value:
 
 def arrays(checkpoint: Checkpoint) -> dict[str, Array]:
     return {name: tensor.array for name, tensor in checkpoint.items()}
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
+    return {name: tensor.array.shape for name, tensor in checkpoint.items()}
+
+
+def subset(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Value]:
+    return {name: tensor for name, tensor in checkpoint.items() if name in names}
 
 
 # Checkpoint files.

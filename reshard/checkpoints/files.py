@@ -107,7 +107,7 @@ class FileHandles:
             limit: most descriptors kept open; by default a share of what the process may open.
             decryption: the key of encrypted files.
         """
-        self.limit = _default_limit() if limit is None else max(1, limit)
+        self.limit = default_limit() if limit is None else max(1, limit)
         self.opened = 0
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
@@ -232,7 +232,8 @@ class FileHandles:
                 os.close(handle.fd)
 
 
-def _default_limit() -> int:
+def default_limit() -> int:
+    """How many files are kept open where nobody says how many: a share of what the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST_HANDLES

@@ -19,8 +19,8 @@ from reshard.text.report import Report
 from reshard.text.wording import plural
 
 # Where the time went is told of conversions that took so long, in seconds; and which phases took any.
-_LEAST_TOTAL = 2.0
-_LEAST_SHOWN = 0.1
+LEAST_TOTAL = 2.0
+LEAST_SHOWN = 0.1
 
 
 def request_between(
@@ -100,8 +100,8 @@ def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
         verifying: seconds that were spent on verification afterwards.
     """
     seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
-    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= _LEAST_SHOWN]
-    return [", ".join(shown)] if len(shown) > 1 and sum(seconds.values()) >= _LEAST_TOTAL else []
+    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= LEAST_SHOWN]
+    return [", ".join(shown)] if len(shown) > 1 and sum(seconds.values()) >= LEAST_TOTAL else []
 
 
 def replicas_line(summary: Summary) -> list[str]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from reshard.cli.bar import Bar
 
 # Seconds between two lines, where there is no terminal.
-_BETWEEN_LINES = 30.0
+BETWEEN_LINES = 30.0
 # What takes less needs no bar.
 _BEFORE_BAR = 0.5
 
@@ -85,7 +85,7 @@ class _Lines(Progress):
 
     def _tell(self, total: int, doing: str, ended: threading.Event) -> None:
         before, at = 0, time.monotonic()
-        while not ended.wait(_BETWEEN_LINES):
+        while not ended.wait(BETWEEN_LINES):
             done, now = self._done, time.monotonic()
             rate = (done - before) / (now - at)
             say(_line(doing, done, total, rate), to_standard_error=True)

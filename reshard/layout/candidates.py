@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Optional
 
 from reshard.errors import LayoutError
@@ -43,12 +44,10 @@ def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[
     """
     if device_count % math.prod(cuts):
         return []
-    found: dict[tuple[int, ...], None] = {}
-    for tried, layout in enumerate(_layouts(device_count, cuts)):
-        if tried >= MAX_CANDIDATES:
-            return None
-        found.setdefault(tuple(layout.slice_of_rank.tolist()))
-    return list(found)
+    # Counted first: too many of thousands of devices each would take half a minute until they are given up.
+    if sum(1 for _ in islice(_layouts(device_count, cuts), MAX_CANDIDATES + 1)) > MAX_CANDIDATES:
+        return None
+    return list(dict.fromkeys(tuple(layout.slice_of_rank.tolist()) for layout in _layouts(device_count, cuts)))
 
 
 def _layouts(device_count: int, cuts: tuple[int, ...]) -> Iterator[Layout]:

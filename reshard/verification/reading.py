@@ -20,7 +20,7 @@ from reshard.verification.sums import PRIME, Workspace
 # Larger parts are taken by several threads.
 _PART_BYTES = 64 << 20
 # Parts that are described at a time: some MB, and enough to keep all threads busy.
-_MOST_PARTS = 1 << 14
+MOST_PARTS = 1 << 14
 # A thread takes as many parts, or as many bytes, at a time.
 _TAKEN_PARTS, _TAKEN_BYTES = 64, 1 << 20
 # Contents up to this size are remembered with their sums, as many of them, because copies are equal.
@@ -100,7 +100,7 @@ def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list
     total = 0
     for item in items:
         parts = parts_of(item)
-        if batch and total + parts > _MOST_PARTS:
+        if batch and total + parts > MOST_PARTS:
             yield batch
             batch, total = [], 0
         batch.append(item)

@@ -34,7 +34,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -70,14 +70,15 @@ class Workspace:
     Args:
         memory: bytes for all buffers. More than 5 MiB are of no use; `LEAST_MEMORY` are taken even if there
             are fewer.
+        block: bytes that are summed at a time; by default as many as the memory allows.
     """
 
     LEAST_MEMORY = 4 << 20
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, block: Optional[int] = None) -> None:
         # What is filled up with zeros is there twice; 3 MiB go to tiles and products.
         size = (memory - (3 << 20)) // 2
-        self._block = np.empty(max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
+        self._block = np.empty(block or max(_LEAST_BLOCK, min(size, _MOST_BLOCK)), dtype=np.uint8)
         self._floats = np.empty(_PRODUCT, dtype=np.float64)
 
     def sum(self, shape: Sequence[int], item_size: int, box: Box, read: Callable[[int, memoryview], None]) -> int:

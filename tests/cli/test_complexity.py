@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from reshard.layout import Layout, Overlap
+from reshard.layout import Layout, overlap
+from reshard.layout.overlap import Cell
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from reshard.text.name_filters import Filters
@@ -86,19 +87,18 @@ def write(path: Path, *args: Any) -> Path:
 def cells(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the cells of target slices that are made, and the edges of dimensions."""
     found: Counter[str] = Counter()
-    make, edges = Overlap._find_cells, Layout.boundaries
+    edges = Layout.boundaries
 
-    def counted(self: Overlap, target_slice: int) -> Any:
-        made = make(self, target_slice)
-        found["cells"] += len(made)
-        return made
+    def counted(*parts: Any) -> overlap.Cell:
+        found["cells"] += 1
+        return Cell(*parts)
 
     def counted_edges(self: Layout, dimension: int, size: int) -> tuple[int, ...]:
         made = edges(self, dimension, size)
         found["edges"] += len(made)
         return made
 
-    monkeypatch.setattr(Overlap, "_find_cells", counted)
+    monkeypatch.setattr(overlap, "Cell", counted)
     monkeypatch.setattr(Layout, "boundaries", counted_edges)
     return found
 

@@ -55,7 +55,7 @@ def test_a_terminal_shows_progress_unless_it_is_not_wanted(words: list[str], sho
 
 @pytest.mark.parametrize("words", [[], ["--no-progress"]])
 def test_no_terminal_gets_progress_unasked(world: World, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.0)
     world.save(tensors())
     assert "writing:" not in world.convert(*words).err
 
@@ -67,7 +67,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then_if_it_is_asked_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every command that shows any; JSON stays alone on standard output."""
-    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.0)
     world.save(tensors())
     strategies = ("--src-strategy", world.old, "--dst-strategy", world.new)
     whole = world.root / "whole"
@@ -91,7 +91,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then_if_it_is_asked_for(
 def test_a_line_of_progress_comes_though_nothing_moves(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.cli.progress._BETWEEN_LINES", 0.05)
+    monkeypatch.setattr("reshard.cli.progress.BETWEEN_LINES", 0.05)
     bar = progress_of(quiet=False, asked=True)
     bar.begin(4 << 30, "writing")
     bar.wrote(1 << 30)
@@ -109,8 +109,8 @@ def test_a_line_of_progress_comes_though_nothing_moves(
 
 
 def test_the_summary_tells_where_the_time_went(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.conversion._LEAST_SHOWN", 0.0)
-    monkeypatch.setattr("reshard.cli.conversion._LEAST_TOTAL", 0.0)
+    monkeypatch.setattr("reshard.cli.conversion.LEAST_SHOWN", 0.0)
+    monkeypatch.setattr("reshard.cli.conversion.LEAST_TOTAL", 0.0)
     world.save(tensors())
     said = world.convert("--verify").err
     assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", said)

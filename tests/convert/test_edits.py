@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
-from tests.convert.test_properties import examples
-from tests.layouts import strategies
+from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.reference import ONE_DEVICE, Strategy
 from tests.running import Argument, done

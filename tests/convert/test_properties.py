@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
-from hypothesis import assume, given, note, settings
+from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
@@ -20,25 +17,28 @@ from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
 from reshard.strategies import read_strategy
 from reshard.text.report import Report
-from tests.conftest import LONG
-from tests.layouts import holders, json_is_ambiguous, layouts, strategies, tensors
+from tests.layouts import examples, holders, json_is_ambiguous, layouts, strategies, tensors
 from tests.reference import ONE_DEVICE, Strategy, axes_of, names_of, rank_count, stage_of, uncovered
-from tests.running import Argument, done, fails, reshard
+from tests.running import fails
+from tests.small import world_of
 from tests.trees import (
+    FORMATS,
     Value,
     cut_ranks,
     read_tree,
     same_ranks,
     scalar,
+    shapes_of,
     single,
+    subset,
     tree_bytes,
     value,
+    write_checkpoint,
     write_strategy,
     write_tree,
 )
 
 FORMS = ["pb", "json", "nested", "merged", "merged-json", "directory", "directory-json"]
-FORMATS = ["ckpt", "safetensors"]
 TREES = [
     "rank_{rank}/net-3_7",
     "rank{rank}/net_rank_{rank}-3_7",
@@ -46,12 +46,6 @@ TREES = [
     "rank_{rank}/checkpoint_{rank}",
 ]
 COPIED = {"global_step": scalar(1234, shape=(1,)), "loss_scale": scalar(77, "Float32")}
-SCALE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
-
-
-def examples(count: int) -> settings:
-    """So many examples, and many times more in a long run."""
-    return settings(max_examples=count * SCALE if LONG else count)
 
 
 def write_any_form(draw: st.DrawFn, path: Path, strategy: Strategy, full: dict[str, Value]) -> Path:
@@ -59,22 +53,7 @@ def write_any_form(draw: st.DrawFn, path: Path, strategy: Strategy, full: dict[s
     forms = [form for form in FORMS if "json" not in form or not json_is_ambiguous(strategy, full)]
     form = draw(st.sampled_from(forms))
     note(f"{path.name} is written as {form}")
-    return write_strategy(path, strategy, {name: full[name].array.shape for name in full}, form)
-
-
-def shapes_of(full: dict[str, Value]) -> dict[str, Sequence[int]]:
-    return {name: tensor.array.shape for name, tensor in full.items()}
-
-
-def subset(full: dict[str, Value], names: Sequence[str]) -> dict[str, Value]:
-    return {name: tensor for name, tensor in full.items() if name in names}
-
-
-def transform(source: Path, target: Path, old: object, new: object, *options: object) -> None:
-    done(
-        "transform-dir", source, target, "--src-strategy", str(old), "--dst-strategy", str(new),
-        *[str(option) for option in options],
-    )  # fmt: skip
+    return write_strategy(path, strategy, shapes_of(full), form)
 
 
 @examples(80)
@@ -89,15 +68,14 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
     options: dict[str, Any] = {}
     if ending == "ckpt":
         options = {"crc": data.draw(st.booleans()), "record_bytes": data.draw(st.sampled_from([None, 7, 64]))}
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, COPIED), f"{tree}.{ending}", **options)
-        old = data.draw(st.composite(write_any_form)(root / "old", source, full))
-        new = data.draw(st.composite(write_any_form)(root / "new", target, full))
-        transform(root / "src", root / "dst", old, new, "--format", output)
+    with world_of(source, target) as world:
+        world.save(full, f"{tree}.{ending}", copied=COPIED, **options)
+        world.old = data.draw(st.composite(write_any_form)(world.root / "old", source, full))
+        world.new = data.draw(st.composite(write_any_form)(world.root / "new", target, full))
+        world.convert("--format", output)
         kept = ending if output == "same" else output
-        assert {path.suffix for path in (root / "dst").glob("rank_*/*")} == {f".{kept}"}
-        same_ranks(read_tree(root / "dst"), cut_ranks(target, subset(full, sorted(wanted)), COPIED))
+        assert {path.suffix for path in world.dst.glob("rank_*/*")} == {f".{kept}"}
+        same_ranks(world.found(), world.expected(subset(full, sorted(wanted)), COPIED))
 
 
 @examples(15)
@@ -106,14 +84,12 @@ def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
     full = data.draw(tensors())
     source = data.draw(strategies(full), label="source")
     target = data.draw(strategies(full), label="target")
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        ranks = cut_ranks(source, full, COPIED)
-        write_tree(root / "src", ranks)
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        transform(root / "src", root / "there", old, new)
-        transform(root / "there", root / "back", new, old, "--prefix", "again")
-        same_ranks(read_tree(root / "back", "again"), ranks)
+    with world_of(source, target) as world:
+        world.save(full, copied=COPIED)
+        world.convert()
+        world.src, world.dst, world.old, world.new = world.dst, world.root / "back", world.new, world.old
+        world.convert("--prefix", "again")
+        same_ranks(world.found("again"), cut_ranks(source, full, COPIED))
 
 
 @examples(15)
@@ -122,14 +98,15 @@ def test_whole_tensors_are_cut_and_joined(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=2))
     strategy = data.draw(strategies(full), label="strategy")
     ending = data.draw(st.sampled_from(FORMATS))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root, {0: {**full, **COPIED}}, f"full.{ending}")
-        path = data.draw(st.composite(write_any_form)(root / "strategy", strategy, full))
-        transform(root / f"full.{ending}", root / "ranks", "none", path)
-        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, full, COPIED))
-        transform(root / "ranks", root / "full", path, "none")
-        same_ranks(read_tree(root / "full"), {0: {**full, **COPIED}})
+    with world_of(strategy, strategy) as world:
+        world.src = write_checkpoint(world.root / f"full.{ending}", {**full, **COPIED})
+        path = data.draw(st.composite(write_any_form)(world.root / "strategy", strategy, full))
+        world.old, world.new = Path("none"), path
+        world.convert()
+        same_ranks(world.found(), world.expected(full, COPIED))
+        world.src, world.dst, world.old, world.new = world.dst, world.root / "whole", path, Path("none")
+        world.convert()
+        same_ranks(world.found(), {0: {**full, **COPIED}})
 
 
 def removable(strategy: Strategy, ranks: dict[int, dict[str, Value]], full: dict[str, Value], rank: int) -> bool:
@@ -158,12 +135,10 @@ def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.Data
         if removable(source, ranks, full, rank) and data.draw(st.booleans()):
             del ranks[rank]
     note(f"left: { {rank: sorted(held) for rank, held in ranks.items()} }")
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", {rank: {**held, **COPIED} for rank, held in ranks.items()})
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        transform(root / "src", root / "dst", old, new)
-        same_ranks(read_tree(root / "dst"), cut_ranks(target, full, COPIED))
+    with world_of(source, target) as world:
+        write_tree(world.src, {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        world.convert()
+        same_ranks(world.found(), world.expected(full, COPIED))
 
 
 @examples(15)
@@ -177,12 +152,9 @@ def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) 
     del ranks[lost]
     missing = uncovered(source, target, shapes_of(full), None, ranks)
     assume(missing and ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", ranks)
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        fails(3, "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new)
-        assert not list((root / "dst").glob("rank_*/*"))
+    with world_of(source, target) as world:
+        write_tree(world.src, ranks)
+        world.refuses(3)
 
 
 @examples(40)
@@ -199,20 +171,15 @@ def test_whatever_is_left_of_a_checkpoint_is_converted_right_or_refused(data: st
     for rank in data.draw(st.sets(st.sampled_from(sorted(ranks)), max_size=2), label="lost"):
         del ranks[rank]
     saved = {name for held in ranks.values() for name in held}
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", {rank: {**held, **COPIED} for rank, held in ranks.items()})
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        words: list[Argument] = [
-            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
-        ]  # fmt: skip
-        result = reshard(*words)
+    with world_of(source, target) as world:
+        write_tree(world.src, {rank: {**held, **COPIED} for rank, held in ranks.items()})
+        result = world.run()
         if result.status:
             assert result.status == 3
-            assert not list((root / "dst").glob("rank_*/*"))
+            assert not list(world.dst.glob("rank_*/*"))
             assert missing_slices(source, full, ranks), result.err
         else:
-            same_ranks(read_tree(root / "dst"), cut_ranks(target, subset(full, sorted(saved)), COPIED))
+            same_ranks(world.found(), world.expected(subset(full, sorted(saved)), COPIED))
 
 
 def missing_slices(strategy: Strategy, full: dict[str, Value], ranks: dict[int, dict[str, Value]]) -> bool:
@@ -234,14 +201,12 @@ def test_expanded_json_is_read_right_or_refused(data: st.DataObject) -> None:
     made = data.draw(layouts(data.draw(st.sampled_from([4, 8, 6, 12])), shape))
     assume(any(len(axes) > 1 for axes in axes_of(made["tensor_map"], len(shape))))
     source, target = single({"w": made}), data.draw(strategies(full))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full))
-        old = write_strategy(root / "old", source, shapes_of(full), "json")
-        new = write_strategy(root / "new", target)
-        result = reshard("transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new)
+    with world_of(source, target) as world:
+        world.save(full)
+        world.old = write_strategy(world.root / "old", source, shapes_of(full), "json")
+        result = world.run()
         if result.status == 0:
-            same_ranks(read_tree(root / "dst"), cut_ranks(target, full))
+            same_ranks(world.found(), world.expected(full))
         else:
             assert result.status == 3 and json_is_ambiguous(source, full), result.err
 
@@ -264,18 +229,16 @@ def test_accumulated_gradients_keep_their_reading(data: st.DataObject) -> None:
     )
     everything = {**full, **gradients}
     untrue = sorted(gradients) if data.draw(st.booleans(), label="untrue") else []
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, everything, COPIED, untrue))
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        transform(root / "src", root / "dst", old, new)
+    with world_of(source, target) as world:
+        write_tree(world.src, cut_ranks(source, everything, COPIED, untrue))
+        world.convert()
         # Where the source has no shards to tell it by, they are written as the compiler makes them.
         plain = [
             name for name in gradients
             if name in untrue
             or not any(stage["layouts"][name]["shard_size"] for stage in source if name in stage["layouts"])
         ]  # fmt: skip
-        same_ranks(read_tree(root / "dst"), cut_ranks(target, everything, COPIED, plain))
+        same_ranks(world.found(), cut_ranks(target, everything, COPIED, plain))
 
 
 @examples(20)
@@ -286,12 +249,10 @@ def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
     source = data.draw(strategies(full), label="source")
     target = data.draw(strategies(full), label="target")
     ending = data.draw(st.sampled_from(FORMATS))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net-1_1.{ending}")
-        old = data.draw(st.composite(write_any_form)(root / "old", source, full))
-        new = write_strategy(root / "new", target)
-        files = sorted(path for place in (old, root / "src") for path in [place, *place.rglob("*")])
+    with world_of(source, target) as world:
+        world.save(full, f"rank_{{rank}}/net-1_1.{ending}", copied=COPIED)
+        world.old = data.draw(st.composite(write_any_form)(world.root / "old", source, full))
+        files = sorted(path for place in (world.old, world.src) for path in [place, *place.rglob("*")])
         path = data.draw(st.sampled_from([path for path in files if path.is_file()]))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 3))):
@@ -301,10 +262,7 @@ def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             del content[data.draw(st.integers(0, len(content))) :]
         path.write_bytes(content)
-        words: list[Argument] = [
-            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
-        ]  # fmt: skip
-        assert reshard(*words).status in (0, 3)
+        assert world.run().status in (0, 3)
 
 
 @examples(30)
@@ -314,28 +272,23 @@ def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.
     source = data.draw(strategies(full), label="source")
     target = data.draw(strategies(full), label="target")
     shapes = shapes_of(full)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
+    with world_of(source, target) as world:
         ranks = cut_ranks(source, full, COPIED)
-        write_tree(root / "src", ranks)
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        transform(root / "src", root / "all", old, new)
-        whole = tree_bytes(root / "all")
+        write_tree(world.src, ranks)
+        world.convert()
+        whole = tree_bytes(world.dst)
+        world.dst = world.root / "one"
         chosen = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1, max_size=3))
         for rank in sorted(chosen):
-            words = done("rank-list", rank, "--src-strategy", old, "--dst-strategy", new).out.split()
-            listed = [int(word) for word in words]
+            listed = world.rank_list(rank)
             assert listed == sorted(set(listed))
             assert not uncovered(source, target, shapes, rank, listed), "insufficient"
             for other in listed:
                 rest = [entry for entry in listed if entry != other]
                 assert uncovered(source, target, shapes, rank, rest), f"{other} of {listed} is not needed"
-            write_tree(root / f"src{rank}", {entry: ranks[entry] for entry in listed})
-            done(
-                "by-rank", rank, root / f"src{rank}", root / "one", "--src-strategy", old,
-                "--dst-strategy", new,
-            )  # fmt: skip
-        found = tree_bytes(root / "one")
+            world.src = write_tree(world.root / f"src{rank}", {entry: ranks[entry] for entry in listed})
+            world.by_rank(rank)
+        found = tree_bytes(world.dst)
         assert found == {path: data_ for path, data_ in whole.items() if int(path[5 : path.index("/")]) in chosen}
 
 
@@ -347,20 +300,15 @@ def test_rank_lists_keep_to_the_ranks_that_are_available(data: st.DataObject) ->
     target = data.draw(strategies(full), label="target")
     available = data.draw(st.sets(st.integers(0, rank_count(source) - 1), min_size=1), label="available")
     rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        words: list[object] = [
-            "rank-list", rank, "--src-strategy", old, "--dst-strategy", new,
-            "--available", ",".join(map(str, sorted(available))),
-        ]  # fmt: skip
+    with world_of(source, target) as world:
+        options = ("--available", ",".join(map(str, sorted(available))))
         if uncovered(source, target, shapes_of(full), rank, available):
-            fails(3, *[str(word) for word in words])
+            fails(3, *world.needs(rank, *options))
             return
         if not covered_by_one_stage(source, target, full, rank, available):
             return
-        listed = {int(word) for word in done(*[str(word) for word in words]).out.split()}
-        assert listed <= available
+        listed = world.rank_list(rank, *options)
+        assert set(listed) <= available
         assert not uncovered(source, target, shapes_of(full), rank, listed)
 
 
@@ -388,10 +336,8 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
     source = data.draw(strategies(full), label="source")
     target = data.draw(strategies(full), label="target")
     ending = data.draw(st.sampled_from(FORMATS))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, COPIED), f"rank_{{rank}}/net.{ending}")
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
+    with world_of(source, target) as world:
+        world.save(full, f"rank_{{rank}}/net.{ending}", copied=COPIED)
         ways = {
             "plain": [],
             "mmap": ["--io", "mmap", "--jobs", "1"],
@@ -408,11 +354,11 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
                     changed.enter_context(mock.patch.object(run_module, "LEAST_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
-                transform(root / "src", root / name, old, new, *options)
-            made[name] = tree_bytes(root / name)
-        same_ranks(read_tree(root / "plain"), cut_ranks(target, full, COPIED))
-        for name in ways:
+                world.dst = world.root / name
+                world.convert(*options)
+            made[name] = tree_bytes(world.dst)
             assert made[name] == made["plain"], name
+        same_ranks(read_tree(world.root / "plain"), world.expected(full, COPIED))
 
 
 @examples(10)
@@ -423,13 +369,11 @@ def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject
     target = data.draw(strategies(full), label="target")
     chosen: Optional[set[int]] = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
     assert chosen is not None
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, COPIED))
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        transform(root / "src", root / "some", old, new, "--ranks", ",".join(map(str, sorted(chosen))))
-        expected = cut_ranks(target, full, COPIED)
-        same_ranks(read_tree(root / "some"), {rank: expected[rank] for rank in chosen})
+    with world_of(source, target) as world:
+        world.save(full, copied=COPIED)
+        world.convert("--ranks", ",".join(map(str, sorted(chosen))))
+        expected = world.expected(full, COPIED)
+        same_ranks(world.found(), {rank: expected[rank] for rank in chosen})
 
 
 def test_the_reference_of_one_device_lists_nothing() -> None:
@@ -443,11 +387,9 @@ def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st
     source = data.draw(strategies(full), label="source")
     target = data.draw(strategies(full), label="target")
     left = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
-    with tempfile.TemporaryDirectory() as directory, FileHandles() as handles:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, COPIED))
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        request = Request(str(root / "src"), "dst", read_strategy(str(old)), read_strategy(str(new)))
+    with world_of(source, target) as world, FileHandles() as handles:
+        world.save(full, copied=COPIED)
+        request = Request(str(world.src), "dst", read_strategy(str(world.old)), read_strategy(str(world.new)))
         whole, part = make_plan(request, handles, Report()), make_plan(request, handles, Report())
         together = data.draw(st.integers(1, 4))
         expected = {made.rank: [*made.tensors] for group in whole.groups(whole.asked) for made in group}

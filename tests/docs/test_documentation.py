@@ -6,16 +6,13 @@ import ast
 import re
 import xml.etree.ElementTree
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, cast
 
 import pytest
 
 from docs.tools import commands, pages, pictures, recordings
 from reshard.cli.main import cli
-from reshard.convert import usable_cpus
 from tests.corpus import ROOT
 
 README = ROOT / "README.md"
@@ -23,33 +20,13 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
-class Typing(NamedTuple):
-    """A page that is being typed, and where."""
-
-    place: Path
-    found: Future[list[pages.Printed]]
-
-
-@pytest.fixture(scope="module")
-def typing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Typing]]:
-    """The pages that are asked for, a few at a time, since most of the time goes into starting programs."""
-    chosen = [
-        cast(Path, item.callspec.params["page"])
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and "typing" in item.fixturenames
-    ]
-    with ThreadPoolExecutor(usable_cpus()) as pool:
-        places = {page: tmp_path_factory.mktemp("clone") for page in chosen}
-        yield {page: Typing(place, pool.submit(pages.type_page, page, place)) for page, place in places.items()}
-
-
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
-def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, typing: dict[Path, Typing]) -> None:
-    for found in typing[page].found.result():
+def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    for found in pages.type_page(page, tmp_path):
         line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
         assert found.same, f"{line}\n{found.output}"
     if page == README:
-        check_what_the_readme_makes(typing[page].place / "out")
+        check_what_the_readme_makes(tmp_path / "out")
 
 
 def test_the_recordings_of_a_terminal_show_what_is_shown_today(tmp_path: Path) -> None:

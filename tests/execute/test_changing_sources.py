@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional
 
 import pytest
 
 from reshard.execute import writing
 from reshard.source_replicas import samples
+from reshard.storage import ReadableFile, fill
 from reshard.verification import reading as sums
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -147,16 +148,15 @@ def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
     words["verify --src"].insert(2, "--src")
     if command == "verify --src":
         world.convert()
-    original = sums._BoxReader.read
     read_before: list[str] = []
 
-    def read(self: sums._BoxReader, offset: int, out: memoryview) -> None:
-        original(self, offset, out)
-        if str(path) in self._part.path and not read_before:
-            read_before.append(self._part.path)
+    def read(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
+        fill(file, offset, out, *rank)
+        if file.path == str(path) and not read_before:
+            read_before.append(file.path)
             in_place(path, path.read_bytes()[:1])
 
-    monkeypatch.setattr(sums._BoxReader, "read", read)
+    monkeypatch.setattr(sums, "fill", read)
     fails(1, *words[command], says=[path, "replaced or changed"])
     assert read_before
 
@@ -205,7 +205,7 @@ def test_sources_that_change_after_their_targets_are_written_end_in_no_manifest(
 def test_a_changed_source_is_noticed_with_fewer_handles_than_files(
     world: World, at_first_write: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.checkpoints.files._default_limit", lambda: 1)
+    monkeypatch.setattr("reshard.checkpoints.files.default_limit", lambda: 1)
     world.save(OTHER)
     path = world.src / "rank_1" / "net-1_10.ckpt"
     other = path.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import pytest
 
@@ -13,8 +13,8 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats import alike
 from reshard.checkpoints.formats import open as opening
 from reshard.execute import reading, run
-from reshard.plan.pieces import StoredSlice
-from reshard.storage import ReadableFile
+from reshard.storage import ReadableFile, fill
+from reshard.storage import costs as storage_costs
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
@@ -52,7 +52,7 @@ class Costs:
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
     counted = Costs()
-    open_file, find, read = FileHandles._open, alike.KnownStructures.find, reading.ExplicitReader._read
+    open_file, find = FileHandles._open, alike.KnownStructures.find
 
     def counting_open(self: Any, path: str) -> int:
         counted.opened[path] += 1
@@ -62,13 +62,13 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.compared.append(file.path)
         return find(self, file, format, size)
 
-    def counting_read(self: Any, source: StoredSlice, offset: int, out: memoryview) -> None:
-        counted.reads.append((source.path, len(out)))
-        read(self, source, offset, out)
+    def counting_fill(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
+        counted.reads.append((file.path, len(out)))
+        fill(file, offset, out, *rank)
 
     monkeypatch.setattr(FileHandles, "_open", counting_open)
     monkeypatch.setattr(alike.KnownStructures, "find", counting_find)
-    monkeypatch.setattr(reading.ExplicitReader, "_read", counting_read)
+    monkeypatch.setattr(reading, "fill", counting_fill)
     for name in ("read_ckpt_index", "read_safetensors_index"):
         parse = getattr(opening, name)
 
@@ -145,7 +145,7 @@ def convert(place: Path, kind: Kind, *options: Argument) -> dict[int, dict[str, 
 @pytest.fixture
 def no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request goes to the file, as those for large tensors do."""
-    monkeypatch.setattr(reading.ExplicitReader, "_read_small", lambda *_: False)
+    monkeypatch.setattr(storage_costs, "LOCAL", storage_costs.LOCAL._replace(small=0))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Optional
 
 import pytest
 
@@ -12,7 +12,7 @@ from reshard.execute import parts, reading
 from reshard.layout import Layout, Overlap
 from reshard.plan.cuts import Cut
 from reshard.plan.groups import reading_groups
-from reshard.plan.pieces import StoredSlice
+from reshard.storage import ReadableFile, fill
 from reshard.target import Section
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -32,13 +32,12 @@ def columns(data: int, model: int) -> Strategy:
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The size of every request for tensor contents."""
     counted: list[int] = []
-    plain = reading.ExplicitReader._read
 
-    def read(self: Any, source: StoredSlice, offset: int, out: memoryview) -> None:
+    def counting(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
         counted.append(len(out))
-        plain(self, source, offset, out)
+        fill(file, offset, out, *rank)
 
-    monkeypatch.setattr(reading.ExplicitReader, "_read", read)
+    monkeypatch.setattr(reading, "fill", counting)
     return counted
 
 

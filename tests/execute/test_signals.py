@@ -220,7 +220,7 @@ def test_an_exception_that_gets_lost_does_not_save_the_run(where: str) -> None:
 import os, signal, time
 from reshard import signals
 from reshard.errors import ReshardError
-signals._PATIENCE = 0.5
+signals.PATIENCE = 0.5
 signals.install()
 try:
   with signals.unwinding():{LOST[where]}
@@ -236,7 +236,7 @@ except signals.Stopped as stop:
 SLOW_DISK = """
 import os, sys, threading, time
 from reshard import signals
-signals._PATIENCE = float(sys.argv.pop(1))
+signals.PATIENCE = float(sys.argv.pop(1))
 plain = os.fsync
 def flush(fd):
     if threading.current_thread() is threading.main_thread():

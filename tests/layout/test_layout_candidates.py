@@ -6,8 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.layout.candidates import MAX_CANDIDATES, cuts_of, possible_holders
-from tests.convert.test_properties import examples
-from tests.layouts import layouts
+from tests.layouts import examples, layouts
 from tests.reference import boxes
 
 

@@ -101,7 +101,7 @@ def test_the_scale_is_that_of_the_configuration(
     tmp_path: Path, config: dict[str, Any], alpha: Optional[float], scale: float
 ) -> None:
     full, pairs = weights(), matrices()
-    words: list[Argument] = [] if alpha is None else ["--alpha", alpha]
+    words: list[Argument] = [] if alpha is None else ["--alpha", str(alpha)]
     adapter = peft(tmp_path / "adapter", pairs, **config)
     done("merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", *words)
     close(load_file(tmp_path / "out" / "model.safetensors"), merged(full, pairs, scale))
@@ -145,7 +145,7 @@ def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, sty
     write_tree(tmp_path / "src", cut_ranks(strategy, values), "rank_{rank}/net.ckpt")
     saved = write_strategy(tmp_path / "src.ckpt", strategy, {n: a.shape for n, a in everything.items()}, "merged")
     whole = tmp_path / "whole"
-    words = ["merge-lora", tmp_path / "src", tmp_path / "src"]
+    words: list[Argument] = ["merge-lora", tmp_path / "src", tmp_path / "src"]
     ends: list[Argument] = ["--src-strategy", saved, "--adapter-strategy", saved, "--alpha", 16]
     done(*words, tmp_path / "out", *ends)
     done(*words, whole, *ends, "--dst-strategy", "none", "--jobs", 1, "--max-memory", "64K")

@@ -8,29 +8,27 @@ values on some of the ranks.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from tests.convert.test_properties import FORMATS, examples, subset
-from tests.layouts import holders, layouts, strategies, tensors
+from tests.layouts import examples, holders, layouts, strategies, tensors
 from tests.reference import Strategy, names_of, rank_count
-from tests.running import Argument, done, reshard
+from tests.running import done, reshard
+from tests.small import World, world_of
 from tests.trees import (
+    FORMATS,
     Checkpoint,
     Value,
     cut_ranks,
     layout,
-    read_tree,
     same_checkpoints,
     scalar,
+    subset,
     text,
     tree_bytes,
     value,
-    write_strategy,
     write_tree,
 )
 
@@ -146,51 +144,49 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(source, target, full, saved, left, deduplicated, ending, plain)
 
 
-def write_source(case: Case, root: Path) -> dict[str, Any]:
+def write_source(case: Case, world: World) -> dict[str, Any]:
     """Write what is left of a checkpoint; with what options."""
     options: dict[str, Any] = {}
     if case.ending == "safetensors":
         options["metadata"] = {"remove_redundancy": str(case.deduplicated)}
-    write_tree(root / "src", case.left, f"rank_{{rank}}/net-3_10.{case.ending}", **options)
+    write_tree(world.src, case.left, f"rank_{{rank}}/net-3_10.{case.ending}", **options)
     return options
 
 
-def write_steps(draw: st.DrawFn, case: Case, root: Path) -> list[Argument]:
-    """Write the source, perhaps with an older and a torn newer step; the options that name the strategies."""
-    options = write_source(case, root)
+def write_steps(draw: st.DrawFn, case: Case, world: World) -> None:
+    """Write the source, perhaps with an older and a torn newer step."""
+    options = write_source(case, world)
     if draw(st.integers(0, 2)) == 0:
         older = {rank: {n: v._replace(array=v.array ^ v.array) for n, v in h.items()} for rank, h in case.saved.items()}
-        write_tree(root / "src", older, f"rank_{{rank}}/net-3_9.{case.ending}")
+        write_tree(world.src, older, f"rank_{{rank}}/net-3_9.{case.ending}")
     if draw(st.integers(0, 2)) == 0:
         some = draw(st.sets(st.sampled_from(sorted(case.left)), min_size=1, max_size=2), label="torn")
         torn = {rank: {n: v._replace(array=~v.array) for n, v in case.left[rank].items()} for rank in some}
-        write_tree(root / "src", torn, f"rank_{{rank}}/net-3_11.{case.ending}", **options)
-    old = write_strategy(root / "old", case.source)
-    new = write_strategy(root / "new", case.target)
-    return ["--src-strategy", old, "--dst-strategy", new]
+        write_tree(world.src, torn, f"rank_{{rank}}/net-3_11.{case.ending}", **options)
 
 
 @examples(60)
 @given(st.data())
 def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> None:
     case = data.draw(cases())
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        words = data.draw(st.composite(write_steps)(case, root))
-        result = reshard("transform-dir", root / "src", root / "all", *words)
+    with world_of(case.source, case.target) as world:
+        data.draw(st.composite(write_steps)(case, world))
+        result = world.run()
         note(result.err)
         if result.status:
             assert result.status == 3
             return
-        whole = tree_bytes(root / "all")
+        whole = tree_bytes(world.dst)
+        world.dst = world.root / "one"
         for rank in data.draw(st.permutations(range(rank_count(case.target)))):
-            done("by-rank", rank, root / "src", root / "one", *words)
-        assert tree_bytes(root / "one") == whole
-        assert (root / "one" / "reshard-manifest.json").exists()
-        done("verify", root / "one", "--src", root / "src", *words)
+            world.by_rank(rank)
+        assert tree_bytes(world.dst) == whole
+        assert (world.dst / "reshard-manifest.json").exists()
+        done("verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new)
         some = data.draw(st.sets(st.sampled_from(range(rank_count(case.target))), min_size=1))
-        done("transform-dir", root / "src", root / "some", *words, "--ranks", ",".join(map(str, sorted(some))))
-        assert tree_bytes(root / "some").items() <= whole.items()
+        world.dst = world.root / "some"
+        world.convert("--ranks", ",".join(map(str, sorted(some))))
+        assert tree_bytes(world.dst).items() <= whole.items()
 
 
 @examples(25)
@@ -202,23 +198,21 @@ def test_the_files_of_a_rank_list_are_enough_for_its_rank(data: st.DataObject) -
     plain = gradients if data.draw(st.booleans()) else []
     copied = {"global_step": scalar(7, shape=(1,))}
     ending = data.draw(st.sampled_from(FORMATS))
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        words: list[Argument] = ["--src-strategy", old, "--dst-strategy", new]
+    with world_of(source, target) as world:
         pattern = f"rank_{{rank}}/net-3_10.{ending}"
-        write_tree(root / "src", cut_ranks(source, full, copied, plain), pattern)
-        done("transform-dir", root / "src", root / "all", *words)
-        whole = tree_bytes(root / "all")
+        saved = cut_ranks(source, full, copied, plain)
+        write_tree(world.src, saved, pattern)
+        world.convert()
+        whole = tree_bytes(world.dst)
         rank = data.draw(st.sampled_from(range(rank_count(target))))
-        listed = done("rank-list", rank, *words, "--json").json["ranks"]
+        listed = world.rank_list(rank)
         if not listed:
             return
-        saved = cut_ranks(source, full, copied, plain)
-        write_tree(root / "few", {r: saved[r] for r in listed}, pattern)
-        done("by-rank", rank, root / "few", root / "one", *words)
-        assert tree_bytes(root / "one").items() <= whole.items()
-        assert len(tree_bytes(root / "one")) == 1
+        world.src = write_tree(world.root / "few", {r: saved[r] for r in listed}, pattern)
+        world.dst = world.root / "one"
+        world.by_rank(rank)
+        assert tree_bytes(world.dst).items() <= whole.items()
+        assert len(tree_bytes(world.dst)) == 1
 
 
 @examples(30)
@@ -244,16 +238,14 @@ def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataO
             saved[first + local].update(part)
             if first + local in left:
                 left[first + local].update(part)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_source(case, root)
-        strategy = write_strategy(root / "strategy", case.source)
-        result = reshard("recover", root / "src", root / "whole", "--strategy", strategy, "--prefix", "checkpoint_")
+    with world_of(case.source, case.source) as world:
+        write_source(case, world)
+        result = reshard("recover", world.src, world.dst, "--strategy", world.old, "--prefix", "checkpoint_")
         note(result.err)
         if result.status:
             assert result.status == 3
             return
-        found = read_tree(root / "whole")
+        found = world.found()
         listed = names_of(case.source)
         skipped = {name for held in left.values() for name in held if name not in listed}
         nowhere = {name for name in listed if case.full[name].array.size} - {
@@ -267,8 +259,7 @@ def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataO
             # What has no elements need not be there.
             empty = {name for name, tensor in held.items() if not tensor.array.size}
             same_checkpoints(without(found[rank], skipped | empty), without(held, skipped | empty), f"rank {rank}")
-        strategies: list[Argument] = ["--src-strategy", strategy, "--dst-strategy", strategy]
-        done("verify", root / "whole", "--src", root / "src", *strategies)
+        done("verify", world.dst, "--src", world.src, "--src-strategy", world.old, "--dst-strategy", world.new)
 
 
 def without(checkpoint: Checkpoint, names: set[str]) -> Checkpoint:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.convert import Options, prepare
@@ -24,11 +23,11 @@ from reshard.plan.request import Request
 from reshard.strategies import read_strategy
 from tests.corpus import ROOT
 from tests.execute.test_costs import ALONE, FULL, KINDS, Costs, convert, costs, no_windows
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
 from tests.running import Argument, done, fails, warns
-from tests.small import World
+from tests.small import World, world_of
 from tests.small import tensors as small_tensors
-from tests.trees import cut_ranks, layout, scalar, single, value, write_strategy, write_tree
+from tests.trees import cut_ranks, layout, single, value, write_strategy, write_tree
 
 __all__ = ["costs", "no_windows"]
 
@@ -88,20 +87,19 @@ def test_as_many_bytes_are_read_as_planned(
     assert plan["over_read"] == pytest.approx(costs.bytes_read / taken - 1, abs=1e-4)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_any_plan_gives_every_target_byte_once(data: st.DataObject) -> None:
     """Counted tensor by tensor, from the plan of every target file, in full."""
     full = data.draw(tensors())
     source, target = data.draw(strategies(full), label="source"), data.draw(strategies(full), label="target")
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place)
-        write_tree(root / "src", cut_ranks(source, full, {"global_step": scalar(7)}))
+    with world_of(source, target) as world:
+        world.save(full)
         request = Request(
-            src=str(root / "src"),
-            dst=str(root / "dst"),
-            source=read_strategy(str(write_strategy(root / "old", source))),
-            target=read_strategy(str(write_strategy(root / "new", target))),
+            src=str(world.src),
+            dst=str(world.dst),
+            source=read_strategy(str(world.old)),
+            target=read_strategy(str(world.new)),
         )
         with prepare(request, Options(dry_run=True)) as prepared:
             expected: Counter[tuple[int, int]] = Counter()

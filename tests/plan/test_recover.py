@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.convert.test_properties import COPIED, FORMATS, examples, shapes_of
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
 from tests.running import Argument, Result, done, fails, reshard
-from tests.small import COPIED as SCALARS
-from tests.small import World
+from tests.small import COPIED, World, world_of
 from tests.small import tensors as small_tensors
 from tests.trees import (
+    FORMATS,
     Value,
     cut_ranks,
     layout,
@@ -25,6 +23,8 @@ from tests.trees import (
     read_named,
     same_checkpoints,
     same_ranks,
+    shapes_of,
+    subset,
     text,
     value,
     write_checkpoint,
@@ -43,7 +43,7 @@ def recover(world: World, *options: Argument) -> Result:
 def cut(world: World) -> dict[int, dict[str, Value]]:
     """What an undamaged source holds."""
     listed = {name for stage in world.source for name in stage["layouts"]}
-    return cut_ranks(world.source, {name: FULL[name] for name in FULL if name in listed}, SCALARS)
+    return cut_ranks(world.source, subset(FULL, sorted(listed)), COPIED)
 
 
 @examples(15)
@@ -55,19 +55,17 @@ def test_whatever_is_lost_the_recovered_tree_is_the_undamaged_one_or_the_loss_is
     ranks = range(rank_count(strategy))
     lost = data.draw(st.sets(st.sampled_from(ranks), max_size=len(ranks) - 1), label="lost")
     saved = cut_ranks(strategy, full, COPIED)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", {r: saved[r] for r in ranks if r not in lost}, f"rank_{{rank}}/net-3_7.{ending}")
-        words: list[Argument] = ["recover", root / "src", root / "dst"]
-        words += ["--strategy", write_strategy(root / "s", strategy)]
+    with world_of(strategy, strategy) as world:
+        write_tree(world.src, {r: saved[r] for r in ranks if r not in lost}, f"rank_{{rank}}/net-3_7.{ending}")
+        words: list[Argument] = ["recover", world.src, world.dst, "--strategy", world.old]
         gone = uncovered(strategy, strategy, shapes_of(full), None, set(ranks) - lost)
         if gone:
             told = fails(3, *words).err
             assert any(name in told for name in gone), told
-            assert not (root / "dst").exists()
+            assert not world.dst.exists()
         else:
             result = done(*words, "--json")
-            same_ranks(read_named(root / "dst", f"rank_{{rank}}/net-3_7.{ending}"), saved)
+            same_ranks(read_named(world.dst, f"rank_{{rank}}/net-3_7.{ending}"), saved)
             assert json.loads(result.out)["recovered"] == sorted(lost)
 
 
@@ -116,7 +114,7 @@ def test_a_truncated_file_is_made_anew(world: World) -> None:
 
 
 def test_intact_files_are_taken_over_byte_for_byte(world: World) -> None:
-    own = {"note": text("kept"), "cur_rank": SCALARS["global_step"]}
+    own = {"note": text("kept"), "cur_rank": COPIED["global_step"]}
     world.save(FULL, copied=own, crc=True)
     held = {name: value for name, value in cut(world)[1].items() if name != "global_step"}
     write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**held, **own, "extra": held["w"]}, crc=True)
@@ -148,7 +146,7 @@ def test_a_file_without_its_slice_of_a_table_is_not_intact_because_other_slices_
 
 
 def test_what_belongs_to_a_lost_rank_is_warned_of(world: World) -> None:
-    world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": SCALARS["global_step"]})
+    world.save({"w": FULL["w"]}, ranks=[0, 1, 2], copied={"cur_rank": COPIED["global_step"]})
     said = " ".join(recover(world).err.split())
     assert "warning" in said and "cur_rank" in said and "rank 3" in said
 
@@ -166,7 +164,7 @@ def pipeline(data: int) -> Strategy:
 def test_a_tied_parameter_that_the_stage_does_not_list_comes_back(kind: str, tmp_path: Path) -> None:
     strategy = pipeline(2)
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
     for rank in range(4, 8):
         half = full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2]
         saved[rank]["emb"] = full["emb"] if kind == "whole" else Value("Float32", half)
@@ -182,7 +180,7 @@ def test_a_tied_slice_that_nobody_can_be_known_to_hold_is_told(tmp_path: Path) -
     full = {name: value(name, (4, 6)) for name in ("emb", "a", "b")}
     # By the strategy ranks 2 and 3 are replicas; the tied parameter, which it does not list, is cut.
     strategy[1]["layouts"]["b"] = layout([1, 2], [-1, -1])
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
     for rank in (2, 3):
         saved[rank]["emb"] = Value("Float32", full["emb"].array[rank % 2 * 2 : rank % 2 * 2 + 2])
     write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank != 3})
@@ -204,7 +202,7 @@ def tied(tmp_path: Path, kept: dict[int, int]) -> list[Argument]:
         {"devices": 4, "layouts": {"b": layout([4], [-1, -1])}},
     ]
     full = {name: value(name, (4, 6)) for name in ("emb", "b")}
-    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, SCALARS).items()}
+    saved = {rank: dict(held) for rank, held in cut_ranks(strategy, full, COPIED).items()}
     for local, half in kept.items():
         saved[1 + local]["emb"] = Value("Float32", full["emb"].array[half * 2 : half * 2 + 2])
     write_tree(tmp_path / "src", {rank: held for rank, held in saved.items() if rank == 0 or rank - 1 in kept})

@@ -9,16 +9,13 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.corpus import ROOT
+from tests.live import live_run
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors, without
 from tests.trees import same_ranks, tree_bytes, write_strategy
@@ -297,29 +294,9 @@ def test_a_source_of_another_time_is_converted_again_if_need_be(world: World) ->
     assert "another time" not in world.convert("--overwrite").err
 
 
-@contextmanager
-def writing(world: World, *options: str) -> Iterator[None]:
-    """A run that is about to finish its first target."""
-    code = (
-        "import sys, time\n"
-        "from reshard.execute import writing\n"
-        "def commit(self):\n"
-        "    print('here', flush=True)\n"
-        "    time.sleep(600)\n"
-        "writing.TargetWriter.commit = commit\n"
-        "from reshard.cli.main import main\n"
-        "main()\n"
-    )
-    words = [sys.executable, "-c", code, *map(str, world.words(*options))]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as live:
-        assert live.stdout is not None and live.stdout.readline().strip() == "here"
-        yield
-        live.kill()
-
-
 def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
     world.save(FULL)
-    with writing(world):
+    with live_run(world.words()):
         for path in world.src.rglob("*.ckpt"):
             os.utime(path, (1, 1))
         told = fails(3, *world.words(), says=["another run is writing", "wait until it has ended", "--overwrite"])
@@ -329,7 +306,7 @@ def test_a_live_run_of_an_older_source_is_waited_for(world: World) -> None:
 
 def test_a_live_run_of_another_conversion_is_waited_for(world: World) -> None:
     world.save(FULL)
-    with writing(world, "--prefix", "x"):
+    with live_run(world.words("--prefix", "x")):
         told = fails(3, *world.words(), says=["at this moment", "wait until it has ended, or choose another DST"])
         assert "remove" not in told.err
         done(*world.words(*SAFE, "--overwrite")[:2], world.root / "elsewhere", *world.words(*SAFE)[3:])

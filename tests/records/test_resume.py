@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import zlib
 from pathlib import Path
 from typing import Optional
@@ -24,6 +26,7 @@ from reshard.plan.request import Request
 from reshard.records import SourceSampler
 from reshard.strategies import read_strategy
 from reshard.text.report import Report
+from tests.live import live_run
 from tests.running import LAUNCHER, Result, done, fails, reshard
 from tests.small import COPIED, World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -260,22 +263,8 @@ def test_two_processes_that_convert_the_same_end_in_one_checkpoint(world: World)
 
 def test_a_live_run_keeps_its_directory_from_another_conversion(world: World) -> None:
     world.save(FULL)
-    code = (
-        "import sys, time\n"
-        "from reshard.execute import writing\n"
-        "def commit(self):\n"
-        "    print('here', flush=True)\n"
-        "    time.sleep(600)\n"
-        "writing.TargetWriter.commit = commit\n"
-        "from reshard.cli.main import main\n"
-        "main()\n"
-    )
-    words = [str(word) for word in world.words()]
-    with subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True) as live:
-        assert live.stdout is not None
-        assert live.stdout.readline().strip() == "here"
+    with live_run(world.words()):
         fails(3, *world.words("--prefix", "net", "--overwrite"), says=["at this moment"])
-        live.kill()
     done(*world.words("--prefix", "net"))
     assert not [path for path in world.dst.glob("rank_*/.*")]
 
@@ -434,22 +423,40 @@ def test_checksums_that_one_run_asked_for_are_in_the_manifest_whichever_ended_la
     done("verify", world.dst)
 
 
-def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(tmp_path: Path) -> None:
+def test_a_descriptor_is_not_given_to_another_file_while_it_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that is given up by one thread while another one is writing to it."""
     layout = lay_out_copy(4)
     writer = TargetWriter(TargetFile(0, str(tmp_path / "rank_0" / "a"), layout, (), frozenset()), lambda *_: None)
-    fd = writer._enter()
-    writer.fail(RetryableError("given up"))
-    other = os.open(tmp_path, os.O_RDONLY)
+    plain = os.pwrite
+    begun: queue.Queue[int] = queue.Queue()
+    given_up = threading.Event()
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        begun.put(fd)
+        assert given_up.wait(10)
+        return plain(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    thread = threading.Thread(target=writer.write, args=(0, memoryview(b"here")))
+    thread.start()
     try:
-        assert other != fd
-        os.fstat(fd)
+        fd = begun.get(timeout=10)
+        writer.fail(RetryableError("given up"))
+        other = os.open(tmp_path, os.O_RDONLY)
+        try:
+            assert other != fd
+            os.fstat(fd)
+        finally:
+            os.close(other)
     finally:
-        os.close(other)
-    writer._leave()
+        given_up.set()
+        thread.join()
     with pytest.raises(OSError):
         os.fstat(fd)
     writer.write(0, memoryview(b"late"))
+    assert begun.empty()
     assert not list((tmp_path / "rank_0").glob("*")) if (tmp_path / "rank_0").exists() else True
 
 

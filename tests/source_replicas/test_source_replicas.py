@@ -21,6 +21,7 @@ from reshard.errors import CheckpointError
 from reshard.execute import reading
 from reshard.layout import Layout
 from reshard.plan.pieces import StoredSlice
+from reshard.source_replicas import files
 from reshard.source_replicas.choice import Group
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
@@ -203,20 +204,21 @@ class Reads:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     counted = Reads()
-    open_file, read = FileHandles._open, reading.ExplicitReader.read_into
+    open_file = FileHandles._open
 
     def counting_open(self: Any, path: str) -> int:
         counted.opened[path] += 1
         return open_file(self, path)
 
-    def counting_read(self: Any, source: StoredSlice, start: int, out: memoryview) -> None:
-        # The conversion's own requests are answered from windows, or go through maps.
-        if not self._small:
+    class Counting(reading.ExplicitReader):
+        """What reads samples; the conversion has readers of its own."""
+
+        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
             counted.sampled.append((source.path, len(out)))
-        read(self, source, start, out)
+            super().read_into(source, start, out)
 
     monkeypatch.setattr(FileHandles, "_open", counting_open)
-    monkeypatch.setattr(reading.ExplicitReader, "read_into", counting_read)
+    monkeypatch.setattr(files, "ExplicitReader", Counting)
     return counted
 
 
@@ -419,14 +421,14 @@ def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
 
 def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.save()
-    read = reading.ExplicitReader.read_into
 
-    def failing(self: Any, source: StoredSlice, start: int, out: memoryview) -> None:
-        if not self._small and source.rank == 5:
-            raise reading.unreadable(source, OSError(5, "Input/output error"))
-        read(self, source, start, out)
+    class Failing(reading.ExplicitReader):
+        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
+            if source.rank == 5:
+                raise reading.unreadable(source, OSError(5, "Input/output error"))
+            super().read_into(source, start, out)
 
-    monkeypatch.setattr(reading.ExplicitReader, "read_into", failing)
+    monkeypatch.setattr(files, "ExplicitReader", Failing)
     found = replicas(done(*tree.words(tree.true, "--json")))
     assert found["tested"] and 18 < found["samples"] < 54
     tree.dst = tree.root / "other"

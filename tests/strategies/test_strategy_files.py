@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from reshard.strategies import (
     read_strategy_file,
 )
 from tests.cases import EVERYWHERE, case_directory
+from tests.running import LAUNCHER, done
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
 from tests.wire import field
 
@@ -563,12 +566,19 @@ def test_protobuf_is_written_byte_for_byte_as_mindspore_writes_it(name: str) -> 
         assert protobuf_file.serialize_strategy(read_strategy_file(str(path))) == path.read_bytes()
 
 
-def test_messages_of_mindspore_in_the_same_process_are_no_trouble(tmp_path: Path) -> None:
-    from google.protobuf import descriptor_pb2, descriptor_pool
+THEIRS = """
+from google.protobuf import descriptor_pb2, descriptor_pool
+theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package="mindspore.straspb")
+theirs.message_type.add(name="ParallelStrategyMap")
+descriptor_pool.Default().AddSerializedFile(theirs.SerializeToString())
+"""
 
-    theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package="mindspore.straspb")
-    theirs.message_type.add(name="ParallelStrategyMap")
-    descriptor_pool.Default().AddSerializedFile(theirs.SerializeToString())
-    protobuf_file._pool.cache_clear()
-    protobuf_file._message_class.cache_clear()
-    assert only(tmp_path, layout([2], [0])) == Layout((2,), ((0,),))
+
+def test_messages_of_mindspore_in_the_same_process_are_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(protobuf({"w": layout([2], [0])}))
+    words = ["strategy", "show", str(path), "--json"]
+    shown = subprocess.run(
+        [sys.executable, "-c", THEIRS + LAUNCHER, *words], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert shown == done(*words).out

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import InputError
@@ -20,11 +20,10 @@ from reshard.verification.fingerprint import Copy, Fingerprints, ParameterSums
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.sums import PRIME, Workspace, fingerprint
 from tests import cases
-from tests.conftest import LONG
-from tests.layouts import DTYPES, layouts, strategies, tensors
+from tests.layouts import DTYPES, examples, layouts, strategies, tensors
 from tests.reference import Array, Strategy, boxes, cut, rank_count
 from tests.running import Result, done, fails, warns
-from tests.small import COPIED, SOURCE, World
+from tests.small import COPIED, SOURCE, World, world_of
 from tests.small import tensors as small_tensors
 from tests.trees import (
     Value,
@@ -39,7 +38,6 @@ from tests.trees import (
     write_tree,
 )
 
-SCALE = 20 if LONG else 1
 MASK = 2**64 - 1
 
 
@@ -81,8 +79,7 @@ def box_sum(array: Array, box: Optional[Box] = None, block: int = 1 << 20) -> in
     """What the program makes of a box of an array, in blocks of so many bytes."""
     box = whole_box(array.shape) if box is None else box
     content = cut(array, box).tobytes()
-    space = Workspace(0)
-    space._block = np.empty(block, np.uint8)
+    space = Workspace(0, block)
 
     def read(offset: int, out: memoryview) -> None:
         assert offset + len(out) <= len(content)
@@ -109,7 +106,7 @@ def test_the_sum_is_what_its_definition_says(shape: tuple[int, ...], width: int)
     assert box_sum(array) == defined_sum(array)
 
 
-@settings(max_examples=150 * SCALE)
+@examples(150)
 @given(st.data())
 def test_sums_of_boxes_add_up_in_blocks_of_any_size(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES))
@@ -123,7 +120,7 @@ def test_sums_of_boxes_add_up_in_blocks_of_any_size(data: st.DataObject) -> None
     assert sum(box_sum(array, box, block) for box in parts) % PRIME == box_sum(array)
 
 
-@settings(max_examples=100 * SCALE)
+@examples(100)
 @given(st.data())
 def test_sums_of_the_slices_of_any_layout_add_up(data: st.DataObject) -> None:
     (full,) = list(data.draw(tensors()).values())[:1]
@@ -153,7 +150,7 @@ def test_every_flipped_bit_changes_the_sum(dtype: str) -> None:
     assert len(sums) == 8 * len(sound) + 1
 
 
-@settings(max_examples=150 * SCALE)
+@examples(150)
 @given(st.data())
 def test_elements_rows_columns_and_slices_cannot_change_places(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from([(32, 32), (4, 600), (600, 4), (6, 2, 256), (2048,)]))
@@ -241,7 +238,7 @@ def of_full(root: Path, full: dict[str, Value], copied: dict[str, Value]) -> str
     return shown(write_checkpoint(root / "one" / "full.ckpt", {**full, **copied}), "--strategy", "none")
 
 
-@settings(max_examples=40 * SCALE)
+@examples(40)
 @given(st.data())
 def test_a_conversion_changes_no_fingerprint(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -249,17 +246,12 @@ def test_a_conversion_changes_no_fingerprint(data: st.DataObject) -> None:
     format_ = data.draw(st.sampled_from(["ckpt", "safetensors"]))
     memory = data.draw(st.sampled_from(["1M", "64M"]))
     copied = {"global_step": scalar(7, shape=(1,)), "loss_scale": scalar(77, "Float32")}
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_tree(root / "src", cut_ranks(source, full, copied), "rank_{rank}/net-3_7.ckpt")
-        old, new = write_strategy(root / "old", source), write_strategy(root / "new", target)
-        done(
-            "transform-dir", root / "src", root / "dst", "--src-strategy", old, "--dst-strategy", new,
-            "--format", format_,
-        )  # fmt: skip
-        before = shown(root / "src", "--strategy", old, "--max-memory", memory, "--jobs", "2")
-        assert before == of_full(root, full, copied)
-        assert before == shown(root / "dst", "--strategy", new)
+    with world_of(source, target) as world:
+        world.save(full, copied=copied)
+        world.convert("--format", format_)
+        before = shown(world.src, "--strategy", world.old, "--max-memory", memory, "--jobs", "2")
+        assert before == of_full(world.root, full, copied)
+        assert before == shown(world.dst, "--strategy", world.new)
         assert len(before.splitlines()) == len(full) + 3
 
 
@@ -273,7 +265,7 @@ def test_ranks_of_a_real_strategy_and_the_full_tensors_have_the_same_fingerprint
     assert shown(tmp_path / "src", "--strategy", case.directory) == of_full(tmp_path, full, COPIED)
 
 
-@settings(max_examples=30 * SCALE)
+@examples(30)
 @given(st.data())
 def test_results_of_any_ranks_merge_to_the_whole(data: st.DataObject) -> None:
     full = data.draw(tensors())

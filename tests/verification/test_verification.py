@@ -10,22 +10,21 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.checkpoints.formats import headers
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError
-from reshard.layout import Box, Overlap
+from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
-from reshard.plan.pieces import StoredSlice
 from reshard.strategies import read_strategy
 from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
 from reshard.verification import tree as tree_module
 from reshard.verification.sums import Workspace
 from tests import cases
-from tests.conftest import LONG
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
+from tests.mistakes import another_rank, off_by_one, swapped_rows
 from tests.reference import ONE_DEVICE, Strategy, names_of
 from tests.running import done
 from tests.small import COPIED, SOURCE, TARGET
@@ -46,9 +45,7 @@ from tests.trees import (
     write_tree,
 )
 
-SCALE = 20 if LONG else 1
 Ranks = dict[int, dict[str, Value]]
-Extents = tuple[tuple[int, int], ...]
 
 
 class Quiet:
@@ -125,7 +122,7 @@ def held(strategy: Strategy, full: Checkpoint = FULL) -> Ranks:
 # Against the source.
 
 
-@settings(max_examples=40 * SCALE)
+@examples(40)
 @given(st.data())
 def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -146,7 +143,7 @@ def test_every_conversion_passes_and_every_byte_is_read(data: st.DataObject) -> 
         assert pair.progress.total >= sum(tensor.array.nbytes for held_ in written for tensor in held_.values())
 
 
-@settings(max_examples=80 * SCALE)
+@examples(80)
 @given(st.data())
 def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -166,7 +163,7 @@ def test_damage_is_found_at_its_rank_and_parameter(data: st.DataObject) -> None:
         assert {difference.kind for difference in found} == {"content"}
 
 
-@settings(max_examples=80 * SCALE)
+@examples(80)
 @given(st.data())
 def test_slices_cut_by_another_layout_never_pass(data: st.DataObject) -> None:
     full = data.draw(tensors(fewest=4))
@@ -376,7 +373,7 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 
 @pytest.mark.parametrize("most", [1, 7, 100])
 def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", most)
+    monkeypatch.setattr(reading, "MOST_PARTS", most)
     pair = many(tmp_path, 8, 6)
     assert pair.compare() == [] and pair.replicas() == []
     assert pair.progress.read == pair.progress.total
@@ -391,7 +388,7 @@ def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", 1)
+    monkeypatch.setattr(reading, "MOST_PARTS", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
@@ -411,7 +408,7 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
 def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(reading, "_MOST_PARTS", 128)
+    monkeypatch.setattr(reading, "MOST_PARTS", 128)
     ranks, few, more = 64, 20, 80
     peaks: list[int] = []
     for parameters in (few, few, more):
@@ -452,22 +449,6 @@ def test_equal_copies_are_summed_once(tmp_path: Path, monkeypatch: pytest.Monkey
 # Mistakes of the planner, which this room must not share.
 
 
-def another_rank(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The slice is taken from the next rank's file."""
-    return StoredSlice(path.replace(f"rank_{rank}", f"rank_{(rank + 1) % 4}"), rank, extents, box)
-
-
-def off_by_one(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The slice is taken from one element too early."""
-    return StoredSlice(path, rank, tuple((offset - 4, size) for offset, size in extents), box)
-
-
-def swapped_rows(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
-    """The second half of the slice is taken before the first."""
-    halves = [((offset, size // 2), (offset + size // 2, size - size // 2)) for offset, size in extents]
-    return StoredSlice(path, rank, tuple(part for first, second in halves for part in (second, first)), box)
-
-
 @pytest.mark.parametrize("mistake", [another_rank, off_by_one, swapped_rows])
 def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, mistake: Any
@@ -481,8 +462,8 @@ def test_slices_that_the_planner_takes_from_the_wrong_place_are_found(
 
 
 def test_pieces_that_the_planner_forgets_are_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Overlap._find_cells
-    monkeypatch.setattr(Overlap, "_find_cells", lambda self, number: right(self, number)[:-1])
+    right = Overlap.cells
+    monkeypatch.setattr(Overlap, "cells", lambda self, number: right(self, number)[:-1])
     pair.write(held(SOURCE), {})
     convert(pair)
     assert ("content", "w", (0, 1)) in brief(pair.compare())
@@ -514,7 +495,7 @@ def test_conversions_between_real_strategies_pass(names: tuple[str, str], tmp_pa
 # Within one checkpoint.
 
 
-@settings(max_examples=60 * SCALE)
+@examples(60)
 @given(st.data())
 def test_copies_of_a_checkpoint_agree_until_one_is_damaged(data: st.DataObject) -> None:
     full = data.draw(tensors())

@@ -15,10 +15,10 @@ from reshard.plan import plan as plan_module
 from tests.convert.test_forms import FORMS, to
 from tests.corpus import CORPUS2
 from tests.corpus2 import needs_corpus2
+from tests.mistakes import off_by_one, swapped_rows
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import layout, read_checkpoint, single, write_checkpoint, write_strategy
-from tests.verification.test_verification import off_by_one, swapped_rows
 
 FULL = tensors()
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
@@ -22,11 +21,10 @@ from reshard.verification import Means, Needs, compare_trees
 from reshard.verification import read_tree as read_source
 from reshard.verification.completeness import lost
 from tests.checkpoint_writing import write_ckpt
-from tests.conftest import LONG
-from tests.layouts import strategies, tensors
+from tests.layouts import examples, strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
 from tests.running import Argument, Result, done, fails, reshard, warns
-from tests.small import COPIED, World
+from tests.small import COPIED, World, world_of
 from tests.trees import (
     Checkpoint,
     Value,
@@ -537,7 +535,7 @@ def test_values_come_from_the_lowest_rank_of_all_files_that_are_there(tmp_path: 
 # Against a judgement element by element.
 
 
-@settings(max_examples=1000 if LONG else 60)
+@examples(60)
 @given(st.data())
 def test_exactly_what_no_file_has_and_target_ranks_need_is_lost(data: st.DataObject) -> None:
     full = data.draw(tensors())
@@ -546,8 +544,7 @@ def test_exactly_what_no_file_has_and_target_ranks_need_is_lost(data: st.DataObj
     rank = data.draw(st.none() | st.integers(0, rank_count(new) - 1))
     shapes = {name: tensor.array.shape for name, tensor in full.items()}
     expected = uncovered(old, new, shapes, rank, there)
-    with tempfile.TemporaryDirectory() as directory:
-        world = World(Path(directory), old, new)
+    with world_of(old, new) as world:
         world.save(full, ranks=there)
         with FileHandles() as handles:
             source = read_strategy(str(world.old))

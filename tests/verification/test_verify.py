@@ -16,9 +16,10 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.execute import filling
 from reshard.execute import run as run_module
 from reshard.execute.boxes import boxes_of_range
+from reshard.plan import plan
 from reshard.plan.cuts import Cut
 from reshard.plan.pieces import TargetTensor
-from reshard.plan.plan import Plan
+from tests.mistakes import another_rank, off_by_one
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard
 from tests.small import COPIED, SOURCE, World, tensors
@@ -272,15 +273,7 @@ def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Se
 
 
 def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:
-    """An off-by-one in where a stored slice's bytes lie."""
-    plain = Plan._stored
-
-    def stored(self: Any, name: str, source: int, rank: int, box: Any) -> Any:
-        found = plain(self, name, source, rank, box)
-        (offset, size), *rest = found.extents
-        return found._replace(extents=((offset - 1, size), *rest)) if name == "w" else found
-
-    patch.setattr(Plan, "_stored", stored)
+    patch.setattr(plan, "StoredSlice", off_by_one)
 
 
 def axes_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -291,15 +284,7 @@ def axes_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_replica(patch: pytest.MonkeyPatch) -> None:
     """Cells taken from a rank that holds another slice."""
-    plain = Plan._stored
-
-    def stored(self: Any, name: str, source: int, rank: int, box: Any) -> Any:
-        other = rank ^ 1 if name == "w" else rank
-        return plain(self, name, source, rank, box)._replace(
-            extents=self.checkpoint.indexes[other].tensors[name].extents, path=self.checkpoint.files[other]
-        )
-
-    patch.setattr(Plan, "_stored", stored)
+    patch.setattr(plan, "StoredSlice", another_rank)
 
 
 def piece_skipped(patch: pytest.MonkeyPatch) -> None:

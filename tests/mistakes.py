@@ -1,0 +1,24 @@
+"""Mistakes of the planner in where a slice's bytes lie; in place of `StoredSlice`, for `verify` to find."""
+
+from __future__ import annotations
+
+from reshard.layout import Box
+from reshard.plan.pieces import StoredSlice
+
+Extents = tuple[tuple[int, int], ...]
+
+
+def another_rank(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The slice is taken from the next rank's file."""
+    return StoredSlice(path.replace(f"rank_{rank}", f"rank_{(rank + 1) % 4}"), rank, extents, box)
+
+
+def off_by_one(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The slice is taken from one element too early."""
+    return StoredSlice(path, rank, tuple((offset - 4, size) for offset, size in extents), box)
+
+
+def swapped_rows(path: str, rank: int, extents: Extents, box: Box) -> StoredSlice:
+    """The second half of the slice is taken before the first."""
+    halves = [((offset, size // 2), (offset + size // 2, size - size // 2)) for offset, size in extents]
+    return StoredSlice(path, rank, tuple(part for first, second in halves for part in (second, first)), box)
