@@ -65,6 +65,7 @@ class Applied:
         unspoken: optimizer state and values that no rule speaks of, or that were not asked for.
         tied: pairs of source tensors of which the first is taken, and which should be equal.
         notes: what is to be told.
+        assumed: options of the table that nothing stated, as they were taken: ``gate_up=interleaved``.
     """
 
     reversed: bool
@@ -74,6 +75,7 @@ class Applied:
     unspoken: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    assumed: tuple[str, ...]
 
 
 def apply_rules(
@@ -322,9 +324,6 @@ class _Run:
     def applied(self) -> Applied:
         """The result."""
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
-        if self.settled.assumed:
-            said = ", ".join(f"{name}={self.settled.values[name]}" for name in self.settled.assumed)
-            notes.append(f"the rules {self.rules.path} are read with {said}, as is usual; nothing states otherwise")
         notes += [
             f"how many {number} there are is taken from the names: no configuration tells it"
             for number, count in self.side.counts.items()
@@ -338,6 +337,7 @@ class _Run:
             tuple(self.unspoken),
             tuple(self.tied),
             tuple(notes),
+            tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
         )
 
 

@@ -24,7 +24,7 @@ class Settled:
         rules: those that hold.
         sizes: the model's.
         values: per option what it is.
-        assumed: options that nothing tells, so that they are what is usual.
+        assumed: choices that nothing tells, so that they are what is usual.
     """
 
     rules: tuple[Rule, ...]
@@ -69,7 +69,8 @@ def settle(rules: Rules, config: Optional[Mapping[str, object]]) -> Settled:
     values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    assumed = tuple(name for name, value in told.items() if value is None)
+    # A number that nothing tells shows in shapes where it is another.
+    assumed = tuple(option.name for option in rules.options if option.values and told[option.name] is None)
     return Settled(held, Sizes(rules.sizes, config, numbers), values, assumed)
 
 

@@ -162,11 +162,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
     if edits.table is not None:
         applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
         check_tied(checkpoint, applied.tied, handles, report)
-        made, kept = _ruled(checkpoint, made, kept, applied, report)
+        made, kept = _ruled(checkpoint, made, kept, applied, edits.table.path, report)
     if edits.renames is not None:
         shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
         shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
-        made, kept = _ruled(checkpoint, made, kept, apply_rules(edits.renames, shapes, optimizer=True), report)
+        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        made, kept = _ruled(checkpoint, made, kept, applied, edits.renames.path, report)
     if edits.casts:
         made = _cast(checkpoint, made, edits.casts)
         _warn_of_uncast(checkpoint, kept, edits.casts, report)
@@ -175,7 +176,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
 
 
 def _ruled(
-    checkpoint: Checkpoint, made: Mapping[str, Made], kept: AbstractSet[str], applied: Applied, report: Report
+    checkpoint: Checkpoint,
+    made: Mapping[str, Made],
+    kept: AbstractSet[str],
+    applied: Applied,
+    path: str,
+    report: Report,
 ) -> tuple[dict[str, Made], set[str]]:
     """What rules make of tensors and values.
 
@@ -205,6 +211,13 @@ def _ruled(
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:
         report.note(note)
+    if applied.assumed:
+        # The other choice has the same names and shapes, and a model that computes nonsense.
+        said = ",".join(applied.assumed)
+        report.warn(
+            f"the rules {path} are read with {said}, as is usual, because neither they nor a configuration say so: "
+            f"state it with --names {path},{said}"
+        )
     return found, still
 
 
