@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
@@ -56,7 +57,7 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         return Ends(form, source, to, Strategy.none())
     if target_path != SAME:
         return Ends(form, source, to, typed_strategy(target_path, report))
-    return Ends(form, source, to, source if form == RANKS else Strategy.same())
+    return Ends(form, source, to, replace(source, path=SAME) if form == RANKS else Strategy.same())
 
 
 def told_by(src: str, ends: Ends, step: str) -> Ends:

@@ -15,6 +15,7 @@ from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.tied import check_tied
+from reshard.strategies import Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
@@ -173,6 +174,32 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         _warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept)
+
+
+def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
+    """The strategy that cuts what was made as that was cut which it is made of.
+
+    Args:
+        strategy: of what it is made of.
+        checkpoint: what was made.
+
+    Raises:
+        CheckpointError: tensors are packed otherwise, so that the strategy does not say how they are cut.
+    """
+    packed = [name for name, made in checkpoint.made.items() if made.view is not None]
+    if packed:
+        raise CheckpointError(
+            "how the source is cut does not say how to cut what is packed otherwise: " + listing(packed),
+            parameter=packed[0],
+            hint="name the target's strategy with --dst-strategy; `reshard strategy make` writes one from rules",
+        )
+    names = {name: made.sources[0] for name, made in checkpoint.made.items()}
+    names.update((name, name) for name in checkpoint.values())
+    stages = (
+        replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
+        for stage in strategy.stages
+    )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _ruled(

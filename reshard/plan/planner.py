@@ -15,7 +15,7 @@ from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
-from reshard.plan.edits import Edits, edited
+from reshard.plan.edits import Edits, edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
@@ -25,7 +25,7 @@ from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
 from reshard.plan.written_form import format_asked, rank_names, written_form
 from reshard.storage import exists
-from reshard.strategies import Strategy
+from reshard.strategies import SAME, Strategy
 from reshard.target import TargetForm
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -82,6 +82,9 @@ def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Repo
             request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
         )
     checkpoint = edited(base, edits, handles, report)
+    if request.target.path == SAME:
+        told = strategy_of(base) if request.target.is_untold else request.target
+        request = replace(request, target=same_layouts(told, checkpoint))
     form = written_form(request, checkpoint, handles, report)
     sliced = request.form == RANKS and request.source.device_count > 1
     values = CopiedValues(checkpoint, form, request.filters, sliced, handles)
