@@ -147,16 +147,16 @@ def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
     words["verify --src"].insert(2, "--src")
     if command == "verify --src":
         world.convert()
-    original = sums._BoxReader.read
+    original = sums.BoxReader.read
     read_before: list[str] = []
 
-    def read(self: sums._BoxReader, offset: int, out: memoryview) -> None:
+    def read(self: sums.BoxReader, offset: int, out: memoryview) -> None:
         original(self, offset, out)
         if str(path) in self._part.path and not read_before:
             read_before.append(self._part.path)
             in_place(path, path.read_bytes()[:1])
 
-    monkeypatch.setattr(sums._BoxReader, "read", read)
+    monkeypatch.setattr(sums.BoxReader, "read", read)
     fails(1, *words[command], says=[path, "replaced or changed"])
     assert read_before
 
