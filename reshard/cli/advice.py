@@ -47,7 +47,6 @@ _COMMANDS = {
     "transform": "convert",
     "merge": "merge-pipeline",
     "show": "strategy show",
-    "diff": "strategy diff",
     "dry-run": "plan",
 }
 

@@ -11,6 +11,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
+from reshard.cli.compared_edits import compared_edits
 from reshard.cli.conversion import (
     options_of,
     phases_line,
@@ -180,7 +181,7 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
                 for number, path in files.items()
             }
         found = verify_conversion(
-            Source(request.src, request.form, request.source, step, request.file_suffix),
+            Source(request.src, request.form, request.source, step, request.file_suffix, compared_edits(request.edits)),
             Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
             filters=request.filters,
             means=means,

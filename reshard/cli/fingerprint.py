@@ -13,6 +13,8 @@ from reshard.checkpoints.forms import RANKS, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
+from reshard.cli.compared_edits import EDITS, compared_edits
+from reshard.cli.edits import edits_of
 from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
@@ -36,6 +38,7 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
+from reshard.verification.edited import Edits, edited_tree
 from reshard.verification.end_to_end import FormReader, Source
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.tree import Tree
@@ -46,6 +49,7 @@ from reshard.verification.tree import Tree
     """
 reshard fingerprint ckpt/ --strategy src.ckpt
 reshard fingerprint iterations/
+reshard fingerprint hf/ --names qwen3
 
 On two machines, then on any:
 reshard fingerprint ckpt/ --strategy src.ckpt --ranks 0-3 --json > part0.json
@@ -66,6 +70,7 @@ reshard fingerprint --merge part0.json --merge part1.json
 )
 @options.source
 @options.selection
+@options.edits
 @options.crc("Check the CRCs that files record; damaged files count as absent.")
 @options.effort
 @options.output
@@ -82,12 +87,17 @@ def fingerprint(
     after any conversion, to another form too. The last line stands for the whole checkpoint: values
     such as global_step count, text and what belongs to one rank (cur_rank) do not. Checkpoint 2.0,
     unified and Hugging Face directories need no --strategy, and --ranks numbers their files. Several machines can each
-    read some ranks' files, and one put the results together; SRC may be left out then.
+    read some ranks' files, and one put the results together; SRC may be left out then. With --names, --rename or
+    --cast it is the fingerprint of what a conversion with these options writes.
     """
     report = Report(listener(typed["quiet"]))
     result = Fingerprints()
+    edited = any(typed[name] for name in EDITS)
+    if edited and (src is None or ranks is not None):
+        raise UsageError("--names, --rename and --cast need all of SRC", hint="leave out --ranks, and name SRC")
     if src is not None:
-        source = _source(src, strategy, typed, report)
+        edits = compared_edits(edits_of(src, typed))
+        source = _source(src, strategy, typed, report)._replace(edits=edits)
         filters = Filters(typed["include"], typed["exclude"])
         decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
         with FileHandles(decryption=decryption) as handles:
@@ -98,7 +108,8 @@ def fingerprint(
                 tree = _rank_tree(source, ranks, filters, handles, crcs, report)
             else:
                 tree = _form_tree(source, ranks, filters, means, crcs, report)
-            warn_of_unmatched(filters, (source.strategy.parameters, tree.names), report)
+            known = () if edited else source.strategy.parameters
+            warn_of_unmatched(filters, (known, tree.names), report)
             result = fingerprints(tree, means)
             means.check_unchanged()
     elif not merge:
@@ -146,18 +157,30 @@ def _rank_tree(
     report: Report,
 ) -> Tree:
     """The files of ranks that are read, and the names in them."""
-    path, _, strategy, step, suffix = source
+    path, _, strategy, step, suffix, edits = source
     found = find_checkpoints(path, suffix)
     check_ranks(found, strategy, handles)
     if ranks is None:
         tree = read_sound(lambda damaged: read_step(found, strategy, step, handles, report, damaged=damaged), crcs)
-        check_complete(tree, strategy, Needs(Strategy.none()), filters.admit)
-        return tree.only(filters.admit)
+        return _written(tree, strategy, edits, filters, report)
     files = _files(found, strategy, ranks, step, report)
     tree = read_sound(lambda damaged: read_tree(files, strategy, handles, filters.admit, damaged), crcs)
     for rank, why in tree.damaged.items():
         report.warn(f"{why}; rank {rank} counts as absent")
     return tree
+
+
+def _written(tree: Tree, strategy: Strategy, edits: Optional[Edits], filters: Filters, report: Report) -> Tree:
+    """The names that are looked at, in the checkpoint or in what is made of it.
+
+    Raises:
+        IncompleteSourceError: they are not all there.
+    """
+    if edits is None:
+        check_complete(tree, strategy, Needs(Strategy.none()), filters.admit)
+        return tree.only(filters.admit)
+    check_complete(tree, strategy, Needs(Strategy.none()))
+    return edited_tree(tree, edits, report).only(filters.admit)
 
 
 def _form_tree(
@@ -173,7 +196,11 @@ def _form_tree(
     Raises:
         UsageError: there is no file of a number.
     """
-    reader = FormReader(source, filters.admit if files is None else lambda name: False, means, report, files)
+
+    def wanted(name: str) -> bool:
+        return source.edits is not None or (files is None and filters.admit(name))
+
+    reader = FormReader(source, wanted, means, report, files)
     tree = read_sound(reader.read, crcs)
     there = [] if reader.checkpoint is None else sorted(reader.checkpoint.files)
     beyond = sorted(set(files or ()).difference(there))
@@ -182,6 +209,8 @@ def _form_tree(
             f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {source.path} has {rank_ranges(there, 'file')}",
             rank=beyond[0],
         )
+    if source.edits is not None:
+        return _written(tree, reader.strategy, source.edits, filters, report)
     return tree.only(filters.admit)
 
 

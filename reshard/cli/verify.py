@@ -13,6 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
+from reshard.cli.compared_edits import EDITS, edits_of_target
 from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
@@ -51,6 +52,10 @@ reshard verify out/
 reshard verify out/ --src ckpt/ \\
     --src-strategy src.ckpt --dst-strategy dst.ckpt
 reshard verify ckpt/ --replicas --strategy src.ckpt
+
+With the names and types that the conversion was given:
+reshard verify out/ --src ckpt/ --names qwen3 --cast BFloat16 \\
+    --src-strategy src.ckpt --dst-strategy dst.ckpt
 """,
 )
 @click.argument("out", shell_complete=completion.directories)
@@ -69,6 +74,7 @@ reshard verify ckpt/ --replicas --strategy src.ckpt
 @options.ranks("Target", "Only these ranks of OUT.")
 @options.source
 @options.selection
+@options.edits
 @options.effort
 @options.output
 def verify(
@@ -89,7 +95,9 @@ def verify(
     checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
     rank is what the source makes of it, worked out anew from the strategies and compared through
-    fingerprints. Without --step it is the step that OUT's manifest or records name. With --replicas:
+    fingerprints. Without --step it is the step that OUT's manifest or records name, and where no names or
+    types are asked for, those that they name: what rules and casts make of the source is worked out anew, element
+    by element. With --replicas:
     ranks that should hold the same slices do. OUT and SRC may be of any form, and take the strategies
     that `reshard convert` takes; what finishes OUT, such as an index, must say what its files hold.
     """
@@ -166,10 +174,11 @@ def verify(
                 found += others
             else:
                 files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
+            edits = edits_of_target(out, src, typed, plan, report)
             told = SwapTest(ends.source, ends.target, handles).told(src, step, typed["file_suffix"])
-            with told if ends.form == to == RANKS else contextlib.nullcontext():
+            with told if ends.form == to == RANKS and edits is None else contextlib.nullcontext():
                 found += verify_conversion(
-                    Source(src, ends.form, ends.source, step, typed["file_suffix"]),
+                    Source(src, ends.form, ends.source, step, typed["file_suffix"], edits),
                     Target(out, to, ends.target, files, ranks),
                     filters=filters,
                     means=means,
@@ -178,6 +187,8 @@ def verify(
                     recovered=plan is not None and plan.task == "recover",
                 )
             verdict = f"verified: no differences from {src}"
+        elif any(typed[name] for name in EDITS):
+            raise UsageError("--src is missing", hint="names and types are of a comparison with --src SRC")
         elif src_strategy is not None or dst_strategy is not None:
             raise UsageError("--src is missing", hint="--src-strategy and --dst-strategy go with --src SRC")
         elif not replicas:

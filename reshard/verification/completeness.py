@@ -23,6 +23,7 @@ from reshard.layout import Box, Layout, intersection, whole_box
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import Message, block, listing
 from reshard.text.wording import plural, rank_ranges
+from reshard.verification.edited import EditedTree
 from reshard.verification.parameter import Holding, Parameter, Shards, is_empty
 from reshard.verification.tree import Tree
 
@@ -96,8 +97,8 @@ def converted_part(
     """What of a source was converted.
 
     Args:
-        tree: all files and names of the step that was converted.
-        source: their strategy.
+        tree: all files and names of the step that was converted, or what was made of them.
+        source: the strategy of the files.
         target: the target's; `none` takes everything.
         ranks: the target ranks.
         admit: which parameters were converted, by name; all where None.
@@ -110,16 +111,24 @@ def converted_part(
         IncompleteSourceError: the source lacks what the target ranks need.
         InputError: the source does not fit its strategy.
     """
+    edited = isinstance(tree, EditedTree)
     left_out: set[str] = set()
     if not target.is_none:
-        left_out.update(name for stage in source.stages for name in stage.layouts)
+        listed = tree.parameters if edited else (name for stage in source.stages for name in stage.layouts)
+        left_out.update(listed)
         left_out.difference_update(name for stage in target.stages for name in stage.layouts)
 
     def converted(name: str) -> bool:
         return name not in left_out and (admit is None or admit(name))
 
-    check_comparable(tree, source)
-    needed = lost(tree, source, Needs(target, ranks), converted)
+    if edited:
+        # Its source was complete.
+        needs = Needs(target, ranks)
+        wanted = (parameter for name, parameter in tree.parameters.items() if name in needs and converted(name))
+        needed = [item for parameter in wanted for item in _lost_parts(parameter, needs)]
+    else:
+        check_comparable(tree, source)
+        needed = lost(tree, source, Needs(target, ranks), converted)
     tree = tree.only(converted)
     tree.check_readings()
     refuse(item for item in needed if item.found)

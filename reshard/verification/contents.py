@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reshard.verification.difference import Difference
 from reshard.verification.parameter import Parameter, Slice, is_empty
-from reshard.verification.reading import Means, Part, sum_boxes, sum_parts
+from reshard.verification.reading import Means, Readable, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree
 
@@ -49,9 +49,13 @@ class Contents:
         """Sum both sides; where they are not plainly equal, find out which ranks are wrong."""
         parameters = {copy.parameter.name: copy.parameter for copy in copies if not copy.alone}
         stored = [(name, *one) for name, parameter in parameters.items() for one in self.stored(parameter)]
-        parts = [part for _, _, part in stored]
+        parts: list[Readable] = [part for _, _, part in stored]
         for parameter, held, _ in copies:
-            parts += [self._target.part(parameter.name, rank, parameter.shape, held.box) for rank in held.holders]
+            like = self._source.like_type(parameter.name)
+            parts += [
+                self._target.part(parameter.name, rank, parameter.shape, held.box).with_like(like)
+                for rank in held.holders
+            ]
         sums = sum_parts(parts, self._means)
         source = self._source_sums([(name, stage) for name, stage, _ in stored], sums)
         coming = iter(sums[len(stored) :])
@@ -72,12 +76,13 @@ class Contents:
         again = [one for one in found if (one[0].parameter.name, one[0].slice.stage) in doubtful]
         self._find_wrong(again, told=False)
 
-    def stored(self, parameter: Parameter) -> Iterator[tuple[int, Part]]:
+    def stored(self, parameter: Parameter) -> Iterator[tuple[int, Readable]]:
         """Every slice of a parameter in the source's stages that have all of it, with the stage."""
+        like = self._source.like_type(parameter.name)
         for slices in parameter.whole_stages():
             for held in slices:
                 if held.holders:
-                    yield held.stage, self._source.part(parameter.name, held.holders[0], parameter.shape, held.box)
+                    yield held.stage, self._source.slice_part(parameter, held).with_like(like)
 
     def _source_sums(self, owners: list[tuple[str, int]], sums: list[int]) -> dict[str, int]:
         """The sum of every source parameter, by the first stage that has all of it."""
@@ -102,9 +107,11 @@ class Contents:
             if ranks:
                 self.differences.append(Difference("content", name, tuple(sorted(ranks)), "differs from the source"))
 
-    def _parts_of_boxes(self, check: list[Copies]) -> Iterator[tuple[int, Part]]:
+    def _parts_of_boxes(self, check: list[Copies]) -> Iterator[tuple[int, Readable]]:
         """What has to be read of the source for every slice, with its number."""
         for _, group in itertools.groupby(enumerate(check), key=lambda one: one[1].parameter.name):
             numbers, copies = zip(*group)
-            for at, part in self._source.parts(copies[0].parameter, [copy.slice.box for copy in copies]):
-                yield numbers[at], part
+            parameter = copies[0].parameter
+            like = self._source.like_type(parameter.name)
+            for at, part in self._source.parts(parameter, [copy.slice.box for copy in copies]):
+                yield numbers[at], part.with_like(like)

@@ -27,8 +27,10 @@ from reshard.text.wording import plural, rank_ranges, some_names
 from reshard.verification import (
     Difference,
     Means,
+    Needs,
     RecordedCrcs,
     Tree,
+    check_complete,
     compare_converted,
     compare_copies,
     has_copies,
@@ -38,7 +40,9 @@ from reshard.verification import (
     read_tree,
 )
 from reshard.verification.compare_forms import compare_with_form
+from reshard.verification.edited import Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
+from reshard.verification.tied import untied
 from reshard.verification.written import read_written
 
 _MOST_SHOWN = 3
@@ -53,6 +57,7 @@ class Source(NamedTuple):
         strategy: of rank directories; `none` where the form tells the layouts.
         step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
         file_suffix: only files whose stem ends so.
+        edits: the names, packing and types that it got; None where they stayed.
     """
 
     path: str
@@ -60,6 +65,7 @@ class Source(NamedTuple):
     strategy: Strategy
     step: str = "latest"
     file_suffix: Optional[str] = None
+    edits: Optional[Edits] = None
 
 
 class Target(NamedTuple):
@@ -111,7 +117,16 @@ def verify_conversion(
     reader = _reader(source, target, filters, means, report)
 
     def differences(tree: Tree) -> list[Difference]:
-        warn_of_unmatched(filters, (source.strategy.parameters, target.strategy.parameters, tree.names), report)
+        if source.edits is None:
+            warn_of_unmatched(filters, (source.strategy.parameters, target.strategy.parameters, tree.names), report)
+            return compared(tree)
+        # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
+        check_complete(tree, reader.strategy, Needs(Strategy.none()))
+        edited = edited_tree(tree, source.edits, report)
+        warn_of_unmatched(filters, (target.strategy.parameters, edited.names), report)
+        return [*untied(edited, means), *compared(edited)]
+
+    def compared(tree: Tree) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy
         if target.form == RANKS:
             return compare_converted(
@@ -170,14 +185,15 @@ class _RankReader:
 
     def read(self, damaged: Mapping[str, str]) -> Tree:
         source, target = self._source, self._target
+        edited = source.edits is not None
         return read_step(
             self._found,
             source.strategy,
             source.step,
             self._means.handles,
             self._report,
-            target=target.strategy,
-            ranks=target.ranks,
+            target=None if edited else target.strategy,
+            ranks=None if edited else target.ranks,
             damaged=damaged,
         )
 
@@ -231,6 +247,8 @@ def _reader(source: Source, target: Target, filters: Filters, means: Means, repo
     listed = frozenset(target.strategy.parameters)
 
     def wanted(name: str) -> bool:
+        if source.edits is not None:
+            return True
         return filters.admit(name) and (target.strategy.is_none or name in listed)
 
     return FormReader(source, wanted, means, report)

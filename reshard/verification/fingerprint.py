@@ -19,7 +19,7 @@ from reshard.layout import Box, whole_box
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Means, Part, batches, sum_boxes, sum_parts
+from reshard.verification.reading import Means, Readable, batches, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 from reshard.verification.tree import Tree
 from reshard.verification.true_layouts import is_text
@@ -264,7 +264,7 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
     result = Fingerprints()
     total = sum(tree.tensor(name, rank).nbytes for name, ranks in tree.outside.items() for rank in ranks)
     for parameter in tree.parameters.values():
-        total += sum(tree.tensor(parameter.name, held.holders[0]).nbytes for held in parameter.slices if held.holders)
+        total += sum(tree.slice_part(parameter, held).nbytes for held in parameter.slices if held.holders)
         if _in_pieces(parameter):
             total += math.prod(parameter.shape) * tree.sample(parameter).item_size
     means.progress.begin(total, "reading")
@@ -290,13 +290,9 @@ def fingerprints(tree: Tree, means: Means) -> Fingerprints:
 def _add_parameters(
     result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: SharedPlaces, means: Means
 ) -> None:
-    parts: list[Part] = []
+    parts: list[Readable] = []
     for parameter in parameters:
-        parts += [
-            tree.part(parameter.name, held.holders[0], parameter.shape, held.box)
-            for held in parameter.slices
-            if held.holders
-        ]
+        parts += [tree.slice_part(parameter, held) for held in parameter.slices if held.holders]
     sums = iter(sum_parts(parts, means))
     pieced = [parameter for parameter in parameters if _in_pieces(parameter)]
     numbered = (

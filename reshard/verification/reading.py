@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Callable, NamedTuple, Protocol, TypeVar
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar
+
+import numpy as np
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box
 from reshard.storage import fill
 from reshard.storage.costs import storage_of
+from reshard.verification.rounding import same_nans
 from reshard.verification.sums import PRIME, Workspace
 
 # Larger parts are taken by several threads.
@@ -71,8 +75,55 @@ class Means:
         self.handles.check_unchanged(sorted(self.summed))
 
 
+class Content(Protocol):
+    """The bytes of a box in C order."""
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``offset`` on."""
+
+
+class Readable(Protocol):
+    """Elements of a parameter that can be summed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full parameter."""
+
+    @property
+    def box(self) -> Box:
+        """The box to sum."""
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+
+    @property
+    def paths(self) -> Collection[str]:
+        """The files that are read."""
+
+    @property
+    def like_type(self) -> Optional[str]:
+        """A floating point type, where all that is no number counts as the same."""
+
+    def of_box(self, box: Box) -> Readable:
+        """A smaller box of it."""
+
+    def pieces(self, memory: int) -> Iterable[Readable]:
+        """The same in boxes that can be read with about so many bytes of memory."""
+
+    def opened(self, handles: FileHandles, memory: int) -> Content:
+        """Its bytes."""
+
+    def with_like(self, dtype: Optional[str]) -> Readable:
+        """The same with another ``like_type``."""
+
+
 class Part(NamedTuple):
-    """Elements of a parameter, as one file holds them.
+    """Elements of a parameter, as one file holds them; see `Readable`.
 
     Attributes:
         path: the file.
@@ -80,6 +131,7 @@ class Part(NamedTuple):
         shape: shape of the full parameter.
         held: the box of the parameter that the slice is.
         box: the box to sum, within ``held``.
+        like_type: see `Readable`.
     """
 
     path: str
@@ -87,11 +139,38 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     held: Box
     box: Box
+    like_type: Optional[str] = None
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return self.tensor.item_size
 
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
         return self.tensor.item_size * math.prod(stop - start for start, stop in self.box)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The file."""
+        return (self.path,)
+
+    def of_box(self, box: Box) -> Part:
+        """A smaller box of it."""
+        return self._replace(box=box)
+
+    def pieces(self, memory: int) -> tuple[Part, ...]:
+        """All of it: what is summed a block at a time is read so as well."""
+        return (self,)
+
+    def opened(self, handles: FileHandles, memory: int) -> BoxReader:
+        """Its bytes."""
+        return BoxReader(self, handles)
+
+    def with_like(self, dtype: Optional[str]) -> Part:
+        """The same with another ``like_type``."""
+        return self._replace(like_type=dtype)
 
 
 def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -109,7 +188,7 @@ def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list
         yield batch
 
 
-def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[int]:
+def sum_parts(parts: Sequence[Readable], means: Means, told: bool = True) -> list[int]:
     """The sum of every part, in their order.
 
     Args:
@@ -123,8 +202,9 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
     sums = [0] * len(parts)
     if not parts:
         return sums
-    means.summed.update(part.path for part in parts)
-    storage = storage_of(parts[0].path)
+    paths = dict.fromkeys(path for part in parts for path in part.paths)
+    means.summed.update(paths)
+    storage = storage_of(next(iter(paths), "."))
     in_flight = means.jobs * storage.in_flight
     threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
     if not storage.remote and sum(part.nbytes for part in parts) < len(parts) * _TINY:
@@ -160,7 +240,7 @@ def sum_parts(parts: Sequence[Part], means: Means, told: bool = True) -> list[in
     return sums
 
 
-def sum_boxes(parts: Iterable[tuple[int, Part]], count: int, means: Means, told: bool = True) -> list[int]:
+def sum_boxes(parts: Iterable[tuple[int, Readable]], count: int, means: Means, told: bool = True) -> list[int]:
     """The sums of boxes that are in several parts, and perhaps in more of them than should be described at a time.
 
     Args:
@@ -185,13 +265,19 @@ class _Adder:
     def __init__(self, handles: FileHandles, memory: int) -> None:
         self._handles = handles
         self._space = Workspace(memory)
+        self._memory = max(0, memory - Workspace.MOST_MEMORY)
         self._small = bytearray(_SMALL)
         self._known: dict[tuple[tuple[int, ...], int, Box, bytes], int] = {}
 
-    def sum(self, part: Part) -> int:
+    def sum(self, part: Readable) -> int:
         """The sum of a part."""
-        item_size, nbytes = part.tensor.item_size, part.nbytes
-        reader = _BoxReader(part, self._handles)
+        return sum(map(self._sum, part.pieces(self._memory))) % PRIME
+
+    def _sum(self, part: Readable) -> int:
+        item_size, nbytes = part.item_size, part.nbytes
+        reader = part.opened(self._handles, self._memory)
+        if part.like_type is not None:
+            reader = _Alike(reader, part.like_type)
         if nbytes > _SMALL:
             return self._space.sum(part.shape, item_size, part.box, reader.read)
         content = memoryview(self._small)[:nbytes]
@@ -209,9 +295,21 @@ class _Adder:
         return total
 
 
-def _take(tasks: Iterator[tuple[int, Part]]) -> list[tuple[int, Part]]:
+class _Alike:
+    """Content in which all that is no number is the same."""
+
+    def __init__(self, content: Content, dtype: str) -> None:
+        self._content, self._dtype = content, dtype
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill ``out``, which begins and ends with an element."""
+        self._content.read(offset, out)
+        same_nans(np.frombuffer(out, f"<u{ITEM_SIZES[self._dtype]}"), self._dtype)
+
+
+def _take(tasks: Iterator[tuple[int, Readable]]) -> list[tuple[int, Readable]]:
     """The next parts for one thread; none when all are taken."""
-    taken: list[tuple[int, Part]] = []
+    taken: list[tuple[int, Readable]] = []
     nbytes = 0
     while len(taken) < _TAKEN_PARTS and nbytes < _TAKEN_BYTES:
         task = next(tasks, None)
@@ -222,7 +320,7 @@ def _take(tasks: Iterator[tuple[int, Part]]) -> list[tuple[int, Part]]:
     return taken
 
 
-def _tasks(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
+def _tasks(parts: Sequence[Readable]) -> Iterator[tuple[int, Readable]]:
     """Every part with its number, large ones in several pieces along their first long dimension."""
     for number, part in enumerate(parts):
         pieces = -(-part.nbytes // _PART_BYTES)
@@ -234,10 +332,10 @@ def _tasks(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
         length = -(-(stop - start) // pieces)
         for begin in range(start, stop, length):
             interval = (begin, min(begin + length, stop))
-            yield number, part._replace(box=(*part.box[:dimension], interval, *part.box[dimension + 1 :]))
+            yield number, part.of_box((*part.box[:dimension], interval, *part.box[dimension + 1 :]))
 
 
-class _BoxReader:
+class BoxReader:
     """Reads the bytes of a part's box, which may be scattered over the slice, in C order."""
 
     def __init__(self, part: Part, handles: FileHandles) -> None:

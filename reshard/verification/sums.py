@@ -68,12 +68,12 @@ class Workspace:
     """The buffers of one thread; sums boxes, a block at a time.
 
     Args:
-        memory: bytes for all buffers. More than 5 MiB are of no use; `LEAST_MEMORY` are taken even if there
+        memory: bytes for all buffers. More than `MOST_MEMORY` are of no use; `LEAST_MEMORY` are taken even if there
             are fewer.
         block: bytes that are summed at a time; by default as many as the memory allows.
     """
 
-    LEAST_MEMORY = 4 << 20
+    LEAST_MEMORY, MOST_MEMORY = 4 << 20, 5 << 20
 
     def __init__(self, memory: int, block: Optional[int] = None) -> None:
         # What is filled up with zeros is there twice; 3 MiB go to tiles and products.

@@ -20,8 +20,8 @@ from reshard.errors import DamagedCheckpointError, InputError, one_error
 from reshard.layout import Box, whole_box
 from reshard.strategies import Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Part
+from reshard.verification.parameter import Parameter, Slice
+from reshard.verification.reading import Part, Readable
 from reshard.verification.true_layouts import is_text, true_parameter
 
 
@@ -99,7 +99,15 @@ class Tree:
         """What has to be read for a box, by default all, of the slice that a rank holds."""
         return Part(self.indexes[rank].path, self.tensor(name, rank), shape, held, held if box is None else box)
 
-    def parts(self, parameter: Parameter, boxes: Iterable[Box]) -> Iterator[tuple[int, Part]]:
+    def slice_part(self, parameter: Parameter, held: Slice) -> Readable:
+        """What has to be read for a slice that some rank holds: that of the lowest."""
+        return self.part(parameter.name, held.holders[0], parameter.shape, held.box)
+
+    def like_type(self, name: str) -> Optional[str]:
+        """The floating point type of a parameter of which all that is no number counts as the same."""
+        return None
+
+    def parts(self, parameter: Parameter, boxes: Iterable[Box]) -> Iterator[tuple[int, Readable]]:
         """What has to be read for some boxes of a parameter, with the number of the box; what is lost is left out."""
         slices = parameter.slices
         cells = parameter.cells

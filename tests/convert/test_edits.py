@@ -106,7 +106,7 @@ def test_any_rules_between_any_layouts_and_forms(rule: RandomRule, data: st.Data
         words = [*source.write(root / "src"), *target.options(root)]
         done(
             "convert", root / "src", root / "dst", *words, "--names", root / "rules.toml",
-            "--config", root / "sizes.json", "--max-memory", data.draw(st.sampled_from(["64K", "16M"])),
+            "--config", root / "sizes.json", "--max-memory", data.draw(st.sampled_from(["64K", "16M"])), "--verify",
         )  # fmt: skip
         target.check(root / "dst")
 
@@ -151,5 +151,5 @@ def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         words = [*source.write(root / "src"), *target.options(root)]
-        done("convert", root / "src", root / "dst", *words, "--cast", "float16", "--cast", "*norm*=Float32")
+        done("convert", root / "src", root / "dst", *words, "--cast", "float16", "--cast", "*norm*=Float32", "--verify")
         target.check(root / "dst")

@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable, Optional
+from typing import Callable
 
 import pytest
 
 from reshard.execute import writing
 from reshard.source_replicas import samples
-from reshard.storage import ReadableFile, fill
 from reshard.verification import reading as sums
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -148,15 +147,16 @@ def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
     words["verify --src"].insert(2, "--src")
     if command == "verify --src":
         world.convert()
+    original = sums.BoxReader.read
     read_before: list[str] = []
 
-    def read(file: ReadableFile, offset: int, out: memoryview, *rank: Optional[int]) -> None:
-        fill(file, offset, out, *rank)
-        if file.path == str(path) and not read_before:
-            read_before.append(file.path)
+    def read(self: sums.BoxReader, offset: int, out: memoryview) -> None:
+        original(self, offset, out)
+        if str(path) in self._part.path and not read_before:
+            read_before.append(self._part.path)
             in_place(path, path.read_bytes()[:1])
 
-    monkeypatch.setattr(sums, "fill", read)
+    monkeypatch.setattr(sums.BoxReader, "read", read)
     fails(1, *words[command], says=[path, "replaced or changed"])
     assert read_before
 

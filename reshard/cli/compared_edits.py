@@ -1,0 +1,101 @@
+"""Names and types of commands that compare: as typed, or else as a conversion recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Optional
+
+from reshard.cli.edits import edits_of
+from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.plan.edits import Edits as AskedEdits
+from reshard.records import Identity
+from reshard.records.given import Given
+from reshard.records.identity import short_digest
+from reshard.records.ledger import ledgers_in
+from reshard.text.report import Report
+
+if TYPE_CHECKING:
+    from reshard.verification.edited import Edits
+
+EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast")
+"""The options of names and types, as click calls their values."""
+
+_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast"
+
+
+def compared_edits(edits: Optional[AskedEdits]) -> Optional[Edits]:
+    """What verification has to know of what was asked for; None where names and types stay."""
+    if edits is None:
+        return None
+    # Loaded only here, because by-rank runs in loops.
+    from reshard.verification.edited import Edits
+
+    return Edits(edits.table, edits.renames, edits.config, edits.reverse, edits.optimizer, edits.casts)
+
+
+def edits_of_target(
+    out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
+) -> Optional[Edits]:
+    """The names and types that a converted checkpoint was given.
+
+    Args:
+        out: its directory.
+        src: the source.
+        typed: the options' values.
+        plan: what the directory says of itself, if it does.
+        report: told where they come from.
+
+    Raises:
+        UsageError: the directory was written with other names or types, and nothing says with which.
+        ReshardError: what is typed cannot be read.
+    """
+    edits = edits_of(src, typed)
+    if edits is None and plan is not None and plan.edits:
+        edits = _recorded(out, src, plan, report)
+    return compared_edits(edits)
+
+
+def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
+    try:
+        ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
+        commands = [given for ledger in ledgers for given in ledger.given() if _words(given)]
+    except TargetError as error:
+        report.warn(error.message)
+        commands = []
+    problem = "no record says which"
+    for given in commands:
+        said = " ".join(_words(given))
+        try:
+            edits = edits_of(src, _typed(given))
+        except ReshardError as error:
+            problem = f"it was given {said}: {error.message}"
+            continue
+        if edits is not None and short_digest(edits.identity.encode()) == plan.edits:
+            report.note(f"compared with the names and types that are recorded: {said}")
+            return edits
+        problem = f"it was given {said}, which says something else now"
+    raise UsageError(
+        f"{out}: was written with other names or types than its source has; {problem}",
+        hint=f"give the options of names and types that convert was given ({_OPTIONS})",
+    )
+
+
+def _typed(given: Given) -> dict[str, Any]:
+    """What was given as values of options."""
+    return {
+        "names": given.names,
+        "rename": given.rename,
+        "config": given.config,
+        "reverse": given.reverse,
+        "optimizer": "keep" if given.optimizer else None,
+        "cast": given.cast,
+    }
+
+
+def _words(given: Given) -> list[str]:
+    """The options as words."""
+    words = [] if given.names is None else [f"--names {given.names}"]
+    words += [] if given.config is None else [f"--config {given.config}"]
+    words += ["--reverse"] if given.reverse else []
+    words += ["--optimizer keep"] if given.optimizer else []
+    return [*words, *(f"--rename {one}" for one in given.rename), *(f"--cast {one}" for one in given.cast)]

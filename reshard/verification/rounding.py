@@ -1,0 +1,137 @@
+"""Floating point elements as those of another type, found by arithmetic on the numbers themselves.
+
+A conversion rounds by shifting bits. Here every element is a Float64, which holds the numbers of all other types
+exactly, and the sum with a number that is so large that all the bits beyond the type's fall off is rounded by the
+processor: to the nearest, ties to even, once. Taking the large number away again is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+
+Words = npt.NDArray[Any]
+
+_BLOCK = 1 << 14
+_EXPONENT = 0x7FF0000000000000
+
+
+class _Type(NamedTuple):
+    """A floating point type.
+
+    Attributes:
+        digits: bits of a number's digits, with the first, which is not stored.
+        least: the exponent of its least number with all digits: that is ``2**least``.
+    """
+
+    digits: int
+    least: int
+
+
+_TYPES = {
+    "Float64": _Type(53, -1022),
+    "Float32": _Type(24, -126),
+    "Float16": _Type(11, -14),
+    "BFloat16": _Type(8, -126),
+}
+# Beyond every type's numbers but those of Float64, which nothing is cast to, and far from where exponents end.
+_TOO_LARGE = 2.0**130
+
+
+def words_as(words: Words, stored: str, dtype: str) -> Words:
+    """Elements of one type as another.
+
+    Args:
+        words: unsigned words of the elements' size, in any shape.
+        stored: their type, one of `dtypes.CASTABLE`.
+        dtype: the type that they get, one of `dtypes.CAST_TO`.
+
+    Returns:
+        Unsigned words of the other type's size, in the same shape. What is no number stays none, of the same sign, with
+        as much of its other bits as there is room for.
+    """
+    if stored == dtype:
+        return words
+    found = np.empty(words.size, f"<u{ITEM_SIZES[dtype]}")
+    flat = np.ascontiguousarray(words).reshape(-1)
+    for first in range(0, flat.size, _BLOCK):
+        some = flat[first : first + _BLOCK]
+        found[first : first + _BLOCK] = _encoded(_rounded(_decoded(some, stored), dtype), some, stored, dtype)
+    return found.reshape(words.shape)
+
+
+def same_nans(words: Words, dtype: str) -> None:
+    """Make all elements that are no number one and the same, in place.
+
+    Args:
+        words: unsigned words.
+        dtype: their floating point type.
+    """
+    bits = ITEM_SIZES[dtype] * 8
+    infinite = _infinite(dtype)
+    without_sign = words & ((1 << (bits - 1)) - 1)
+    if without_sign.size and without_sign.max() > infinite:
+        words[without_sign > infinite] = infinite | (infinite >> 1)
+
+
+def _infinite(dtype: str) -> int:
+    """The bits of infinity."""
+    kept = _TYPES[dtype].digits - 1
+    return ((1 << (ITEM_SIZES[dtype] * 8 - 1)) - 1) >> kept << kept
+
+
+def _decoded(words: Words, stored: str) -> Words:
+    """Elements as Float64; exact."""
+    with np.errstate(invalid="ignore"):
+        if stored == "BFloat16":
+            # What Float32 is, less its last 16 digits.
+            return np.left_shift(words, 16, dtype="<u4", casting="unsafe").view("<f4").astype("<f8")
+        return words.view(f"<f{ITEM_SIZES[stored]}").astype("<f8")
+
+
+def _rounded(numbers: Words, dtype: str) -> Words:
+    """Numbers with as many digits as a type has."""
+    digits, least = _TYPES[dtype]
+    with np.errstate(invalid="ignore"):
+        sizes = np.minimum(np.abs(numbers), _TOO_LARGE)
+        # The power of two of the first digit, and one whose last digit is that which is the type's last of this number.
+        powers = (sizes.view("<u8") & np.uint64(_EXPONENT)).view("<f8")
+        np.maximum(powers, 2.0**least, out=powers)
+        powers *= 2.0 ** (53 - digits)
+        sizes += powers
+        sizes -= powers
+        return np.copysign(sizes, numbers, out=sizes)
+
+
+def _encoded(numbers: Words, words: Words, stored: str, dtype: str) -> Words:
+    """Numbers that a type holds, or that are too large for it, as its words."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == "BFloat16":
+            found = (numbers.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
+        else:
+            size = ITEM_SIZES[dtype]
+            found = numbers.astype(f"<f{size}").view(f"<u{size}")
+    none = np.isnan(numbers)
+    if none.any():
+        found[none] = _nans(words[none], stored, dtype)
+    return found
+
+
+def _nans(words: Words, stored: str, dtype: str) -> Words:
+    """What is no number in one type as what is none in another."""
+    bits, other_bits = ITEM_SIZES[stored] * 8, ITEM_SIZES[dtype] * 8
+    kept, other_kept = _TYPES[stored].digits - 1, _TYPES[dtype].digits - 1
+    wide = words.astype("<u8")
+    sign = wide >> np.uint64(bits - 1) << np.uint64(other_bits - 1)
+    payload = wide & np.uint64((1 << kept) - 1)
+    if kept > other_kept:
+        payload >>= np.uint64(kept - other_kept)
+    else:
+        payload <<= np.uint64(other_kept - kept)
+    quiet = 1 << (other_kept - 1)
+    found: Words = (sign | payload | np.uint64(_infinite(dtype) | quiet)).astype(f"<u{other_bits // 8}")
+    return found

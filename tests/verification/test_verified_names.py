@@ -1,0 +1,473 @@
+"""verify and fingerprint where names, packing and types are others: what they find, and what they must not pass."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from reshard.execute import casts
+from reshard.layout.views import ZEROS, View
+from reshard.names.views import views_of
+from tests.convert.test_edits import values
+from tests.layouts import examples, strategies
+from tests.names.test_properties import RandomRule, random_rules
+from tests.running import Argument, Result, done, fails
+from tests.small import COPIED
+from tests.trees import (
+    Value,
+    cut_ranks,
+    layout,
+    read_checkpoint,
+    single,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+from tests.verification.test_verification import flipped
+
+HIDDEN, HEADS, GROUPS, SIZE, INNER, VOCABULARY = 8, 4, 2, 2, 8, 5
+CONFIG = {"heads": HEADS, "groups": GROUPS, "head_dim": SIZE, "vocabulary": VOCABULARY}
+RULES = """
+[sizes]
+heads = "heads"
+groups = "groups"
+head_dim = "head_dim"
+vocabulary = "vocabulary"
+
+[[rule]]
+from = ["model.q", "model.k", "model.v"]
+to = "net.qkv"
+do = "group_qkv"
+
+[[rule]]
+from = ["model.gate", "model.up"]
+to = "net.gate_up"
+do = { concat = 0 }
+
+[[rule]]
+from = "model.down"
+to = "net.down"
+do = "transpose"
+
+[[rule]]
+from = "model.embedding"
+to = "net.embedding"
+do = { pad = 0, size = "vocabulary", multiple = 4 }
+
+[[rule]]
+from = "model.norm"
+to = "net.norm"
+"""
+SOURCE_SHAPES = {
+    "model.q": (HEADS * SIZE, HIDDEN),
+    "model.k": (GROUPS * SIZE, HIDDEN),
+    "model.v": (GROUPS * SIZE, HIDDEN),
+    "model.gate": (INNER, HIDDEN),
+    "model.up": (INNER, HIDDEN),
+    "model.down": (HIDDEN, INNER),
+    "model.embedding": (VOCABULARY, HIDDEN),
+    "model.norm": (HIDDEN,),
+}
+SOURCE = single(
+    {
+        name: layout([2, 2], {"model.down": [-1, 0], "model.norm": [-1], "model.embedding": [-1, 0]}.get(name, [0, -1]))
+        for name in SOURCE_SHAPES
+    }
+)
+TARGET = single(
+    {
+        "net.qkv": layout([2, 2], [0, -1]),
+        "net.gate_up": layout([2, 2], [-1, 1]),
+        "net.down": layout([2, 2], [1, 0]),
+        "net.embedding": layout([2, 2], [0, -1]),
+        "net.norm": layout([2, 2], [-1]),
+    }
+)
+
+
+def full() -> dict[str, Value]:
+    """Tensors of numbers of every size, positive and negative, none of them twice."""
+    random = np.random.default_rng(11)
+    return {
+        name: Value("Float32", random.standard_normal(shape).astype("<f4").view("<u4"))
+        for name, shape in SOURCE_SHAPES.items()
+    }
+
+
+class Models:
+    """A source, and the words that convert and verify it."""
+
+    def __init__(self, root: Path, rules: str = RULES) -> None:
+        self.root = root
+        self.src, self.dst = root / "src", root / "dst"
+        self.old = write_strategy(root / "strategies" / "old", SOURCE)
+        self.new = write_strategy(root / "strategies" / "new", TARGET)
+        self.config = root / "config.json"
+        self.config.write_text(json.dumps(CONFIG))
+        self.rules = self.file("rules", rules)
+        write_tree(self.src, cut_ranks(SOURCE, full(), COPIED))
+
+    def file(self, name: str, rules: str) -> Path:
+        path = self.root / f"{name}.toml"
+        path.write_text(rules)
+        return path
+
+    @property
+    def strategies(self) -> list[Argument]:
+        return ["--src-strategy", self.old, "--dst-strategy", self.new]
+
+    @property
+    def names(self) -> list[Argument]:
+        return ["--names", self.rules, "--config", self.config]
+
+    def convert(self, *options: Argument) -> Result:
+        return done("convert", self.src, self.dst, *self.strategies, *options)
+
+    def verify(self, *options: Argument) -> list[Argument]:
+        return ["verify", self.dst, "--src", self.src, *self.strategies, *options]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    return Models(tmp_path)
+
+
+def found(result: Result) -> set[tuple[str, str]]:
+    """Kind and parameter of every difference."""
+    return {(one["kind"], one["parameter"]) for one in result.json["differences"]}
+
+
+def test_what_is_right_is_verified(models: Models) -> None:
+    models.convert(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32", "--verify")
+    done(*models.verify(*models.names, "--cast", "bfloat16", "--cast", "*norm=Float32"))
+    # As recorded.
+    said = done(*models.verify())
+    assert "names and types that are recorded" in said.err
+    assert "no differences" in said.err
+
+
+# Mistakes of tables: verified with the right one, what the wrong one makes is found.
+
+WRONG_TABLES = {
+    "gate and up are swapped": ('["model.gate", "model.up"]', '["model.up", "model.gate"]', "net.gate_up"),
+    "k and v are swapped": ('["model.q", "model.k", "model.v"]', '["model.q", "model.v", "model.k"]', "net.qkv"),
+    "heads lie one after the other": ('"group_qkv"', "{ concat = 0, parts = %s }", "net.qkv"),
+    "a transposition is left out": ('do = "transpose"', "", "net.down"),
+    "rows alternate": ("{ concat = 0 }", "{ interleave = 0, block = 1 }", "net.gate_up"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_TABLES)
+def test_mistakes_of_tables_are_found(models: Models, mistake: str) -> None:
+    right, wrong, name = WRONG_TABLES[mistake]
+    wrong = wrong.replace("%s", '["heads*head_dim", "groups*head_dim", "groups*head_dim"]')
+    assert right in RULES
+    models.convert("--names", models.file("wrong", RULES.replace(right, wrong)), "--config", models.config)
+    assert found(fails(4, *models.verify(*models.names, "--json"))) == {("content", name)}
+
+
+# Mistakes of views, which plans are made of and verification knows nothing of.
+
+
+def one_row_off(view: View) -> View:
+    """For the last of some rows the last but one is taken again."""
+    first = view.regions[0]
+    if first.source == ZEROS or len(view.shape) < 2:
+        return view
+    loop = first.loops[0]
+    shorter = first._replace(loops=(loop._replace(length=loop.length - 1), *first.loops[1:]))
+    origin = list(first.origin)
+    origin[loop.dimension] += (loop.length - 1) * loop.step
+    before = list(first.source_origin)
+    before[loop.source_dimension] += (loop.length - 2) * loop.source_step
+    last = first._replace(origin=tuple(origin), source_origin=tuple(before), loops=first.loops[1:])
+    return View(view.shape, (shorter, last, *view.regions[1:]))
+
+
+def other_source(view: View) -> View:
+    """The second source is taken for the third and the third for the second."""
+    turned = {1: 2, 2: 1}
+    regions = tuple(region._replace(source=turned.get(region.source, region.source)) for region in view.regions)
+    return View(view.shape, regions) if len({region.source for region in view.regions}) > 2 else view
+
+
+def not_turned(view: View) -> View:
+    """Squares are not transposed."""
+    loops = view.regions[0].loops
+    if len(view.regions) > 1 or [loop.source_dimension for loop in loops] != [1, 0]:
+        return view
+    turned = tuple(loop._replace(source_dimension=loop.dimension) for loop in loops)
+    return View(view.shape, (view.regions[0]._replace(loops=turned),))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "names"),
+    [
+        (one_row_off, {"net.qkv", "net.gate_up", "net.down", "net.embedding"}),
+        (other_source, {"net.qkv"}),
+        (not_turned, {"net.down"}),
+    ],
+)
+def test_mistakes_of_views_are_found(
+    models: Models, monkeypatch: pytest.MonkeyPatch, mistake: Callable[[View], View], names: set[str]
+) -> None:
+    monkeypatch.setattr("reshard.names.apply.views_of", lambda *given: [mistake(view) for view in views_of(*given)])
+    result = fails(4, "convert", models.src, models.dst, *models.strategies, *models.names, "--verify", "--json")
+    assert found(result) == {("content", name) for name in names}
+
+
+def truncated(source: Any, stored: str, dtype: str) -> Any:
+    """Float32 as BFloat16 without rounding."""
+    return (source >> 16).astype("u2")
+
+
+def test_a_cast_that_truncates_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "_narrow_ordinary", lambda bits, out: False)
+    monkeypatch.setattr(casts, "cast_words", truncated)
+    options: list[Argument] = [*models.strategies, *models.names, "--cast", "BFloat16"]
+    result = fails(4, "convert", models.src, models.dst, *options, "--verify", "--json")
+    assert found(result) == {("content", name) for name in TARGET[0]["layouts"]}
+
+
+def test_padding_that_is_not_zero_is_found(models: Models) -> None:
+    models.convert(*models.names)
+    # Rows 5 to 7 of 8 are padding: the last three of ranks 2 and 3.
+    path = next((models.dst / "rank_3").iterdir())
+    held = read_checkpoint(path)
+    assert not held["net.embedding"].array[1:].any() and held["net.embedding"].array[0].any()
+    held["net.embedding"] = flipped(held["net.embedding"], at=-1)
+    write_checkpoint(path, held)
+    result = fails(4, *models.verify(*models.names, "--json"))
+    assert {("content", "net.embedding")} <= found(result)
+    assert {tuple(one["ranks"]) for one in result.json["differences"] if one["kind"] == "content"} == {(3,)}
+
+
+def test_names_that_are_missing_or_too_many_are_told(models: Models) -> None:
+    models.convert(*models.names)
+    shutil.rmtree(models.dst / ".reshard")
+    (models.dst / "reshard-manifest.json").unlink()
+    path = next((models.dst / "rank_1").iterdir())
+    held = read_checkpoint(path)
+    held["model.q"] = held.pop("net.norm")
+    write_checkpoint(path, held)
+    result = fails(4, *models.verify(*models.names, "--json"))
+    assert found(result) == {("missing", "net.norm"), ("extra", "model.q")}
+
+
+def test_values_are_compared_as_ever(models: Models) -> None:
+    models.new = models.old
+    models.convert("--cast", "BFloat16", "--verify")
+    path = next((models.dst / "rank_2").iterdir())
+    held = read_checkpoint(path)
+    held["global_step"] = flipped(held["global_step"])
+    write_checkpoint(path, held)
+    assert ("content", "global_step") in found(fails(4, *models.verify("--json")))
+
+
+def test_filters_are_of_names_as_written(models: Models) -> None:
+    models.convert(*models.names, "--exclude", "net.down", "--verify")
+    done(*models.verify(*models.names, "--exclude", "net.down"))
+    done(*models.verify(*models.names))
+    (models.dst / "reshard-manifest.json").unlink()
+    shutil.rmtree(models.dst / ".reshard")
+    assert found(fails(4, *models.verify(*models.names, "--json"))) == {("missing", "net.down")}
+
+
+def test_some_ranks_alone_are_compared(models: Models) -> None:
+    models.convert(*models.names, "--ranks", "1,2", "--verify")
+    done(*models.verify(*models.names, "--ranks", "1"))
+    fails(4, *models.verify(*models.names))
+
+
+def test_a_source_that_is_not_whole_is_an_error(models: Models) -> None:
+    models.convert(*models.names)
+    for rank in (1, 3):
+        shutil.rmtree(models.src / f"rank_{rank}")
+    fails(3, *models.verify(*models.names), says=["model.gate", "ranks 1,3"])
+
+
+# What a directory says of names and types.
+
+
+def test_without_records_nothing_is_guessed(models: Models) -> None:
+    models.convert(*models.names, "--cast", "BFloat16")
+    shutil.rmtree(models.dst / ".reshard")
+    fails(2, *models.verify(), says=["other names or types", "--names", "--cast"])
+    done(*models.verify(*models.names, "--cast", "BFloat16"))
+    fails(4, *models.verify(*models.names))
+    (models.dst / "reshard-manifest.json").unlink()
+    fails(4, *models.verify())
+
+
+def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models: Models) -> None:
+    models.convert(*models.names)
+    done(*models.verify())
+    models.rules.write_text(RULES.replace('["model.gate", "model.up"]', '["model.up", "model.gate"]'))
+    fails(2, *models.verify(), says=["says something else now"])
+    models.rules.unlink()
+    fails(2, *models.verify(), says=["rules.toml"])
+
+
+def test_names_go_with_a_source(models: Models) -> None:
+    models.convert(*models.names)
+    fails(2, "verify", models.dst, *models.names, says=["--src"])
+
+
+def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reshard.verification import made
+
+    target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
+    models.new = write_strategy(models.root / "strategies" / "renamed", target)
+    monkeypatch.setattr(made, "origins", None)
+    models.convert("--rename", "model.*=net.*", "--verify")
+    done(*models.verify("--rename", "model.*=net.*"))
+    fails(4, *models.verify("--rename", "model.*=nut.*"))
+
+
+def test_swapped_names_are_found(models: Models) -> None:
+    """q under o's name and o under q's, both of one shape."""
+    swapped = {"model.gate": "model.up", "model.up": "model.gate"}
+    models.new = models.old
+    models.convert("--rename", "model.gate=model.up", "--rename", "model.up=model.gate", "--verify")
+    held = read_checkpoint(next((models.dst / "rank_0").iterdir()))
+    there = read_checkpoint(next((models.src / "rank_0").iterdir()))
+    for name, tensor in there.items():
+        assert held[swapped.get(name, name)].array.tobytes() == tensor.array.tobytes()
+    shutil.rmtree(models.dst / ".reshard")
+    (models.dst / "reshard-manifest.json").unlink()
+    assert found(fails(4, *models.verify("--json"))) == {("content", "model.gate"), ("content", "model.up")}
+
+
+def test_tied_tensors_that_differ_are_found(tmp_path: Path) -> None:
+    shape = (64, 40 << 10)
+    array = np.arange(shape[0] * shape[1], dtype="<u4").reshape(shape)
+    other = array.copy()
+    # Samples are looked at when it is converted, not this.
+    other[0, -1] += 1
+    rules = '[[rule]]\nfrom = "net.weight"\nto = ["a.weight", "b.weight"]\ndo = "copy"\n'
+    (tmp_path / "rules.toml").write_text(rules)
+    write_checkpoint(tmp_path / "src.ckpt", {"a.weight": Value("Float32", array), "b.weight": Value("Float32", other)})
+    words: list[Argument] = ["--src-strategy", "none", "--dst-strategy", "none", "--names", tmp_path / "rules.toml"]
+    result = fails(4, "convert", tmp_path / "src.ckpt", tmp_path / "dst", *words, "--verify", "--json")
+    assert found(result) == {("content", "b.weight")}
+
+
+# Forms.
+
+FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
+
+
+def to(form: str, models: Models) -> list[Argument]:
+    words: list[Argument] = ["--to", form, "--format", "safetensors"]
+    return [*words, "--dst-strategy", models.new] if form in ("ranks", "checkpoint2") else words
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(FORMS, FORMS)))
+def test_every_pair_of_forms_verifies_and_damage_is_found(first: str, second: str, models: Models) -> None:
+    """Forth from ranks to one form, and back from it to another, all with casts."""
+    one, two = models.root / "one", models.root / "two"
+    there: list[Argument] = [*models.names, "--cast", "*=BFloat16"]
+    done("convert", models.src, one, "--src-strategy", models.old, *to(first, models), *there, "--verify")
+    source: list[Argument] = ["--src-strategy", models.new] if first == "ranks" else []
+    models.new = models.old
+    back: list[Argument] = [*models.names, "--cast", "*=Float32"]
+    done("convert", one, two, *source, *to(second, models), *back, "--verify")
+    target: list[Argument] = ["--dst-strategy", models.new] if second in ("ranks", "checkpoint2") else []
+    done("verify", two, "--src", one, *source, *target)
+    path, name = next(
+        (path, name)
+        for path in sorted(two.rglob("*.safetensors"))
+        for name in read_checkpoint(path)
+        if name == "model.k"
+    )
+    content = bytearray(path.read_bytes())
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    content[8 + int.from_bytes(content[:8], "little") + header[name]["data_offsets"][1] - 1] ^= 1
+    path.write_bytes(content)
+    assert found(fails(4, "verify", two, "--src", one, *source, *target, "--json")) == {("content", name)}
+
+
+# Fingerprints.
+
+
+def whole(result: Result) -> str:
+    return str(result.json["fingerprint"])
+
+
+def test_one_model_has_one_fingerprint_in_both_namings(models: Models) -> None:
+    models.convert(*models.names)
+    source: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, "--json"]
+    converted: list[Argument] = ["fingerprint", models.dst, "--strategy", models.new, "--json"]
+    there = whole(done(*source, *models.names))
+    assert there == whole(done(*converted))
+    # The rules leave values out.
+    plain = whole(done(*source, "--exclude", "global_step"))
+    assert there != plain
+    assert whole(done(*converted, *models.names)) == plain
+    assert whole(done(*converted, *models.names, "--reverse")) == plain
+
+
+def test_a_cast_has_the_fingerprint_of_what_it_makes(models: Models) -> None:
+    cast: list[Argument] = [*models.names, "--cast", "Float16"]
+    models.convert(*cast)
+    source = done("fingerprint", models.src, "--strategy", models.old, "--json", *cast)
+    assert whole(source) == whole(done("fingerprint", models.dst, "--strategy", models.new, "--json"))
+
+
+def test_a_fingerprint_in_another_naming_needs_all_of_the_source(models: Models) -> None:
+    words: list[Argument] = ["fingerprint", models.src, "--strategy", models.old, *models.names]
+    fails(2, *words, "--ranks", "0", says=["--ranks"])
+    for rank in (1, 3):
+        shutil.rmtree(models.src / f"rank_{rank}")
+    fails(3, *words, says=["model.gate"])
+
+
+# Any rules.
+
+
+@examples(60)
+@given(random_rules(), st.data())
+def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: RandomRule, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
+    left, right = values(dict(rule.arrays), dtype), values(dict(rule.made), dtype)
+    # An element of a tensor of one element is a value, which nothing lays out.
+    assume(all(tensor.array.size > 1 for tensor in {**left, **right}.values()))
+    before, after = (left, right) if data.draw(st.booleans(), label="forth") else (right, left)
+    old, new = data.draw(strategies(before)), data.draw(strategies(after))
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (root / "rules.toml").write_text(rule.text)
+        (root / "sizes.json").write_text(json.dumps(rule.config))
+        write_tree(root / "src", cut_ranks(old, before), "rank_{rank}/net.ckpt")
+        written = cut_ranks(new, after)
+        write_tree(root / "dst", written, "rank_{rank}/checkpoint_{rank}.ckpt")
+        words: list[Argument] = [
+            "verify", root / "dst", "--src", root / "src",
+            "--src-strategy", write_strategy(root / "old", old, shapes(before), "merged"),
+            "--dst-strategy", write_strategy(root / "new", new, shapes(after), "merged"),
+            "--names", root / "rules.toml", "--config", root / "sizes.json",
+        ]  # fmt: skip
+        done(*words)
+        rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
+        name = data.draw(st.sampled_from(sorted(written[rank])))
+        element = data.draw(st.integers(0, written[rank][name].array.size - 1))
+        written[rank][name] = flipped(written[rank][name], element * written[rank][name].array.itemsize)
+        write_checkpoint(root / "dst" / f"rank_{rank}" / f"checkpoint_{rank}.ckpt", written[rank])
+        result = fails(4, *words, "--json")
+        assert [(one["kind"], one["parameter"], one["ranks"]) for one in result.json["differences"]] == [
+            ("content", name, [rank])
+        ]
+
+
+def shapes(tensors: Mapping[str, Value]) -> dict[str, Any]:
+    return {name: tensor.array.shape for name, tensor in tensors.items()}
