@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from reshard.mindspore_api import (
         convert_checkpoint_by_rank,
         convert_checkpoints,
-        load_distributed_checkpoint,
         merge_pipeline_strategys,
         rank_list_for_convert,
         rank_list_for_transform,
         restore_group_info_list,
         transform_checkpoint_by_rank,
         transform_checkpoints,
-        unified_safetensors,
     )
+    from reshard.mindspore_unified import load_distributed_checkpoint, unified_safetensors
     from reshard.opened import open as open
 
 # Without `open`: who imports everything keeps Python's own.
@@ -41,6 +40,8 @@ __all__ = [
     "unified_safetensors",
 ]
 
+_UNIFIED = ("load_distributed_checkpoint", "unified_safetensors")
+
 
 def __getattr__(name: str) -> object:
     if name == "open":
@@ -48,9 +49,9 @@ def __getattr__(name: str) -> object:
 
         return opened.open
     if name in __all__:
-        from reshard import mindspore_api
+        from reshard import mindspore_api, mindspore_unified
 
-        return getattr(mindspore_api, name)
+        return getattr(mindspore_unified if name in _UNIFIED else mindspore_api, name)
     raise AttributeError(f"module 'reshard' has no attribute {name!r}")
 
 

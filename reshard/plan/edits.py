@@ -111,6 +111,7 @@ class Edits:
         optimizer: whether the table's rules hold for optimizer state, too.
         casts: types that are asked for; of those that concern a tensor the last holds.
         additions: what is added to tensors before they get other names; they are not cast then.
+        exactly: other names of single tensors, after the rules; None for those that are left out.
         words: how it was typed; None where it is not typed with the options of a conversion.
     """
 
@@ -121,6 +122,7 @@ class Edits:
     optimizer: bool = False
     casts: tuple[CastAsked, ...] = ()
     additions: Optional[Additions] = None
+    exactly: tuple[tuple[str, Optional[str]], ...] = ()
     words: Optional[Words] = field(default=Words(), compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +136,8 @@ class Edits:
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
         additions = None if self.additions is None else self.additions.identity
-        return repr((table, renames, config, self.reverse, self.optimizer, self.casts, additions))
+        said = (table, renames, config, self.reverse, self.optimizer, self.casts, additions)
+        return repr((*said, self.exactly) if self.exactly else said)
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
@@ -169,6 +172,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
         applied = apply_rules(edits.renames, shapes, optimizer=True)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.renames.path, report)
+    if edits.exactly:
+        made, kept = _exactly(made, kept, dict(edits.exactly))
     if edits.casts:
         made = _cast(checkpoint, made, edits.casts)
         _warn_of_uncast(checkpoint, kept, edits.casts, report)
@@ -244,6 +249,37 @@ def _ruled(
         report.warn(
             f"the rules {path} are read with {said}, as is usual, because neither they nor a configuration say so: "
             f"state it with --names {path},{said}"
+        )
+    return found, still
+
+
+def _exactly(
+    made: Mapping[str, Made], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
+) -> tuple[dict[str, Made], set[str]]:
+    """The same under other names.
+
+    Raises:
+        CheckpointError: two tensors would have the same name, or a value would have another.
+    """
+    still = {name for name in kept if names.get(name, name) is not None}
+    found: dict[str, Made] = {}
+    for name, tensor in made.items():
+        new = names.get(name, name)
+        if new is None:
+            continue
+        if new in found or new in still:
+            raise CheckpointError(
+                f"{quoted(name)}: something else would have the name {quoted(new)}, too",
+                parameter=name,
+                hint="every tensor needs a name of its own",
+            )
+        found[new] = tensor
+    renamed = [name for name in sorted(still) if names.get(name, name) != name]
+    if renamed:
+        raise CheckpointError(
+            f"{quoted(renamed[0])}: nothing says how it is laid out; such values keep their names",
+            parameter=renamed[0],
+            hint="leave its name as it is",
         )
     return found, still
 

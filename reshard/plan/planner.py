@@ -81,6 +81,8 @@ def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Repo
         base = read_checkpoint(
             request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
         )
+    if request.target.is_untold:
+        request = replace(request, target=strategy_of(base))
     checkpoint = edited(base, edits, handles, report)
     if request.target.path == SAME:
         told = strategy_of(base) if request.target.is_untold else request.target

@@ -23,6 +23,7 @@ from reshard.errors import CheckpointError
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, status_at
 from reshard.verification.difference import Difference
+from reshard.verification.library import library_differences
 from reshard.verification.reading import Means
 from reshard.verification.written import read_written
 
@@ -92,6 +93,7 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
         return
     if file.headers is not None and _header_digest(index, means.handles) != file.headers:
         yield f"{path}: names, types or shapes of its tensors are not what was written"
+    yield from library_differences(index)
     if file.crc32 is not None:
 
         def tell(count: int) -> None:

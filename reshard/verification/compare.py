@@ -31,6 +31,7 @@ from reshard.strategies import Stage, Strategy
 from reshard.verification.completeness import Lost, converted_part, refuse
 from reshard.verification.contents import Contents, Copies
 from reshard.verification.difference import Difference, kind_of_tensor
+from reshard.verification.library import library_differences
 from reshard.verification.parameter import Parameter, slice_shapes, slices_of
 from reshard.verification.reading import Means, Part, batches, sum_parts
 from reshard.verification.tree import Tree, read_tree, read_tree_headers
@@ -92,6 +93,8 @@ def compare_converted(
     comparison = _Comparison(tree, target_tree, target, wanted, means, values)
     comparison.miss(never_found)
     found = comparison.run(target_files)
+    for rank, index in target_tree.indexes.items():
+        found += [Difference("file", None, (rank,), text) for text in library_differences(index)]
     if ranks is None:
         found = [*_beyond(target_files, target), *found]
     return found

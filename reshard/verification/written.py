@@ -23,6 +23,7 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 from reshard.verification.difference import Difference
 from reshard.verification.forms import FormTree, tree_of
+from reshard.verification.library import library_differences
 
 
 def read_written(
@@ -49,6 +50,9 @@ def read_written(
         found = [Difference("file", None, (), text, (name,)) for name, text in problems(directory, written)]
     except InputError as error:
         return None, [Difference("file", None, (), error.message)]
+    for index in checkpoint.indexes.values():
+        name = os.path.relpath(index.path, directory)
+        found += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
     read = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
     if files is not None:
         unread, foreign = sorted(set(files) - read), sorted(read.difference(files))

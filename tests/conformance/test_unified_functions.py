@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Optional, Union
 
 import pytest
 
@@ -24,6 +24,8 @@ COPIED = {"global_step": scalar(10, shape=(1,)), "epoch_num": scalar(1, "Int64")
 PATTERN = "rank_{rank}/net-1_10.safetensors"
 #: Bytes for which a file is made, so that there are several.
 SIZE = 6000
+#: What some checkpoints' parameters are called so that all names are others.
+RENAMED = "net."
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)
@@ -47,16 +49,16 @@ def test_tensors_lie_in_the_files_in_which_mindspore_puts_them(
         src = write_tree(where / "src", cut_ranks(source, world.checkpoint, COPIED), PATTERN)
         strategy = write_strategy(where / "old", source, world.shapes)
         job: dict[str, Any] = {"do": "unify", "src": str(src), "strategy": str(strategy), "dst": str(where / "theirs")}
-        jobs.append({**job, "size": SIZE, **({"dropped": worlds.STATE} if seed % 2 else {})})
+        chosen = {"dropped": worlds.STATE, "renamed": RENAMED if seed % 3 == 2 else ""}
+        jobs.append({**job, "size": SIZE, **(chosen if seed % 2 else {})})
         cases.append((seed, world, where, src, strategy))
     oracles.done(oracles.mindspore(version, jobs))
     parts = 0
     for seed, world, where, src, strategy in cases:
         dropped = worlds.STATE if seed % 2 else "nothing"
-        reshard.unified_safetensors(
-            str(src), str(strategy), str(where / "ours"), choice_func=is_weight if seed % 2 else None
-        )
-        kept = {name: held for name, held in world.checkpoint.items() if not name.startswith(dropped)}
+        reshard.unified_safetensors(str(src), str(strategy), str(where / "ours"), choice_func=choice(seed))
+        renamed = RENAMED if seed % 2 and seed % 3 == 2 else ""
+        kept = {renamed + name: held for name, held in world.checkpoint.items() if not name.startswith(dropped)}
         same_checkpoints(read_full(where / "ours"), kept, f"seed {seed}")
         same_checkpoints(read_full(where / "theirs"), kept, f"seed {seed}")
         assert placed(where / "ours") == placed(where / "theirs"), f"seed {seed}"
@@ -75,8 +77,12 @@ def counted(world: worlds.World, version: str) -> worlds.World:
     return worlds.World({name: value(name, held.array.shape) for name, held in world.checkpoint.items()})
 
 
-def is_weight(name: str) -> bool:
-    return not name.startswith(worlds.STATE)
+def choice(seed: int) -> Optional[Callable[[str], Union[bool, str]]]:
+    """What is chosen of a checkpoint: everything, weights, or weights under other names."""
+    if seed % 2 == 0:
+        return None
+    renamed = RENAMED if seed % 3 == 2 else ""
+    return lambda name: not name.startswith(worlds.STATE) and (renamed + name if renamed else True)
 
 
 def placed(directory: Path) -> dict[str, str]:
@@ -116,6 +122,37 @@ def test_every_rank_gets_what_mindspore_gives_it(version: str, tmp_path: Path) -
                 read_checkpoint(where / side / f"rank_{rank}/net.safetensors") for side in ("ours", "theirs")
             )
             same_checkpoints(ours, theirs, f"{where.name}, rank {rank}")
+
+
+@pytest.mark.parametrize("version", oracles.MINDSPORE)
+def test_names_are_mapped_as_mindspore_maps_them(version: str, tmp_path: Path) -> None:
+    """In one file; of several MindSpore's loader wants a map of the network's names, which no writer makes."""
+    world = worlds.world(1)
+    source, target = (worlds.strategy(seed, world, (4,), sharded=True) for seed in (1, 2))
+    src = write_tree(tmp_path / "src", cut_ranks(source, world.checkpoint), PATTERN)
+    old, new = (
+        str(write_strategy(tmp_path / name, strategy, world.shapes))
+        for name, strategy in (("old", source), ("new", target))
+    )
+    unified, names = str(tmp_path / "unified"), {name: RENAMED + name for name in world.checkpoint}
+    reshard.unified_safetensors(str(src), old, unified, choice_func=lambda name: RENAMED + name)
+    ranks = list(range(4))
+    job = {"do": "distribute", "unified": unified, "strategy": new, "ranks": ranks, "names": names}
+    oracles.done(oracles.mindspore(version, [{**job, "dst": str(tmp_path / "theirs")}]))
+    reshard.load_distributed_checkpoint(
+        None,
+        predict_strategy=new,
+        format="safetensors",
+        unified_safetensors_dir=unified,
+        dst_safetensors_dir=str(tmp_path / "ours"),
+        name_map=names,
+    )
+    for rank, expected in cut_ranks(target, world.checkpoint).items():
+        ours, theirs = (
+            read_checkpoint(tmp_path / side / f"rank_{rank}/net.safetensors") for side in ("ours", "theirs")
+        )
+        same_checkpoints(ours, expected, f"rank {rank}")
+        same_checkpoints(theirs, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize("version", oracles.MINDSPORE)

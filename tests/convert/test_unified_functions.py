@@ -56,6 +56,43 @@ def test_what_the_user_does_not_choose_is_left_out_everywhere(world: World) -> N
     assert "m.w" not in json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
 
 
+def test_what_the_user_calls_otherwise_is_called_so_in_files_and_map(world: World) -> None:
+    """Every name by itself, and what is left out stays out, be its name given to another."""
+    names: dict[str, Any] = {"w": "net.w", "v": False, "m.w": "v"}
+    expected = {"net.w": FULL["w"], "v": FULL["m.w"], **COPIED}
+    same_checkpoints(held(unify(world, choice_func=names.__getitem__)), expected)
+    said = json.loads((world.dst / "param_name_map.json").read_text())["weight_map"]
+    assert sorted(said) == ["net.w", "v"]
+    # Another choice is another conversion.
+    with pytest.raises(ReshardError, match="another conversion"):
+        unify(world)
+    unify(world, choice_func=names.__getitem__)
+
+
+def test_optimizer_state_keeps_its_name_unless_it_is_given_another(tmp_path: Path) -> None:
+    layouts = {name: layout([2, 2], [0, -1]) for name in ("w.weight", "adam_m.w.weight")}
+    world = World(tmp_path, single(layouts), single(layouts))
+    full = {name: value(name, (8, 6)) for name in layouts}
+    world.save(full)
+    reshard.unified_safetensors(
+        str(world.src), str(world.old), str(world.dst), choice_func=lambda name: name == "adam_m.w.weight" or "new"
+    )
+    expected = {"new": full["w.weight"], "adam_m.w.weight": full["adam_m.w.weight"]}
+    same_checkpoints(held(world.dst), {**expected, **COPIED})
+
+
+@pytest.mark.parametrize("name", ["v", "global_step"])
+def test_a_name_that_something_else_has_is_refused(name: str, world: World) -> None:
+    with pytest.raises(ReshardError, match="something else would have the name"):
+        unify(world, choice_func=lambda asked: name if asked == "w" else True)
+    assert not list(world.dst.glob("*.safetensors"))
+
+
+def test_an_empty_name_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="empty name for 'w'"):
+        unify(world, choice_func=lambda name: "" if name == "w" else True)
+
+
 def test_accumulated_gradients_are_left_out_as_mindspore_does(tmp_path: Path) -> None:
     gradients = {name: layout([2, 2], [0, -1]) for name in ("w", "accu_grads.w")}
     world = World(tmp_path, single(gradients), single(gradients))
@@ -130,6 +167,14 @@ def test_every_rank_gets_its_slices(world: World) -> None:
 def test_one_rank_gets_its_slices_in_the_format_asked_for(world: World) -> None:
     out = load(world, unify(world), rank_id=1, output_format="ckpt")
     same_ranks(ranks_in(out, "ckpt"), {1: world.expected(FULL)[1]})
+
+
+def test_names_of_the_network_are_found_under_those_of_the_files(world: World) -> None:
+    unified = unify(world, choice_func=lambda name: f"model.{name}")
+    names = {"w": "model.w", "v": "model.v", "m.w": "model.m.w", "other": "model.other"}
+    same_ranks(ranks_in(load(world, unified, name_map=names)), world.expected(FULL))
+    with pytest.raises(UsageError, match="'w' and 'w2' are both"):
+        load(world, unified, name_map={**names, "w2": "model.w"})
 
 
 def test_weights_of_hugging_faces_files_are_taken_as_well(world: World) -> None:

@@ -29,7 +29,7 @@ def merge(job: Job) -> None:
 
 def unify(job: Job) -> None:
     def choose(name: str) -> Any:
-        return not name.startswith(job["dropped"]) and job.get("renamed", "") + name
+        return not name.startswith(job["dropped"]) and job["renamed"] + name
 
     scale = (3 << 30) / job.get("size", 3 << 30)
     transform_safetensors.math = SimpleNamespace(ceil=lambda number: math.ceil(number * scale), prod=math.prod)

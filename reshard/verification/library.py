@@ -1,0 +1,58 @@
+"""A second opinion of files of safetensors: that of the library with which loaders open them.
+
+Whoever writes files and reads them back with code of his own may misunderstand the format twice in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reshard.checkpoints import CheckpointIndex
+from reshard.text.wording import one_line, plural, quoted, some_names
+
+# Types that every version of the library knows; said once more, so that a mistake in what the writer goes by is seen.
+_TYPES = {
+    "Bool": "BOOL",
+    "Int4": "I8",
+    "Int8": "I8",
+    "UInt8": "U8",
+    "Int16": "I16",
+    "UInt16": "U16",
+    "Int32": "I32",
+    "UInt32": "U32",
+    "Int64": "I64",
+    "UInt64": "U64",
+    "Float16": "F16",
+    "BFloat16": "BF16",
+    "Float32": "F32",
+    "Float64": "F64",
+}
+
+
+def library_differences(index: CheckpointIndex) -> Iterator[str]:
+    """In what the safetensors library finds something else in a file, or refuses it; a line each.
+
+    Args:
+        index: what the file holds, as it is read here; other files than of safetensors are passed over, and so are
+            those with types that not every version of the library knows.
+    """
+    tensors = index.tensors
+    if index.format != "safetensors" or not all(tensor.dtype in _TYPES for tensor in tensors.values()):
+        return
+    # Loaded only here: nothing else at run time needs it.
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(index.path, "np") as file:
+            names = set(file.keys())
+            wrong = sorted(names.symmetric_difference(tensors))
+            for name in sorted(names.intersection(tensors)):
+                entry, tensor = file.get_slice(name), tensors[name]
+                if (entry.get_dtype(), tuple(entry.get_shape())) != (_TYPES[tensor.dtype], tensor.dims):
+                    wrong.append(name)
+    except (SafetensorError, OSError) as error:
+        yield f"{index.path}: the safetensors library does not open it: {one_line(str(error))}"
+        return
+    if wrong:
+        told = some_names([quoted(name) for name in wrong], 3)
+        yield f"{index.path}: the safetensors library finds {plural(len(wrong), 'tensor')} otherwise: {told}"
