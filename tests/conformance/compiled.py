@@ -274,7 +274,9 @@ NETWORKS = {
         {
             "pairs of experts": Run({"dp": 4, "mp": 2, "ep": 2}, shards(-1, 0)),
             "four experts": Run({"dp": 8, "mp": 2, "ep": 4}, shards(2, 13)),
-            "all experts": Run({"dp": 8, "mp": 1, "ep": 8}, shards(-1, 25)),
+            # The first does not show where experts lie in the second.
+            "all experts": Run({"dp": 8, "mp": 1, "ep": 8}),
+            "all experts twice": Run({"dp": 16, "mp": 1, "ep": 8}),
         },
     ),
     "grid": Network(
