@@ -298,7 +298,7 @@ REFUSED = {
 }
 
 
-def compile_run(version: str, network: str, run: Run, directory: Path) -> dict[str, Any]:
+def compile_run(version: str, network: str, run: Run, directory: Path, ending: str = "ckpt") -> dict[str, Any]:
     """Have the stages compiled, each into a file of its own below a new directory.
 
     Returns:
@@ -312,7 +312,7 @@ def compile_run(version: str, network: str, run: Run, directory: Path) -> dict[s
             "rank": rank,
             "devices": run.devices,
             "stages": run.stages,
-            "file": str(directory / f"ckpt_strategy_rank_{rank}.ckpt"),
+            "file": str(directory / f"ckpt_strategy_rank_{rank}.{ending}"),
             "optimizer": run.training,
             "shards": run.shards,
             "operators": NETWORKS[network].operators(run),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
 from collections import Counter
@@ -91,6 +92,22 @@ def test_what_is_made_is_what_is_compiled(
     if version != oracles.MINDSPORE[0]:
         made, theirs = flattened(made), flattened(theirs)
     assert made == theirs
+
+
+@pytest.mark.parametrize(("network", "name"), [("mixed", "four experts"), ("grid", "tall")])
+def test_what_is_made_as_json_is_what_is_compiled(network: str, name: str, tmp_path: Path) -> None:
+    """To the word: full shapes too, and dimensions that are cut over several axes."""
+    run = NETWORKS[network].runs[name]
+    oracles.done([compile_run(oracles.MINDSPORE[0], network, run, tmp_path / "theirs", "json")])
+    (tmp_path / "rules.toml").write_text(NETWORKS[network].rules)
+    full = shapes(network, run, tmp_path / "full.safetensors")
+    out = tmp_path / "ours" / "ckpt_strategy_rank_{rank}.json"
+    done("strategy", "make", tmp_path / "rules.toml", out, "--shapes", full, "--sizes", run.text, *run.options())
+    ours, theirs = (
+        json.loads((tmp_path / of / "ckpt_strategy_rank_0.json").read_text())["parallel_layout_item"]
+        for of in ("ours", "theirs")
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -289,6 +290,22 @@ def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
     assert record["sources"] == [
         {"strategy": str(one.strategy), "sizes": {"dp": 2, "mp": 4, "pp": 1, "cp": 1, "ep": 1}}
     ]
+
+
+@pytest.mark.parametrize("out", ["src.ckpt", "link.ckpt", "strategy/ckpt_strategy_rank_0.ckpt"])
+def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: Path) -> None:
+    """A compiled strategy cannot be had again without its cluster."""
+    one = made_cases.load("10_dp2mp4pp1")
+    source = tmp_path / out
+    shutil.copytree(one.strategy, tmp_path / "strategy")
+    shutil.copyfile(one.strategy / "ckpt_strategy_rank_0.ckpt", tmp_path / "src.ckpt")
+    (tmp_path / "link.ckpt").symlink_to(tmp_path / "src.ckpt")
+    before = source.read_bytes()
+    src = source.parent if source.parent.name == "strategy" else tmp_path / "src.ckpt"
+    words: Words = (src, source, "--shapes", shapes_of(one, tmp_path / "full.ckpt"), "--src-sizes", "dp=2,mp=4")
+    says = ["is what it is made from; it is not replaced"]
+    fails(3, "strategy", "derive", *words, "--dst-sizes", "mp=4", "--overwrite", says=says)
+    assert source.read_bytes() == before
 
 
 def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None:

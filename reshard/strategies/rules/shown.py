@@ -21,7 +21,7 @@ from reshard.strategies.rules.model import WHOLE, Cut, Reading
 from reshard.strategies.rules.orders import experts_across_model, matrices_for, strides
 from reshard.strategies.rules.placement import Placement, Strided, place, strided_cuts
 from reshard.strategies.rules.sizes import ExpressionError, Sizes, product
-from reshard.strategies.rules.tensors import FullTensor, ModelTensors
+from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import plural, quoted
@@ -95,16 +95,14 @@ def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[So
         StrategyError: a weight's shape is not known.
     """
     listed: dict[str, None] = dict.fromkeys(source.strategy.parameters)
+    belonging = belonging_to_weights(listed)
     weights: dict[str, FullTensor] = {}
-    states: dict[str, list[str]] = {}
     missing: list[str] = []
     dividing = math.prod(one.sizes.stage_devices for one in (source, *others)) ** 2
     for name in listed:
-        prefix, _, rest = name.partition(".")
-        if rest in listed:
-            if f"{prefix}." != ACCUMULATED_GRADIENTS:
-                states.setdefault(rest, []).append(prefix)
-        elif shapes is None:
+        if name in belonging:
+            continue
+        if shapes is None:
             dimensions = len(source.holding(name)[0][1].tensor_map)
             weights[name] = FullTensor(name, (dividing,) * dimensions)
         elif name in shapes.weights:
@@ -119,8 +117,10 @@ def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[So
             parameter=missing[0],
             hint="pass the shapes of the same model",
         )
-    path, item_sizes = (shapes.path, shapes.item_sizes) if shapes is not None else (source.strategy.path, {})
-    return ModelTensors(path, weights, {name: tuple(prefixes) for name, prefixes in states.items()}, item_sizes)
+    states = states_by_weight(belonging)
+    if shapes is None:
+        return ModelTensors(source.strategy.path, weights, states)
+    return ModelTensors(shapes.path, weights, states, shapes.item_sizes, shapes.other_shapes)
 
 
 def shown_weights(sources: Sequence[Source], model: ModelTensors) -> dict[str, ShownWeight]:
