@@ -105,6 +105,11 @@ def place(
             if cut.where_divides:
                 continue
             raise ExpressionError(f"dimension {dimension} of size {size} does not divide by {cut.text} = {slices}")
+        if len(cut.factors) > 1 and not nested:
+            axes = " and ".join(factor.text for factor in cut.factors)
+            raise ExpressionError(
+                f"dimension {dimension} is cut by {axes}, which only the nested form records: nested = true"
+            )
         for factor in cut.factors:
             grid.take(dimension, factor, min(factor.whole(sizes), cut.most or slices))
     return grid.placement(len(shape), nested, tuple(split_sizes))
