@@ -148,7 +148,7 @@ def strategy_derive(
         "rules_file": stated,
         "assumed": [f"{name}: {ASSUMPTIONS[name]}" for name in dict.fromkeys(assume)],
     }
-    finish("derive", out, stages, rules, model, target, more, typed)
+    finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated), typed)
 
 
 @command(

@@ -63,4 +63,4 @@ def strategy_make(
     target = target_of(sizes, typed)
     where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
     stages = make_strategy(found, tensors, target, f"{where}, before its first [[parameter]]")
-    finish("make", out, stages, found, tensors, target, {"rules_file": rules}, typed)
+    finish("make", out, stages, found, tensors, target, {"rules_file": rules}, (rules, shapes, src_strategy), typed)

@@ -140,9 +140,10 @@ def finish(
     tensors: ModelTensors,
     target: Target,
     more: dict[str, Any],
+    made_of: Sequence[Optional[str]],
     typed: dict[str, Any],
 ) -> None:
-    """Write a made strategy with the record of how it was made, and say so."""
+    """Write a made strategy with the record of how it was made, and say so; not over what it was made of."""
     from reshard.strategies.made_record import record_path
     from reshard.strategies.rules import write_strategy
 
@@ -163,7 +164,7 @@ def finish(
         **more,
         "assumed": assumed,
     }
-    files = write_strategy(out, stages, record, typed["overwrite"])
+    files = write_strategy(out, stages, record, typed["overwrite"], [path for path in made_of if path is not None])
     parameters = {name for stage in stages for name in stage.layouts}
     if typed["as_json"]:
         echo_json(

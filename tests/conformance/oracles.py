@@ -49,11 +49,13 @@ def mindformers_names(version: str, jobs: Sequence[Job]) -> list[Any]:
 
 def mindspore(version: str, jobs: Sequence[Job]) -> list[Any]:
     """What one version of MindSpore made of these jobs."""
-    if version == MINDSPORE[0]:
-        if find_spec("mindspore") is None:
-            pytest.skip("needs MindSpore: run `make conformance`")
-        return _ask(Path(sys.executable), "mindspore", jobs)
-    return _ask(_python_of(_MINDFORMERS_HOME), "mindspore", jobs)
+    return _ask(_python_with_mindspore(version), "mindspore", jobs)
+
+
+def compiler(version: str, job: Job) -> Any:
+    """What the compiler of one version of MindSpore made of one rank's job."""
+    (answer,) = _ask(_python_with_mindspore(version), "compiler", [job])
+    return answer
 
 
 def transformers(jobs: Sequence[Job]) -> list[Any]:
@@ -66,6 +68,14 @@ def done(answers: Sequence[Any]) -> list[Any]:
     for answer in answers:
         assert "error" not in answer, answer["error"]
     return [answer["done"] for answer in answers]
+
+
+def _python_with_mindspore(version: str) -> Path:
+    if version != MINDSPORE[0]:
+        return _python_of(_MINDFORMERS_HOME)
+    if find_spec("mindspore") is None:
+        pytest.skip("needs MindSpore: run `make conformance`")
+    return Path(sys.executable)
 
 
 def _python_of(environment: Path) -> Path:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +17,22 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import ReshardError
 from reshard.strategies import RecordedLayout
 from reshard.strategies.read import read_recorded
-from reshard.strategies.rules import MadeStage, Rules, make_strategy, parse_rules, parse_sizes
+from reshard.strategies.rules import (
+    FullTensor,
+    MadeStage,
+    Rules,
+    ShardSetting,
+    Target,
+    make_strategy,
+    model_tensors,
+    parse_rules,
+    parse_sizes,
+)
+from reshard.strategies.rules import write_strategy as write_rules_strategy
 from reshard.strategies.rules.learn import DP_OUTERMOST, GROWTH, check_explained, learn
 from reshard.strategies.rules.rules_text import rules_text
 from reshard.strategies.rules.shown import Source, model_of
@@ -170,6 +183,61 @@ def test_rules_read_from_a_strategy_make_what_was_compiled_or_are_refused(shapes
     assert found[SAME] + found[SAME_SLICES] >= 0.15 * sum(found.values()), found
 
 
+_ORDERS = [
+    (["dp", "cp", "mp"], ["mp", "None"]),
+    (["mp", "dp", "cp"], ["mp", "None"]),
+    (["dp", "mp", "cp"], ["None", "mp"]),
+    (["dp*cp/ep", "ep", "mp"], ["ep", "mp"]),
+    (["dp*cp/ep", "ep", "mp"], ["ep", "None"]),
+    (["ep", "dp*cp/ep", "mp"], ["ep", "mp"]),
+    (["ep", "dp*cp/ep", "mp"], ["ep", "None"]),
+    (["ep", "mp", "dp*cp/ep"], ["ep", "mp"]),
+    (["dp*cp/ep", "mp", "ep"], ["ep", "mp"]),
+    (["dp/ep", "ep", "cp", "mp"], ["ep", "mp"]),
+    (["dp*cp*mp/ep", "ep"], [["ep"], "None"]),
+    (["ep", "dp*cp*mp/ep"], [["ep"], "None"]),
+    (["dp*mp/ep", "ep", "cp"], [["ep"], "None"]),
+]
+_SIZES = [
+    {"dp": dp, "cp": cp, "mp": mp, "ep": ep}
+    for dp, cp, mp, ep in itertools.product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4, 8))
+    if dp * cp * mp >= ep
+]
+
+
+@pytest.mark.parametrize(("matrix", "entries"), _ORDERS, ids=lambda said: "-".join(map(str, said)))
+def test_whatever_the_order_of_devices_no_slice_is_derived_for_a_wrong_rank(
+    matrix: list[str], entries: list[Any], tmp_path: Path
+) -> None:
+    """A weight whose devices lie so, and one that shows what mp cuts, for all sizes: the right slices, or refused."""
+    usual, nested = made_cases.rule("usual", ["dp", "cp", "mp"], ["mp", "None"]), "nested = true"
+    text = usual + made_cases.rule("w", matrix, entries, nested if isinstance(entries[0], list) else "")
+    model = model_tensors("shapes", [FullTensor(name, (64, 64), "Float32") for name in ("usual", "w")], ITEM_SIZES)
+    runs = []
+    for number, sizes in enumerate(_SIZES):
+        said = ",".join(f"{name}={size}" for name, size in sizes.items())
+        target = Target(parse_sizes(said), ShardSetting(0), weights_only=True)
+        try:
+            made = make_strategy(parse_rules(text, "rules"), model, target, "rules")
+        except ReshardError:
+            continue
+        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), made, {}, overwrite=False)
+        runs.append((Source(*read_recorded(path), target.sizes), target, made[0].layouts))
+    derived = 0
+    for one, of_one, _ in sampled(runs, 12):
+        for _, target, compiled in runs:
+            try:
+                learned = learn([one], model, (), target.sizes)
+                check_explained(learned, (), [one])
+                (found,) = make_strategy(learned.rules, model, target, "rules")
+            except ReshardError:
+                continue
+            for name, record in found.layouts.items():
+                assert same_slices(record, compiled[name]), (of_one.sizes.text, target.sizes.text, name)
+            derived += of_one.sizes != target.sizes
+    assert derived
+
+
 def test_sizes_that_are_not_those_of_the_run_are_refused_or_do_no_harm() -> None:
     """Wrong sizes of the same product: refused, or what is derived with them is right, but for shapes of very few."""
     harmful = []
@@ -222,6 +290,22 @@ def test_a_derived_strategy_is_the_compiled_one(tmp_path: Path) -> None:
     assert record["sources"] == [
         {"strategy": str(one.strategy), "sizes": {"dp": 2, "mp": 4, "pp": 1, "cp": 1, "ep": 1}}
     ]
+
+
+@pytest.mark.parametrize("out", ["src.ckpt", "link.ckpt", "strategy/ckpt_strategy_rank_0.ckpt"])
+def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: Path) -> None:
+    """A compiled strategy cannot be had again without its cluster."""
+    one = made_cases.load("10_dp2mp4pp1")
+    source = tmp_path / out
+    shutil.copytree(one.strategy, tmp_path / "strategy")
+    shutil.copyfile(one.strategy / "ckpt_strategy_rank_0.ckpt", tmp_path / "src.ckpt")
+    (tmp_path / "link.ckpt").symlink_to(tmp_path / "src.ckpt")
+    before = source.read_bytes()
+    src = source.parent if source.parent.name == "strategy" else tmp_path / "src.ckpt"
+    words: Words = (src, source, "--shapes", shapes_of(one, tmp_path / "full.ckpt"), "--src-sizes", "dp=2,mp=4")
+    says = ["is what it is made from; it is not replaced"]
+    fails(3, "strategy", "derive", *words, "--dst-sizes", "mp=4", "--overwrite", says=says)
+    assert source.read_bytes() == before
 
 
 def test_what_one_strategy_does_not_show_another_one_may(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,13 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
         ('[[parameter]]\nmatch = "*"\nmap = ["mp"]\n', "mp=4", "map has 1 entries, and the tensor 2 dimensions"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp", "mp"]\n', "mp=4", "mp cuts two dimensions"),
         ('[[parameter]]\nmatch = "*"\nmatrix = ["dp"]\nmap = ["mp", "None"]\n', "mp=4", "is not the 4 devices"),
-        ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["tp", "None"]\n', "mp=4", "tp has no size; write mp for it"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp", "none"]\n', "mp=4", "'none' is written \"None\""),
+        ('[[parameter]]\nmatch = "*"\nmap = [["mp", "dp"], "None"]\n', "dp=2,mp=4", "nested = true"),
         ('[[parameter]]\nmatch = "*"\nmap = ["ep", "None"]\n', "mp=4,ep=2", "ep is no axis of the matrix"),
         ('shown_for = "mp<=2"\n' + ONE_RULE, "mp=4", "shows nothing beyond mp<=2"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["min(mp,1)", "None"]\n', "mp=4", "mp=4 cuts no parameter"),
+        ('[[parameter]]\nmatch = "*"\nmap = ["mp?", "None"]\n', "dp=1,mp=16", "mp=16 cuts no parameter"),
         ('[[parameter]]\nmatch = "*"\nmap = ["?", "None"]\n', "mp=4", "can mean 2 layouts"),
         ('[[parameter]]\nmatch = "*"\nmap = ["None|mp", "None"]\n', "mp=4", 'map = ["mp", "None"]'),
         (
@@ -279,6 +284,50 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["is there already", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
+
+
+def test_a_condition_of_optimizer_shards_is_of_sizes_that_there_are(tmp_path: Path) -> None:
+    said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
+    rules = 'optimizer_shard = "tp<=2"\n' + ONE_RULE
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, *said), says=["optimizer_shard: tp has no size"])
+
+
+def test_a_weight_whose_name_ends_in_that_of_another_is_no_optimizer_state(tmp_path: Path) -> None:
+    shapes = {name: (8, 8) for name in ("norm.weight", "mtp.norm.weight", "head.w", "linear.head.w", "adam_m.head.w")}
+    shapes["linear.head.w"] = (16, 8)
+    done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
+    assert set(as_recorded(tmp_path / "out.ckpt")) == set(shapes) - {"adam_m.head.w"}
+    done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--overwrite"))
+    assert set(as_recorded(tmp_path / "out.ckpt")) == set(shapes)
+
+
+def test_what_most_weights_have_is_optimizer_state_whatever_it_is_called(tmp_path: Path) -> None:
+    shapes = {f"{prefix}{name}": (8, 8) for prefix in ("", "own_m.") for name in ("w", "v")}
+    done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
+    assert set(as_recorded(tmp_path / "out.ckpt")) == {"w", "v"}
+
+
+def test_optimizer_state_of_another_shape_is_not_laid_out_as_its_weight(tmp_path: Path) -> None:
+    shapes = {"w": (8, 8), "exp_avg_sq_row.w": (8,)}
+    says = ["'exp_avg_sq_row.w'", "how it is cut is not known", "--weights-only"]
+    fails(3, *making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4"), says=says)
+    done(*making(tmp_path, ONE_RULE, shapes, "--sizes", "mp=4", "--weights-only"))
+    assert set(as_recorded(tmp_path / "out.ckpt")) == {"w"}
+
+
+@pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.ckpt"])
+def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: str, tmp_path: Path) -> None:
+    """They would be read as further stages of it."""
+    shapes = {f"layers.{layer}.w": (8, 8) for layer in range(4)}
+    words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes"))
+    words[3] = f"{tmp_path}/{out}"
+    done(*words, "mp=4,pp=4")
+    done(*words, "mp=4,pp=4", "--overwrite")
+    before = tree_bytes(tmp_path)
+    fails(3, *words, "mp=4,pp=2", "--overwrite", says=["2 strategy files that would be read as stages, too", "12.ckpt"])
+    assert tree_bytes(tmp_path) == before
+    shutil.rmtree(tmp_path / "stages")
+    done(*words, "mp=4,pp=2")
 
 
 def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Optional
 from reshard.errors import StrategyError
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.model import Pipeline, Rule, Rules, Shown
+from reshard.strategies.rules.orders import is_dp_outermost
 from reshard.strategies.rules.pipeline import is_numbered
 from reshard.strategies.rules.shown import (
-    OUTERMOST,
     ShownWeight,
     Source,
     layout_for,
@@ -82,8 +82,8 @@ def learn(
     for name, weight in weights.items():
         recorded = _recorded(alike, weight.tensor) if alike is not None else None
         readings = weight.readings
-        if DP_OUTERMOST in assume and any(reading.matrix != OUTERMOST for reading in readings):
-            readings = tuple(reading for reading in readings if reading.matrix != OUTERMOST)
+        if DP_OUTERMOST in assume:
+            readings = tuple(filter(lambda reading: is_dp_outermost(reading.matrix), readings)) or readings
         if not readings and (recorded is None or not own_axes):
             unexplained.append(name)
             continue

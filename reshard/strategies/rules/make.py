@@ -31,6 +31,7 @@ from reshard.strategies.rules.problems import Problems, UnsettledError
 from reshard.strategies.rules.sizes import EXPERTS, ExpressionError, NoReadingError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
 from reshard.strategies.rules.toml_text import quoted_list, toml_string
+from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import rank_ranges
 
@@ -123,7 +124,7 @@ def make_strategy(rules: Rules, tensors: ModelTensors, target: Target, where: st
             problems.add(name, problem)
             continue
         prefixes = [f"{prefix}." for prefix in states.get(name, ())]
-        if prefixes and target.sizes.stages > 1:
+        if name in states and target.sizes.stages > 1:
             prefixes.append(ACCUMULATED_GRADIENTS)
         axes = tuple(axis.name for axis in placement.axes)
         for prefix in ("", *prefixes):
@@ -166,6 +167,14 @@ def _check_shown(rules: Rules, sizes: Sizes) -> None:
 
 
 def _states(rules: Rules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
+    if tensors.other_shapes:
+        raise StrategyError(
+            f"{tensors.path}: optimizer state of another shape than its weight's; how it is cut is not known: "
+            + listing(tensors.other_shapes),
+            file=tensors.path,
+            parameter=tensors.other_shapes[0],
+            hint="--weights-only leaves optimizer state out",
+        )
     if tensors.states:
         return tensors.states
     if rules.optimizer_states is not None:
@@ -236,7 +245,8 @@ def _placement(
     if len(found) > 1:
         raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", _ways(ways), "either")
     ((reading, placed),) = found.values()
-    return placed, frozenset(name for cut in reading.cuts for factor in cut.factors for name in factor.names)
+    cutting = [cut for cut, slices in zip(reading.cuts, placed.layout.tensor_cuts) if slices > 1]
+    return placed, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names)
 
 
 def _readings(rule: Rule, tensor: FullTensor, sizes: Sizes) -> Iterator[Reading]:
@@ -321,7 +331,10 @@ def _with_shards(
     Raises:
         UnsettledError: whether it is sharded does not follow.
     """
-    may_shard = rule.may_shard(target.sizes)
+    try:
+        may_shard = rule.may_shard(target.sizes)
+    except ExpressionError as error:
+        raise UnsettledError(f"{rule.where}: optimizer_shard: {error}") from error
     if may_shard is False:
         return placement.recorded()
     dtype = rule.dtype or tensor.dtype or rules.dtype

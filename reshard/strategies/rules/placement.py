@@ -105,6 +105,11 @@ def place(
             if cut.where_divides:
                 continue
             raise ExpressionError(f"dimension {dimension} of size {size} does not divide by {cut.text} = {slices}")
+        if len(cut.factors) > 1 and not nested:
+            axes = " and ".join(factor.text for factor in cut.factors)
+            raise ExpressionError(
+                f"dimension {dimension} is cut by {axes}, which only the nested form records: nested = true"
+            )
         for factor in cut.factors:
             grid.take(dimension, factor, min(factor.whole(sizes), cut.most or slices))
     return grid.placement(len(shape), nested, tuple(split_sizes))
@@ -131,6 +136,23 @@ def strided_cuts(layout: Layout) -> tuple[tuple[Strided, ...], ...]:
     return tuple(found)
 
 
+def run_of(matrix: Matrix, factor: Product) -> tuple[int, int]:
+    """First and behind the last of the neighbouring axes that together are a factor.
+
+    Raises:
+        NoReadingError: there are none.
+    """
+    for start in range(len(matrix)):
+        found = matrix[start]
+        for stop in range(start + 1, len(matrix) + 1):
+            if found == factor:
+                return start, stop
+            if stop < len(matrix):
+                found = found * matrix[stop]
+    axes = ", ".join(axis.text for axis in matrix)
+    raise NoReadingError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
+
+
 def _slices(cut: Cut, sizes: Sizes) -> int:
     count = math.prod(factor.whole(sizes) for factor in cut.factors)
     if cut.most is None or count <= cut.most:
@@ -152,23 +174,12 @@ class _Grid:
 
     def take(self, dimension: int, factor: Product, slices: int) -> None:
         """Cut a dimension over neighbouring axes."""
-        run = self._run(factor)
+        run = run_of(self._matrix, factor)
         for start, stop in self._runs:
             if run[0] < stop and start < run[1]:
                 raise NoReadingError(f"{factor.text} cuts two dimensions")
         self._runs[run] = (dimension, slices)
         self._cut_by.setdefault(dimension, []).append(run)
-
-    def _run(self, factor: Product) -> tuple[int, int]:
-        for start in range(len(self._matrix)):
-            found = self._matrix[start]
-            for stop in range(start + 1, len(self._matrix) + 1):
-                if found == factor:
-                    return start, stop
-                if stop < len(self._matrix):
-                    found = found * self._matrix[stop]
-        axes = ", ".join(axis.text for axis in self._matrix)
-        raise NoReadingError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
 
     def placement(self, dimensions: int, nested: bool, split_sizes: tuple[int, ...]) -> Placement:
         axes: list[Axis] = []

@@ -17,21 +17,16 @@ from typing import NamedTuple, Optional
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, Strategy
-from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Matrix, Reading
+from reshard.strategies.rules.model import WHOLE, Cut, Reading
+from reshard.strategies.rules.orders import experts_across_model, matrices_for, strides
 from reshard.strategies.rules.placement import Placement, Strided, place, strided_cuts
 from reshard.strategies.rules.sizes import ExpressionError, Sizes, product
-from reshard.strategies.rules.tensors import FullTensor, ModelTensors
+from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import plural, quoted
 
 _MP, _CP, _EP, _MP_CP = product("mp"), product("cp"), product("ep"), product("mp*cp")
-OUTERMOST: Matrix = (product("mp"), product("dp"), product("cp"))
-"""The cut outermost: MatMul's left operand, and BatchMatMul whose batch is cut before its rows."""
-EVERYWHERE: Matrix = (product("dp*cp*mp"),)
-EXPERTS_IN_DATA: Matrix = (product("dp*cp/ep"), _EP, _MP)
-EXPERTS_INNERMOST: Matrix = (product("dp*cp*mp/ep"), _EP)
-_MATRICES = (DEFAULT_MATRIX, EVERYWHERE, OUTERMOST, EXPERTS_IN_DATA, EXPERTS_INNERMOST)
 _SIZED = ("mp", "cp", "ep")
 
 
@@ -100,16 +95,14 @@ def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[So
         StrategyError: a weight's shape is not known.
     """
     listed: dict[str, None] = dict.fromkeys(source.strategy.parameters)
+    belonging = belonging_to_weights(listed)
     weights: dict[str, FullTensor] = {}
-    states: dict[str, list[str]] = {}
     missing: list[str] = []
     dividing = math.prod(one.sizes.stage_devices for one in (source, *others)) ** 2
     for name in listed:
-        prefix, _, rest = name.partition(".")
-        if rest in listed:
-            if f"{prefix}." != ACCUMULATED_GRADIENTS:
-                states.setdefault(rest, []).append(prefix)
-        elif shapes is None:
+        if name in belonging:
+            continue
+        if shapes is None:
             dimensions = len(source.holding(name)[0][1].tensor_map)
             weights[name] = FullTensor(name, (dividing,) * dimensions)
         elif name in shapes.weights:
@@ -124,8 +117,10 @@ def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[So
             parameter=missing[0],
             hint="pass the shapes of the same model",
         )
-    path, item_sizes = (shapes.path, shapes.item_sizes) if shapes is not None else (source.strategy.path, {})
-    return ModelTensors(path, weights, {name: tuple(prefixes) for name, prefixes in states.items()}, item_sizes)
+    states = states_by_weight(belonging)
+    if shapes is None:
+        return ModelTensors(source.strategy.path, weights, states)
+    return ModelTensors(shapes.path, weights, states, shapes.item_sizes, shapes.other_shapes)
 
 
 def shown_weights(sources: Sequence[Source], model: ModelTensors) -> dict[str, ShownWeight]:
@@ -189,29 +184,33 @@ def _readings(shape: tuple[int, ...], observed: Sequence[_Observed]) -> tuple[tu
     """All ways of cutting a shape that give what was observed, the likeliest first, and the cap of a narrow cut."""
     largest = {name: max(one.sizes[name] for one in observed) for name in _SIZED}
     nested = all(one.nested for one in observed)
-    # Experts that lie innermost are cut through the Layout interface, which writes nested maps.
-    through_layout = all(one.nested is not False for one in observed)
     cuts = [_cuts(dimension, size, observed, largest) for dimension, size in enumerate(shape)]
     found: dict[Reading, bool] = {}
-    for matrix in _MATRICES:
-        for chosen in itertools.product(*cuts):
+    for chosen in itertools.product(*cuts):
+        by_dimension = [name for cut in chosen for factor in cut.factors for name in sorted(factor.names)]
+        if {"ep", "mp"} <= {*by_dimension} and by_dimension.index("mp") < by_dimension.index("ep"):
+            # Experts are the first dimension. Where both sizes are alike, the other reading comes to the same.
+            continue
+        for matrix in matrices_for(by_dimension, largest):
             reading = Reading(matrix, chosen, nested)
-            used = cutting(reading)
-            if (matrix == EVERYWHERE and used) or (matrix == OUTERMOST and "mp" not in used):
-                continue
-            if matrix in (EXPERTS_IN_DATA, EXPERTS_INNERMOST) and "ep" not in used:
-                continue
-            if matrix == EXPERTS_INNERMOST and not through_layout:
-                continue
             placed = [_placed(reading, shape, one.sizes) for one in observed]
-            if all(
-                found is not None and strided_cuts(found.layout) == one.slices for found, one in zip(placed, observed)
-            ):
-                same = all(found and found.device_matrix == one.device_matrix for found, one in zip(placed, observed))
-                found_as = found.setdefault(reading, same)
-                assert found_as == same
+            if all(one and strided_cuts(one.layout) == seen.slices for one, seen in zip(placed, observed)):
+                found[reading] = all(
+                    one and one.device_matrix == seen.device_matrix for one, seen in zip(placed, observed)
+                )
+    # Experts that lie across model parallel ranks are cut through the Layout interface, which writes nested maps. That
+    # of MindSpore 2.10 writes flat ones, and there it has to be stated: it would explain sizes that are not the run's.
+    if any(one.nested is False for one in observed):
+        found = {reading: same for reading, same in found.items() if not _across_model(reading)}
     caps = {cut.most for reading in found for cut in reading.cuts if cut.most is not None}
-    return tuple(sorted(found, key=lambda reading: not found[reading])), caps.pop() if len(caps) == 1 else None
+    distinct: dict[object, Reading] = {}
+    for reading in sorted(found, key=lambda reading: not found[reading]):
+        distinct.setdefault((reading.cuts, strides(reading.matrix, reading.cuts)), reading)
+    return tuple(distinct.values()), caps.pop() if len(caps) == 1 else None
+
+
+def _across_model(reading: Reading) -> bool:
+    return "ep" in cutting(reading) and "mp" not in cutting(reading) and experts_across_model(reading.matrix)
 
 
 def _placed(reading: Reading, shape: tuple[int, ...], sizes: Sizes) -> Optional[Placement]:

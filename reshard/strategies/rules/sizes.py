@@ -59,7 +59,9 @@ class Sizes:
             ExpressionError: there is none of this name.
         """
         if name not in self._by_name:
-            raise ExpressionError(f"{name} has no size; --sizes {name}=N gives it one")
+            meant = _ELSEWHERE.get(name)
+            said = f"write {meant} for it" if meant is not None else f"--sizes {name}=N gives it one"
+            raise ExpressionError(f"{name} has no size; {said}")
         return self._by_name[name]
 
     @property

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.names import ACCUMULATED_GRADIENTS, STATE_PREFIXES
 
 # A part of a name that is a number, as those of layers and experts are.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
+# State of rows or columns alone has one dimension less.
+_FACTORED = ("_row.", "_col.")
 
 
 class FullTensor(NamedTuple):
@@ -36,28 +38,69 @@ class ModelTensors:
         weights: what rules speak of, by name, in the file's order.
         states: per weight what stands before its name in those of its optimizer state.
         item_sizes: bytes of an element per element type.
+        other_shapes: optimizer state that has another shape than its weight.
     """
 
     path: str
     weights: dict[str, FullTensor]
     states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     item_sizes: dict[str, int] = field(default_factory=dict)
+    other_shapes: tuple[str, ...] = ()
 
 
 def model_tensors(path: str, tensors: Iterable[FullTensor], item_sizes: dict[str, int]) -> ModelTensors:
     """Tell weights from what belongs to them: ``adam_m.w`` where there is a ``w``; gradients are not kept."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    weights: dict[str, FullTensor] = {}
-    states: dict[str, list[str]] = {}
-    for name, tensor in by_name.items():
+    belonging = belonging_to_weights(by_name, {name: tensor.shape for name, tensor in by_name.items()})
+    # Gradients of a weight that is on no rank of the file say nothing of it.
+    weights = {
+        name: tensor
+        for name, tensor in by_name.items()
+        if name not in belonging and not name.startswith(ACCUMULATED_GRADIENTS)
+    }
+    other_shapes = tuple(
+        name for name, (_, weight) in belonging.items() if by_name[name].shape != by_name[weight].shape
+    )
+    return ModelTensors(path, weights, states_by_weight(belonging), item_sizes, other_shapes)
+
+
+def belonging_to_weights(
+    names: Collection[str], shapes: Optional[Mapping[str, tuple[int, ...]]] = None
+) -> dict[str, tuple[str, str]]:
+    """Optimizer state and gradients among names: what stands before the weight's name, and that.
+
+    A weight's name can end in another weight's, as ``mtp.norm.weight`` does. What is no optimizer's word stands before
+    state only if it stands before most weights.
+
+    Args:
+        names: weights and what belongs to them.
+        shapes: of all of them, if they are known. What belongs to a weight has its shape, but for factored state.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
         prefix, _, rest = name.partition(".")
-        if rest not in by_name:
-            # Gradients of a weight that is on no rank of the file say nothing of it.
-            if not name.startswith(ACCUMULATED_GRADIENTS):
-                weights[name] = tensor
-        elif f"{prefix}." != ACCUMULATED_GRADIENTS:
-            states.setdefault(rest, []).append(prefix)
-    return ModelTensors(path, weights, {name: tuple(prefixes) for name, prefixes in states.items()}, item_sizes)
+        if rest in names:
+            found.setdefault(f"{prefix}.", []).append(rest)
+    weights = len(names) - sum(map(len, found.values()))
+    belonging = {}
+    for prefix, of in found.items():
+        known = prefix in STATE_PREFIXES or prefix == ACCUMULATED_GRADIENTS
+        if not known and 2 * len(of) <= weights:
+            continue
+        for weight in of:
+            same = shapes is None or shapes[prefix + weight] == shapes[weight]
+            if same or prefix.endswith(_FACTORED):
+                belonging[prefix + weight] = prefix[:-1], weight
+    return belonging
+
+
+def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """Per weight what stands before its name in those of its optimizer state."""
+    states: dict[str, list[str]] = {}
+    for prefix, weight in belonging.values():
+        if f"{prefix}." != ACCUMULATED_GRADIENTS:
+            states.setdefault(weight, []).append(prefix)
+    return {weight: tuple(prefixes) for weight, prefixes in states.items()}
 
 
 def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:

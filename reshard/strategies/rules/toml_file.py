@@ -240,6 +240,8 @@ def cut_of(text: str) -> Cut:
     """
     if text == "None":
         return WHOLE
+    if text.lower() == "none":
+        raise ExpressionError(f'{text!r} is written "None"')
     bare = text[:-1] if text.endswith("?") else text
     capped = re.fullmatch(r"min\(([^,()]*),\s*([1-9][0-9]{0,8})\s*\)", bare)
     if capped:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory
+from reshard.storage import exists, is_directory, names_in
 from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.rules.make import MadeStage
+from reshard.text.messages import listing
+from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
 _WRITERS = {".ckpt": protobuf_file.serialize_strategy, ".json": json_file.serialize_strategy}
 
 
-def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool) -> list[str]:
+def write_strategy(
+    out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool, sources: Sequence[str] = ()
+) -> list[str]:
     """Write a strategy, and how it was made.
 
     Args:
@@ -30,18 +36,21 @@ def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, A
         stages: the strategy.
         record: how it was made.
         overwrite: replace strategies that lie there.
+        sources: files and directories that it was made of.
 
     Returns:
         The files.
 
     Raises:
         UsageError: another ending.
-        TargetError: something lies there.
+        TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
         RetryableError: writing failed.
     """
     files = _files(out, stages)
     for path in files:
+        _check_no_source(path, sources)
         _check_replaceable(os.path.realpath(path), overwrite)
+    _check_no_other_stages(out, files)
     written = {path: _serialized(path, of, merged=len(of) > 1) for path, of in files.items()}
     beside = record_path(out)
     said = {**record, "axes": _axes(stages)}
@@ -84,6 +93,46 @@ def _check_replaceable(path: str, overwrite: bool) -> None:
         )
     if not overwrite:
         raise TargetError(f"{path} is there already", file=path, hint="--overwrite replaces it; or give another name")
+
+
+def _check_no_source(path: str, sources: Sequence[str]) -> None:
+    """A compiled strategy cannot be had again without its cluster."""
+    for source in sources:
+        if exists(path) and os.path.realpath(path) in _files_of(source):
+            raise TargetError(
+                f"{path} is what it is made from; it is not replaced", file=path, hint="give OUT another name"
+            )
+
+
+def _files_of(source: str) -> list[str]:
+    found = [os.path.join(source, name) for name in names_in(source)] if is_directory(source) else [source]
+    return list(map(os.path.realpath, found))
+
+
+def _check_no_other_stages(out: str, files: Collection[str]) -> None:
+    """Files of a strategy with more stages, or with other ranks in them, would be read together with these."""
+    if out in files:
+        return
+    if RANK in out:
+        parts = out.split(RANK)
+        named = re.compile(re.escape(parts[0]) + "([0-9]+)" + r"\1".join(map(re.escape, parts[1:])))
+        beside = list(filter(named.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
+    else:
+        names = names_in(out) if is_directory(out) else []
+        beside = [os.path.join(out, name) for name in names if name.endswith(tuple(_WRITERS))]
+    others = [path for path in sorted(beside) if path not in files and _is_strategy(path)]
+    if others:
+        raise TargetError(
+            f"{out} has {plural(len(others), 'strategy file')} that would be read as stages, too: "
+            + listing(list(map(os.path.basename, others))),
+            file=others[0],
+            hint="remove what is not needed, or give OUT another name",
+        )
+
+
+def _is_strategy(path: str) -> bool:
+    data = read_bytes(path)
+    return not isinstance(data, OtherFile) and bool(data) and not isinstance(parse(path, data), OtherFile)
 
 
 def _serialized(path: str, stages: Sequence[MadeStage], merged: bool) -> bytes:

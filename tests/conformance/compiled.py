@@ -1,0 +1,323 @@
+"""Networks that a real compiler is asked about, and the rules of them.
+
+A network is written as a model's code writes it: an operator's strategy is numbers of devices per dimension of its
+inputs. Its rules are written in named axes, by hand; nothing here makes one of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+from tests.conformance import oracles
+
+HIDDEN, INNER, ROWS = 80, 160, 320
+HEADS = 2
+"""Of keys and values: they are cut no further."""
+
+Operator = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """A run of a network that is compiled, as it is configured.
+
+    Attributes:
+        sizes: devices per kind of parallelism.
+        shards: ``parallel_optimizer_config``, as MindSpore has it; None where the optimizer does not shard.
+        layers: layers per stage.
+        training: with the optimizer.
+    """
+
+    sizes: dict[str, int]
+    shards: Optional[dict[str, int]] = None
+    layers: tuple[int, ...] = (4,)
+    training: bool = True
+
+    @property
+    def devices(self) -> int:
+        product = 1
+        for name, size in self.sizes.items():
+            product *= 1 if name == "ep" else size
+        return product
+
+    @property
+    def text(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.sizes.items())
+
+    @property
+    def stages(self) -> int:
+        return self.sizes.get("pp", 1)
+
+    def options(self) -> list[str]:
+        """What is typed for `strategy make` and `derive` to make the strategy of this run, sizes aside."""
+        said = ["--optimizer-shards", "off"]
+        if self.shards is not None:
+            said[1] = str(self.shards["optimizer_weight_shard_size"])
+            said += ["--optimizer-threshold", str(self.shards["parallel_optimizer_threshold"])]
+        if self.stages > 1:
+            said += ["--layers-per-stage", ",".join(map(str, self.layers))]
+        return said if self.training else [*said, "--weights-only"]
+
+
+class Network(NamedTuple):
+    """A network: its code, its rules, and runs of it."""
+
+    operators: Callable[[Run], list[Operator]]
+    rules: str
+    runs: dict[str, Run]
+
+
+def operator(
+    kind: str,
+    weight: str,
+    shape: Sequence[int],
+    *shard: Any,
+    stage: Optional[int] = None,
+    dtype: str = "float32",
+    trained: bool = True,
+    opted_out: bool = False,
+) -> Operator:
+    """As `workers.compiler` takes it."""
+    said = {"kind": kind, "weight": weight, "shape": list(shape), "shard": list(shard), "stage": stage}
+    return {**said, "dtype": dtype, "trained": trained, "opted_out": opted_out}
+
+
+def shards(size: int, threshold: int) -> dict[str, int]:
+    return {"optimizer_weight_shard_size": size, "parallel_optimizer_threshold": threshold}
+
+
+def _decoder(run: Run) -> list[Operator]:
+    """A decoder whose keys and values have few heads; data is cut by samples and by parts of the sequence."""
+    mp, cp = run.sizes.get("mp", 1), run.sizes.get("cp", 1)
+    data = run.sizes.get("dp", 1) * cp
+    heads = min(mp, HEADS)
+    last = run.stages - 1
+
+    def on(stage: int) -> Optional[int]:
+        return stage if run.stages > 1 else None
+
+    first_table = [mp * cp, 1], [data // cp]
+    made = [operator("gather", "embedding.table", (ROWS, HIDDEN), *first_table, stage=on(0))]
+    stages = [stage for stage, count in enumerate(run.layers) for _ in range(count)]
+    rows = [data, 1], [mp, 1]
+    columns = [data, mp], [1, mp]
+    for layer, stage in enumerate(stages):
+        at = f"decoder.{layer}"
+        made += [
+            operator("mul", f"{at}.norm", (HIDDEN,), [data, 1], [1], stage=on(stage), opted_out=True),
+            operator("matmul", f"{at}.query", (HIDDEN, HIDDEN), *rows, stage=on(stage)),
+            operator("matmul", f"{at}.key", (HIDDEN, HIDDEN), [data, 1], [heads, 1], stage=on(stage)),
+            operator("matmul", f"{at}.out", (HIDDEN, HIDDEN), *columns, stage=on(stage)),
+            operator("matmul", f"{at}.up", (INNER, HIDDEN), *rows, stage=on(stage)),
+            operator("mul", f"{at}.gate", (INNER,), [data, mp], [mp], stage=on(stage)),
+            operator("matmul", f"{at}.down", (HIDDEN, INNER), *columns, stage=on(stage)),
+        ]
+    made.append(operator("mul", "norm", (HIDDEN,), [data, 1], [1], stage=on(last), opted_out=True))
+    made.append(operator("matmul", "head", (ROWS, HIDDEN), *rows, stage=on(last)))
+    return made
+
+
+_DECODER = """
+optimizer_states = ["adam_m", "adam_v"]
+
+[pipeline]
+first = "embedding.*"
+last = ["norm", "head"]
+
+[[parameter]]
+match = "embedding.table"
+map = ["mp*cp", "None"]
+
+[[parameter]]
+match = ["*norm"]
+map = ["None"]
+optimizer_shard = false
+
+[[parameter]]
+match = "*.key"
+map = ["min(mp,2)", "None"]
+
+[[parameter]]
+match = "*.gate"
+map = ["mp"]
+
+[[parameter]]
+match = ["*.out", "*.down"]
+map = ["None", "mp"]
+
+[[parameter]]
+match = "*"
+map = ["mp", "None"]
+"""
+
+
+def _mixed(run: Run) -> list[Operator]:
+    """Layouts that are no transformer's: experts outermost, the weight on the left, both dimensions cut, bfloat16."""
+    dp, mp, ep = (run.sizes.get(name, 1) for name in ("dp", "mp", "ep"))
+    return [
+        operator("gather", "table", (ROWS, HIDDEN), [1, mp], [dp], dtype="bfloat16"),
+        operator("left", "left", (HIDDEN, HIDDEN), [mp, 1], [dp, 1]),
+        operator("experts", "experts.columns", (8, HIDDEN, INNER), [ep, dp // ep, 1], [ep, 1, mp]),
+        operator("experts", "experts.rows", (8, INNER, HIDDEN), [ep, dp // ep, mp], [ep, mp, 1], dtype="bfloat16"),
+        operator("matmul", "square", (HIDDEN, HIDDEN), [dp // ep, mp], [ep, mp], dtype="float16"),
+        operator("matmul", "frozen", (HIDDEN, HIDDEN), [dp, 1], [mp, 1], trained=False),
+        operator("mul", "everywhere", (HIDDEN,), [dp * mp, 1], [1]),
+    ]
+
+
+_MIXED = """
+optimizer_states = ["adam_m", "adam_v"]
+
+[[parameter]]
+match = "table"
+matrix = ["dp", "mp"]
+map = ["None", "mp"]
+
+[[parameter]]
+match = "left"
+matrix = ["mp", "dp"]
+map = ["mp", "None"]
+
+[[parameter]]
+match = "experts.columns"
+matrix = ["ep", "dp/ep", "mp"]
+map = ["ep", "None", "mp"]
+
+[[parameter]]
+match = "experts.rows"
+matrix = ["ep", "dp/ep", "mp"]
+map = ["ep", "mp", "None"]
+
+[[parameter]]
+match = "square"
+matrix = ["dp/ep", "mp", "ep"]
+map = ["ep", "mp"]
+
+[[parameter]]
+match = "frozen"
+map = ["mp", "None"]
+trained = false
+
+[[parameter]]
+match = "everywhere"
+matrix = ["dp*mp"]
+map = ["None"]
+"""
+
+
+def _grid(run: Run) -> list[Operator]:
+    """Layouts over named axes of the model's own."""
+    dp, x, y = (run.sizes[name] for name in ("dp", "x", "y"))
+
+    def over(*entries: Any) -> dict[str, Any]:
+        return {"matrix": [dp, x, y], "names": ["dp", "x", "y"], "map": list(entries)}
+
+    return [
+        operator("gather", "table", (ROWS, HIDDEN), [1, 1], [dp]),
+        operator("matmul", "both", (INNER, HIDDEN), over("dp", "None"), over(["x", "y"], "None")),
+        operator("matmul", "turned", (HIDDEN, INNER), over("dp", ["y", "x"]), over("None", ["y", "x"])),
+        operator("matmul", "square", (ROWS, HIDDEN), over("dp", "x"), over("y", "x")),
+        operator("mul", "scale", (ROWS,), over(["dp", "x"], "y"), over("y")),
+    ]
+
+
+_GRID = """
+optimizer_states = ["adam_m", "adam_v"]
+matrix = ["dp", "x", "y"]
+
+[[parameter]]
+match = "table"
+matrix = ["dp", "x*y"]
+map = "None"
+
+[[parameter]]
+match = "both"
+map = [["x", "y"], "None"]
+nested = true
+
+[[parameter]]
+match = "turned"
+map = ["None", ["y", "x"]]
+nested = true
+
+[[parameter]]
+match = "square"
+map = ["y", "x"]
+nested = true
+
+[[parameter]]
+match = "scale"
+map = ["y"]
+nested = true
+"""
+
+NETWORKS = {
+    "decoder": Network(
+        _decoder,
+        _DECODER,
+        {
+            "sixteen": Run({"dp": 8, "mp": 2}, shards(-1, 0)),
+            # The threshold is just what the square matrices are.
+            "forty": Run({"dp": 5, "mp": 8}, shards(-1, 25)),
+            "sizes of four": Run({"dp": 16, "mp": 2}, shards(4, 26)),
+            "context": Run({"dp": 2, "cp": 2, "mp": 4}, shards(-1, 0)),
+            "three uneven stages": Run({"dp": 2, "mp": 4, "pp": 3}, shards(-1, 0), (2, 1, 1)),
+            "two stages": Run({"dp": 4, "mp": 2, "pp": 2}, shards(2, 0), (2, 2)),
+            "inference": Run({"mp": 8}, training=False),
+            "unsharded": Run({"dp": 2, "mp": 8}),
+        },
+    ),
+    "mixed": Network(
+        _mixed,
+        _MIXED,
+        {
+            "pairs of experts": Run({"dp": 4, "mp": 2, "ep": 2}, shards(-1, 0)),
+            "four experts": Run({"dp": 8, "mp": 2, "ep": 4}, shards(2, 13)),
+            # The first does not show where experts lie in the second.
+            "all experts": Run({"dp": 8, "mp": 1, "ep": 8}),
+            "all experts twice": Run({"dp": 16, "mp": 1, "ep": 8}),
+        },
+    ),
+    "grid": Network(
+        _grid,
+        _GRID,
+        {
+            "wide": Run({"dp": 2, "x": 2, "y": 4}, shards(-1, 0)),
+            "wide, not sharded": Run({"dp": 2, "x": 2, "y": 4}),
+            "tall": Run({"dp": 4, "x": 4, "y": 2}, shards(2, 0)),
+        },
+    ),
+}
+#: Runs of the decoder that do not compile, and what is said of them here.
+REFUSED = {
+    "six devices": (Run({"dp": 3, "mp": 2}), "6 devices; MindSpore's compiler takes 1, 2, 4 or a multiple of 8"),
+    "groups across servers": (Run({"dp": 5, "mp": 4, "pp": 2}, layers=(2, 2)), "as a group, which"),
+    "more shards than devices": (Run({"dp": 4, "mp": 2}, shards(16, 0)), "are more than the 8 devices"),
+    "what does not divide": (Run({"dp": 2, "mp": 32}), "does not divide by"),
+}
+
+
+def compile_run(version: str, network: str, run: Run, directory: Path, ending: str = "ckpt") -> dict[str, Any]:
+    """Have the stages compiled, each into a file of its own below a new directory.
+
+    Returns:
+        The last answer: the first error, if there is one.
+    """
+    directory.mkdir(parents=True)
+    per_stage = run.devices // run.stages
+    answer: dict[str, Any] = {}
+    for rank in range(0, run.devices, per_stage):
+        job = {
+            "rank": rank,
+            "devices": run.devices,
+            "stages": run.stages,
+            "file": str(directory / f"ckpt_strategy_rank_{rank}.{ending}"),
+            "optimizer": run.training,
+            "shards": run.shards,
+            "operators": NETWORKS[network].operators(run),
+        }
+        answer = oracles.compiler(version, job)
+        if "error" in answer:
+            break
+    return answer
