@@ -14,7 +14,7 @@ def names() -> None:
     """Show rules that give tensors other names and packing, between Hugging Face's models and MindFormers'."""
 
 
-@command("list", "reshard names list")
+@command("list", "reshard names list\nreshard names list --json")
 @options.json_output
 @options.debug
 def names_list(as_json: bool) -> None:

@@ -12,6 +12,7 @@ from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
 _MOST_DIMENSIONS = 16
+_MOST_TENSORS = 4096
 _ONE = "1"
 # A part that has what the others leave.
 _REST = "rest"
@@ -91,7 +92,7 @@ class OperationReader:
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
         """What joins the tensors that there are, or those that it is the inverse of."""
         inverse = kind in ("split", "deinterleave", "ungroup_qkv")
-        count = self._right if inverse else self._columns
+        count = self._into(kind, table) if inverse else self._columns
         if inverse and self._columns != 1:
             raise self._wrong(f"do: {kind} takes one tensor, not {self._columns}")
         if count < 2:
@@ -111,6 +112,16 @@ class OperationReader:
         for each in rows:
             self._product(each.text)
         return Join(along, count, rows, groups)
+
+    def _into(self, kind: str, table: dict[str, Any]) -> int:
+        """How many tensors a cut makes: as many as parts are stated, or names."""
+        parts = table.get("parts")
+        said = len(parts) if isinstance(parts, list) else table.get("into", self._right)
+        if kind == "ungroup_qkv":
+            return 3
+        if type(said) is not int or not 1 <= said <= _MOST_TENSORS:
+            raise self._wrong(f"do: {kind}: {said!r} is no number of tensors")
+        return said
 
     def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Operation:
         if not isinstance(number, str) or not number:
@@ -175,9 +186,9 @@ _Make = Callable[[OperationReader, Any, "dict[str, Any]"], Operation]
 # Per operation what reads it, and what it may say besides its own key.
 _OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "concat": (_joins("concat", False), ("parts",)),
-    "split": (_joins("split", True), ("parts",)),
+    "split": (_joins("split", True), ("parts", "into")),
     "interleave": (_joins("interleave", False), ("block",)),
-    "deinterleave": (_joins("deinterleave", True), ("block",)),
+    "deinterleave": (_joins("deinterleave", True), ("block", "into")),
     "group_qkv": (_joins("group_qkv", False), ("heads", "groups", "size")),
     "ungroup_qkv": (_joins("ungroup_qkv", True), ("heads", "groups", "size")),
     "stack": (lambda reader, said, table: reader._stack("stack", said, table), ("dimension",)),

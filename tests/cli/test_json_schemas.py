@@ -68,6 +68,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("status", out / "one")
     add("status", whole)
     add("rank-list", 1, *STRATEGIES)
+    add("names", "list")
+    add("names", "show", "deepseek_v3")
     add("inspect", source)
     add("inspect", source, "--strategy", STRATEGIES[1])
     add("inspect", torn_tree(out / "torn"), "--strategy", STRATEGIES[1])
