@@ -98,7 +98,7 @@ def apply_rules(
     Raises:
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
-    settled = settle(rules, config)
+    settled = settle(rules, config, shapes)
     side = side_of(rules, settled, shapes, reverse)
     run = _Run(rules, side, shapes, optimizer, settled)
     run.sort()

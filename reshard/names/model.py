@@ -38,6 +38,7 @@ class Option:
         default: what it is unless it is said.
         key: the key of config.json that says it, if one does.
         told: what values of that key mean, as JSON spells them; those of `values` mean themselves.
+        seen: names that tell it where a checkpoint has them, on either side; the first holds.
         about: what it is, in a sentence.
     """
 
@@ -46,6 +47,7 @@ class Option:
     default: Optional[str]
     key: Optional[str]
     told: tuple[tuple[str, str], ...]
+    seen: tuple[tuple[Pattern, str], ...]
     about: str
 
 

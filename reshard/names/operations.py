@@ -36,8 +36,8 @@ class SizedOperation:
     * ``reshape``: each tensor gets shape ``shape``, in C order.
     * ``pad``: each tensor grows with zeros at the end of ``dimension`` from ``sizes[0]`` to ``sizes[1]`` elements.
     * ``unpad``: each tensor loses what lies at the end of ``dimension``: of ``sizes[0]`` elements, ``sizes[1]`` stay.
-    * ``copy``: the one tensor becomes ``c`` equal ones.
-    * ``take``: of ``c`` tensors that should be equal the first stays.
+    * ``copy``: the list, ``c`` times one after the other.
+    * ``take``: the list is ``c`` columns that should be equal, of ``n // c`` tensors each; the first column stays.
 
     Attributes:
         kind: one of these words.
@@ -460,9 +460,10 @@ class Take(Operation):
 
     def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
         """See `Operation`."""
-        if any(shape != shapes[0] for shape in shapes):
+        each = len(shapes) // self.count
+        if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
             raise SizeError(f"shapes {_some(shapes)} are not alike, so the tensors are not equal")
-        return Sized(SizedOperation(TAKE, count=self.count), [shapes[0]])
+        return Sized(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
 
 
 def _dimension(dimension: int, shape: Shape) -> None:

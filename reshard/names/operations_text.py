@@ -32,7 +32,7 @@ class OperationReader:
     def __init__(self, file: RuleFile, where: str, left: int, right: int, sizes: set[str]) -> None:
         self._file = file
         self._where = where
-        self._columns = left
+        self._left = self._columns = left
         self._right = right
         self._sizes = sizes
 
@@ -168,8 +168,8 @@ class OperationReader:
         return Copy(self._right)
 
     def _take(self) -> Take:
-        if self._columns < 2:
-            raise self._wrong("do: take makes one tensor of several equal ones")
+        if self._columns < 2 or self._columns != self._left:
+            raise self._wrong("do: take makes one tensor of several equal ones, all of which have names")
         count, self._columns = self._columns, 1
         return Take(count)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Optional
 
 from reshard.errors import NamesError, UsageError
 from reshard.names.model import Condition, Option, Rule, Rules
+from reshard.names.pattern import SizedPattern
 from reshard.names.sizes import Sizes, config_value
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
@@ -54,18 +55,22 @@ def with_options(rules: Rules, stated: Mapping[str, str]) -> Rules:
     return replace(rules, chosen=tuple({**dict(rules.chosen), **stated}.items()))
 
 
-def settle(rules: Rules, config: Optional[Mapping[str, object]]) -> Settled:
+def settle(rules: Rules, config: Optional[Mapping[str, object]], names: Container[str]) -> Settled:
     """The rules that hold for a model.
 
     Args:
         rules: the table.
         config: what config.json says, if there is one.
+        names: those of the checkpoint.
 
     Raises:
         NamesError: an option is neither stated nor told, or the configuration says something else.
     """
     stated = dict(rules.chosen)
-    told = {option.name: _told(option, stated, config, rules) for option in rules.options}
+    sizes = Sizes(rules.sizes, config)
+    told = {
+        option.name: _told(option, stated, config, rules) or _seen(option, sizes, names) for option in rules.options
+    }
     values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
@@ -93,6 +98,14 @@ def _told(
         return meant
     path = getattr(config, "path", "config.json")
     raise NamesError(f"{path}: {option.key} is {quoted(spelled)}, which says no {option.name} of {rules.path}")
+
+
+def _seen(option: Option, sizes: Sizes, names: Container[str]) -> Optional[str]:
+    """What the checkpoint's names tell; where none of them is there, that tells it as well."""
+    for pattern, value in option.seen:
+        if SizedPattern(pattern, sizes.value).name({}, ()) in names:
+            return value
+    return option.default if option.seen else None
 
 
 def _usual(option: Option, rules: Rules) -> str:

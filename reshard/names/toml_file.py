@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import NamesError, RetryableError
@@ -19,7 +19,7 @@ LARGEST = 1 << 20
 _TOP = ("title", "sides", "direction", "others", "sizes", "numbers", "options", "blocks", "rule")
 _RULE = ("from", "to", "do", "when", "optional", "choice", "case")
 _NUMBER = ("count", "at_most")
-_OPTION = ("values", "default", "config", "told", "about")
+_OPTION = ("values", "default", "config", "told", "seen", "about")
 _BLOCK = ("from", "to", "when")
 _KEEP = "keep"
 _DROP = "drop"
@@ -72,7 +72,8 @@ def parse_rules(text: str, path: str) -> Rules:
         for name, said in file.table(content, "sizes").items()
     )
     numbers = tuple(_number(file, name, said) for name, said in file.table(content, "numbers").items())
-    options = tuple(_option(file, name, said) for name, said in file.table(content, "options").items())
+    named = {size.name for size in sizes}
+    options = tuple(_option(file, name, said, named) for name, said in file.table(content, "options").items())
     for said in (*numbers, *options):
         if isinstance(said, Option) and said.name in {size.name for size in sizes}:
             raise file.wrong(f"options.{said.name}", "is the name of a size, too")
@@ -142,7 +143,7 @@ def _number(file: RuleFile, name: str, said: Any) -> Number:
     return Number(name, file.product(said, where))
 
 
-def _option(file: RuleFile, name: str, said: Any) -> Option:
+def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Option:
     where = f"options.{name}"
     file.word(name, "options")
     if not isinstance(said, dict):
@@ -156,11 +157,18 @@ def _option(file: RuleFile, name: str, said: Any) -> Option:
         raise file.wrong(where, f"default is none of {', '.join(values)}")
     if not values and default is not None and not default.isdecimal():
         raise file.wrong(where, "has no values, so that its default is a number")
-    for value in told.values():
+    seen = file.table(said, "seen")
+    for value in (*told.values(), *seen.values()):
         if value not in values:
-            raise file.wrong(where, f"told: {value!r} is none of {', '.join(values)}")
+            raise file.wrong(where, f"{value!r} is none of {', '.join(values)}")
+    patterns = tuple((file.parsed(pattern, text, where), value) for text, value in seen.items())
+    for each, _ in patterns:
+        if each.numbers or each.stars:
+            raise file.wrong(where, f"seen: {quoted(each.text)} has a number or a star")
+        if any(size not in sizes for offset in each.products for size in offset.names):
+            raise file.wrong(where, f"seen: {quoted(each.text)} has what is no size")
     key, about = file.text(said, "config", where), file.text(said, "about", where)
-    return Option(name, values, default, key, tuple(told.items()), about or "")
+    return Option(name, values, default, key, tuple(told.items()), patterns, about or "")
 
 
 def _blocks(file: RuleFile, content: Mapping[str, Any]) -> dict[str, list[_Block]]:

@@ -57,7 +57,7 @@ def _applied(operation: SizedOperation, views: list[View]) -> list[View]:
     if kind == kinds.COPY:
         return views * count
     assert kind == kinds.TAKE
-    return views[:1]
+    return views[: len(views) // count]
 
 
 def _joined(views: Sequence[View], operation: SizedOperation) -> View:

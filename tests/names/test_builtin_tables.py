@@ -167,6 +167,26 @@ def test_a_layer_that_predicts_further_tokens_can_be_dropped() -> None:
     assert {name for name in shapes if name.startswith("model.layers.3.")} == set(applied.dropped)
 
 
+def test_a_layer_that_predicts_further_tokens_may_be_absent_whatever_the_configuration_says() -> None:
+    """Hugging Face's own code leaves it out, and writes a configuration that counts it."""
+    config, shapes = TINY["deepseek_v3"]
+    less = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.3.")}
+
+    there = apply_rules(rules_named("deepseek_v3"), less, config)
+    back = apply_rules(rules_named("deepseek_v3"), {name: m.view.shape for name, m in there.made.items()}, config)
+
+    assert not any(name.startswith("mtp.") for name in there.made)
+    assert {name: made.view.shape for name, made in back.made.items()} == less
+
+
+def test_a_layer_that_predicts_further_tokens_is_there_whole() -> None:
+    config, shapes = TINY["deepseek_v3"]
+    for name in ("model.layers.3.enorm.weight", "model.layers.3.mlp.experts.1.up_proj.weight"):
+        less = {other: shape for other, shape in shapes.items() if other != name}
+        with pytest.raises(NamesError, match=f"missing: '{re.escape(name)}'"):
+            apply_rules(rules_named("deepseek_v3"), less, config)
+
+
 def test_layers_beyond_those_of_the_configuration_are_an_error() -> None:
     config, shapes = TINY["llama"]
 

@@ -82,7 +82,7 @@ class _Chain:
         dimension = self.dimension()
         lengths = [column[0].shape[dimension] for column in self.columns]
         others = {(*c[0].shape[:dimension], *c[0].shape[dimension + 1 :]) for c in self.columns}
-        if len(self.columns) == 1 or len(others) > 1:
+        if len(self.columns) == 1 or len(others) > 1 or self.tied > 1:
             return
         parts = ""
         if len(set(lengths)) > 1 or self.draw(st.booleans()):
@@ -93,7 +93,7 @@ class _Chain:
     def interleave(self) -> None:
         dimension = self.dimension()
         shape = self.columns[0][0].shape
-        if len(self.columns) == 1 or any(column[0].shape != shape for column in self.columns):
+        if len(self.columns) == 1 or self.tied > 1 or any(column[0].shape != shape for column in self.columns):
             return
         block = self.draw(st.sampled_from([n for n in range(1, shape[dimension] + 1) if shape[dimension] % n == 0]))
         self.said.append(f"{{ interleave = {dimension}, block = {block} }}")
@@ -148,11 +148,9 @@ def random_rules(draw: Any) -> RandomRule:
             shapes[f"model.{expert}.part_{column}"] = tuple(here)
     arrays = numbered(shapes)
     chain = _Chain(draw, [[arrays[f"model.{e}.part_{c}"] for e in range(experts)] for c in range(columns)])
-    every = ["transpose", "turn", "reshape", "concat", "interleave", "stack", "pad"]
+    every = ["transpose", "turn", "reshape", "concat", "interleave", "stack", "pad", "copy"]
     for kind in draw(st.lists(st.sampled_from(every), max_size=6)):
         getattr(chain, kind)()
-    if draw(st.booleans()) and len(chain.columns) == 1:
-        chain.copy()
     left = ", ".join(f'"model.{{expert}}.part_{column}"' for column in range(columns))
     where = "net" if chain.stacked else "net.{expert}"
     right = ", ".join(f'"{where}.made_{column}"' for column in range(len(chain.columns)))

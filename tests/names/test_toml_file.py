@@ -63,6 +63,8 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
         ("[options]\nx = 1", "is no table"),
         ('[options.x]\nvalues = ["a"]\ndefault = "b"', "default is none of a"),
         ('[options.x]\nvalues = ["a"]\ntold = { true = "b" }', "'b' is none of a"),
+        ('[options.x]\nvalues = ["a"]\nseen = { "n.*" = "a" }', "has a number or a star"),
+        ('[options.x]\nvalues = ["a"]\nseen = { "n.{=q}" = "a" }', "has what is no size"),
         ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
         ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
         ('sides = ["a"]', "are not two names"),
