@@ -47,7 +47,7 @@ _COMMANDS = {
     "transform": "convert",
     "merge": "merge-pipeline",
     "show": "strategy show",
-    "diff": "strategy diff",
+    "compare": "diff",
     "dry-run": "plan",
 }
 
