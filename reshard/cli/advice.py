@@ -47,6 +47,7 @@ _COMMANDS = {
     "transform": "convert",
     "merge": "merge-pipeline",
     "show": "strategy show",
+    "compare": "diff",
     "dry-run": "plan",
 }
 

@@ -64,7 +64,8 @@ def diff(
     or of another shape; then, of those that differ, how many elements do, and the largest absolute and
     relative difference. NaN is equal to NaN. A tensor of another type or of other bits counts as different
     though no value is: exit status 4 with --exit-code. Without it, the status is 0. Options of names and
-    types are for A, so that B can be compared with what it was made of.
+    types are for A, so that B can be compared with what it was made of. Strategies are compared by
+    `reshard strategy diff`.
     """
     quiet = typed["quiet"]
     report = Report(listener(quiet))

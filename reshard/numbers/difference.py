@@ -23,7 +23,8 @@ from reshard.opened.ahead import in_file_order
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-_TINY = 5e-324
+# There are more arrays of them here than elsewhere.
+_AT_ONCE = AT_ONCE // 2
 _LONG = ("Int64", "UInt64")
 
 
@@ -165,7 +166,7 @@ class _Computer:
         self._items = items
         self._wideners = Widener(), Widener()
         # A byte of Int4 is two numbers.
-        self._distance, self._scale, self._other = (np.empty(2 * AT_ONCE, np.float64) for _ in range(3))
+        self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
     def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
         """What some blocks of a pair differ in."""
@@ -175,9 +176,9 @@ class _Computer:
         with np.errstate(all="ignore"):
             for first, (mine, theirs) in blocks:
                 count = len(mine) // one.itemsize
-                for start in range(0, count, AT_ONCE):
-                    left = mine[start * one.itemsize : (start + AT_ONCE) * one.itemsize]
-                    right = theirs[start * other.itemsize : (start + AT_ONCE) * other.itemsize]
+                for start in range(0, count, _AT_ONCE):
+                    left = mine[start * one.itemsize : (start + _AT_ONCE) * one.itemsize]
+                    right = theirs[start * other.itemsize : (start + _AT_ONCE) * other.itemsize]
                     if same_type and _same(left, right):
                         continue
                     found.identical = False
@@ -216,11 +217,13 @@ class _Computer:
         found.differing += differing
         scale = np.abs(a, out=self._scale[:count])
         np.maximum(scale, np.abs(b, out=self._other[:count]), out=scale)
-        np.maximum(scale, _TINY, out=scale)
         relative = np.divide(distance, scale, out=scale)
-        # What is infinite in one only.
-        relative[np.isnan(relative) & (distance > 0)] = np.inf
-        found.max_rel = max(found.max_rel, float(np.fmax.reduce(relative)))
+        if nan is not None:
+            # What is infinite in one only.
+            relative[np.isnan(relative) & (distance > 0)] = np.inf
+        largest = float(relative.max())
+        # Of two zeros there is no relation.
+        found.max_rel = max(found.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
         if most > found.max_abs:
             found.max_abs = float(most)
             found.at = first + int(distance.argmax()) // packed

@@ -26,6 +26,8 @@ EXPONENTS = 2048
 ONE = 1023
 """The exponent of 1.0 there."""
 _EXPONENT_SHIFT = 52
+# Numbers that BLAS squares and adds up without threads.
+_DOT = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,6 @@ class _Computer:
         self._dtypes = dtypes
         self._magnitudes = magnitudes
         self._widener = Widener()
-        self._squares = np.empty(AT_ONCE, np.float64)
         self._mask = np.empty(AT_ONCE, np.bool_)
 
     def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
@@ -211,10 +212,8 @@ class _Computer:
         sums.zeros += zeros
         sums.finite += count
         doubles = self._widener.double(numbers)
-        # Not `dot`: it has threads of its own, whose number its result depends on.
-        squares = np.multiply(doubles, doubles, out=self._squares[:count])
         sums.totals.append(float(doubles.sum()))
-        sums.squares.append(float(squares.sum()))
+        sums.squares.append(_squares(doubles))
         if sums.magnitudes is not None:
             kept = doubles[np.logical_not(mask)] if zeros else doubles
             sums.magnitudes += np.bincount(_exponents(kept), minlength=EXPONENTS)
@@ -241,6 +240,17 @@ class _Sums:
         """All of it."""
         total, squares = _sum(self.totals), _sum(self.squares)
         return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, self.magnitudes)
+
+
+def _squares(doubles: npt.NDArray[np.float64]) -> float:
+    """The sum of squares.
+
+    Of many numbers at once BLAS would start threads of its own, whose number the result depends on.
+    """
+    whole = len(doubles) - len(doubles) % _DOT
+    rows = doubles[:whole].reshape(-1, _DOT)
+    rest = doubles[whole:]
+    return math.fsum([*np.matmul(rows[:, np.newaxis, :], rows[:, :, np.newaxis]).reshape(-1), np.dot(rest, rest)])
 
 
 def _sum(numbers: Sequence[float]) -> float:

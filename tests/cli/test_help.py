@@ -103,7 +103,7 @@ def test_behind_two_hyphens_nothing_is_an_option(world: World) -> None:
           says=["--src_checkpoint: does not exist"])  # fmt: skip
 
 
-MEANT = [("transform", "convert"), ("show", "strategy show"), ("plna", "plan")]
+MEANT = [("transform", "convert"), ("show", "strategy show"), ("compare", "diff"), ("plna", "plan")]
 
 
 @pytest.mark.parametrize(("typed", "meant"), MEANT)

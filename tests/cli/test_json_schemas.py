@@ -20,6 +20,7 @@ SCHEMAS = ROOT / "docs" / "schemas"
 DEMO = FIXTURES / "demo"
 STRATEGIES = ("--src-strategy", DEMO / "src_strategy.ckpt", "--dst-strategy", DEMO / "dst_strategy.ckpt")
 PIPELINE = FIXTURES / "10_dp2mp2pp2" / "strategy"
+FULL = FIXTURES / "full_weights" / "h01_bf16_sharded" / "model"
 GROUP_INFO = FIXTURES / "01_dp2mp4_adam" / "group_info"
 
 
@@ -79,6 +80,12 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("verify", whole, "--src", source, *STRATEGIES)
     add("fingerprint", whole, "--strategy", DEMO / "dst_strategy.ckpt")
     add("fingerprint", source, "--strategy", DEMO / "src_strategy.ckpt", "--ranks", "0-1")
+    add("get", source, "*layernorm.gamma", STRATEGIES[0], STRATEGIES[1], "--slice", "0:2")
+    add("get", FULL, "*")
+    add("stats", source, "--strategy", STRATEGIES[1])
+    add("diff", source, whole, "--a-strategy", STRATEGIES[1], "--b-strategy", STRATEGIES[3])
+    add("diff", source, FULL, "--strategy", STRATEGIES[1])
+    add("diff", file, FIXTURES / "ckpt_files" / "crc.safetensors", "--strategy", "none")
     add("replicas", "--strategy", PIPELINE)
     add("replicas", "--group-info", *sorted(GROUP_INFO.iterdir()))
     add("group-info", "inspect", *sorted(GROUP_INFO.iterdir()))

@@ -1,0 +1,168 @@
+"""Reading tensors where they lie: one rank's slices, everything, statistics and differences."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.against_mindspore import mindspore_python, quietly
+from benchmarks.measure import MIB, Run, Section, memory_backed, pairs, remove, reshard, run
+from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
+
+MODEL = Model(layers=12, matrices=8, rows=2304, columns=2304)
+OLD = Scheme(model=8)
+TARGETS = (("rows, 8 ranks to 4", Scheme(model=4)), ("rows of 8 ranks to columns of 4", Scheme(model=4, cut=1)))
+RANK = 3
+PAIRS = 5
+# Of statistics and differences: so many elements, as trained weights are distributed.
+ELEMENTS = 1 << 28
+MATRICES = 8
+
+_OPEN = """
+import sys, reshard
+src, old, new, rank = sys.argv[1:]
+with reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank)) as tensors:
+    held = dict(tensors.read_all())
+"""
+_NAMES = """
+import sys, reshard
+src, old, new, rank = sys.argv[1:]
+with reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank)) as tensors:
+    len(tensors)
+"""
+_OPEN_ALL = """
+import sys, reshard
+src, old = sys.argv[1:]
+with reshard.open(src, src_strategy=old) as tensors:
+    for name, array in tensors.read_all():
+        pass
+"""
+_LOAD = """
+import glob, sys, mindspore
+src, old, new, rank = sys.argv[1:]
+for needed in mindspore.rank_list_for_transform(int(rank), old, new):
+    held = mindspore.load_checkpoint(glob.glob(f"{src}/rank_{needed}/*.ckpt")[0])
+"""
+
+
+def measure() -> Section:
+    """Measure all of it."""
+    section = Section("Reading where it lies")
+    python = mindspore_python()
+    with memory_backed() as place:
+        slices(section, place, python)
+        numbers(section, place)
+    return section
+
+
+def slices(section: Section, place: Path, python: Optional[str]) -> None:
+    """One rank's slices, by `reshard.open`, by `cp` of as many bytes and by MindSpore, and everything."""
+    section.say(
+        f"A `.ckpt` checkpoint of {MODEL.nbytes / 1e9:.1f} GB, cut by rows over 8 ranks. All slices of rank {RANK} of "
+        "4, into memory, by `reshard.open` in a process of its own, start-up included (opening alone beside); against "
+        "`cp` of a file of as many bytes; and MindSpore's `load_checkpoint` of the files that it needs for them, whole "
+        "and without cutting them."
+    )
+    write_checkpoint(place / "src", MODEL, OLD)
+    write_strategy(place / "old", MODEL, OLD)
+    old = place / "old" / "ckpt_strategy_rank_0.ckpt"
+    section.table("slices", "over cp", "of CPU time", "reshard.open", "opening", "cp", "MindSpore", "anonymous")
+    pattern, copied = place / "pattern", place / "copied"
+    for name, scheme in TARGETS:
+        write_strategy(place / "new", MODEL, scheme)
+        new = place / "new" / "ckpt_strategy_rank_0.ckpt"
+        _fill(pattern, MODEL.nbytes // 4)
+        words = [place / "src", old, new, RANK]
+
+        def copy() -> Run:
+            remove(copied)
+            return run(["cp", pattern, copied])
+
+        command = [sys.executable, "-c", _OPEN, *words]
+        found = pairs(lambda command=command: run(command), copy, PAIRS)  # type: ignore[misc]
+        theirs = "not at hand" if python is None else f"{quietly([python, '-c', _LOAD, *words]).seconds:.1f} s"
+        section.row(
+            name,
+            f"{found.ratio:.2f}",
+            f"{found.cpu:.2f}",
+            f"{found.ours:.2f} s",
+            f"{min(run([sys.executable, '-c', _NAMES, *words]).seconds for _ in range(PAIRS)):.2f} s",
+            f"{found.theirs:.2f} s",
+            theirs,
+            f"{found.anonymous / MIB:.0f} MiB",
+        )
+        remove(pattern, copied)
+    files = sorted((place / "src").glob("*/*"))
+    words = [place / "src", old]
+    found = pairs(
+        lambda: run([sys.executable, "-c", _OPEN_ALL, *words]),
+        lambda: run(["sh", "-c", 'for file; do cp "$file" /dev/null; done', "sh", *files]),
+        PAIRS,
+    )
+    section.say(
+        f"All full tensors one after the other by `read_all`, {MODEL.nbytes / 1e9:.1f} GB, against `cp` of all files "
+        f"to /dev/null, which writes nothing: {found.ours:.2f} s and {found.theirs:.2f} s, "
+        f"{found.anonymous / MIB:.0f} MiB."
+    )
+    remove(place / "src")
+
+
+def numbers(section: Section, place: Path) -> None:
+    """Bytes that `stats` and `diff` go through in a second of processor time, in whole processes."""
+    section.say(
+        f"`stats` and `diff` of {ELEMENTS:,} elements in {MATRICES} matrices, in GB per second of processor time, what "
+        "the same command takes for a single element left aside; of `diff` the bytes of both checkpoints count. At "
+        "least 1 is asked for."
+    )
+    _write(place / "f32", 0)
+    _write(place / "f32b", 1)
+    (place / "one").mkdir()
+    save_file({"w": np.ones(1, np.float32)}, place / "one" / "model.safetensors")
+    for name in ("f32", "f32b"):
+        narrow = place / name.replace("f32", "bf16")
+        run(reshard("convert", place / name, narrow, "--to", "huggingface", "--cast", "BFloat16", "--quiet"))
+    section.table("command", "Float32", "BFloat16")
+    rows: list[tuple[str, list[object]]] = [
+        ("`stats`", ["stats", "A"]),
+        ("`stats --svg`", ["stats", "A", "--svg", place / "picture.svg"]),
+        ("`diff`, all the same", ["diff", "A", "A"]),
+        ("`diff`, every element another", ["diff", "A", "B"]),
+    ]
+    for title, words in rows:
+        cells = []
+        for kind, width in (("f32", 4), ("bf16", 2)):
+            sides = {"A": place / kind, "B": place / f"{kind}b"}
+            chosen = [sides.get(str(word), word) for word in words]
+            small = [place / "one" if str(word) in sides else word for word in words]
+            gigabytes = ELEMENTS * width * (2 if words[0] == "diff" else 1) / 1e9
+            cpu = _cpu(chosen) - _cpu(small)
+            cells.append(f"{gigabytes / cpu:.1f} GB/s")
+        section.row(title, *cells)
+
+
+def _cpu(words: list[object]) -> float:
+    return min(run(reshard(*words, "--jobs", 1, "--quiet")).cpu for _ in range(3))
+
+
+def _write(directory: Path, seed: int) -> None:
+    """A model in one file, of numbers as trained weights have them."""
+    directory.mkdir()
+    some = np.random.default_rng(seed).standard_normal(ELEMENTS // MATRICES // 16, np.float32) * np.float32(0.02)
+    shape = (1 << 12, ELEMENTS // MATRICES >> 12)
+    full = {f"layers.{number}.w": np.tile(some, 16).reshape(shape) for number in range(MATRICES)}
+    save_file(full, directory / "model.safetensors", {"format": "pt"})
+
+
+def _fill(path: Path, nbytes: int) -> None:
+    with path.open("wb") as file:
+        for first in range(0, nbytes, MIB):
+            file.write(os.urandom(1 << 10) * min(1 << 10, (nbytes - first) >> 10))
+
+
+if __name__ == "__main__":
+    measure()

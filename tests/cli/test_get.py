@@ -1,0 +1,141 @@
+"""get: what is printed or written is the tensor, whatever it is cut into."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.running import LAUNCHER, done, fails
+from tests.small import World, tensors
+from tests.trees import Value, scalar, text, write_checkpoint
+
+
+@pytest.fixture
+def saved(plain: World) -> World:
+    plain.save(tensors(names=["w", "v"]))
+    return plain
+
+
+def words(world: World, *more: Any) -> list[Any]:
+    return ["get", world.src, *more, "--strategy", world.old]
+
+
+def expected(name: str) -> Any:
+    return tensors()[name].array.view("<f4")
+
+
+def test_a_tensor_of_slices_is_written_whole(saved: World, tmp_path: Path) -> None:
+    result = done(*words(saved, "w", "-o", tmp_path / "out" / "w.npy"))
+    found = np.load(tmp_path / "out" / "w.npy")
+    assert found.dtype == np.float32 and found.tobytes() == expected("w").tobytes() and found.shape == (8, 6)
+    assert not result.out and "float32 [8,6]" in result.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.npy"]
+
+
+@pytest.mark.parametrize("index", ["0:4,:", "-1", "...,2", "::-2,1::3", "3,4", "[1:2, 0]", ":", "5:5"])
+def test_a_slice_is_what_numpy_takes(index: str, saved: World, tmp_path: Path) -> None:
+    done(*words(saved, "w", f"--slice={index}", "-o", tmp_path / "w.npy"))
+    chosen = eval(f"array[{index.strip('[]')}]", {"array": expected("w")})
+    found = np.load(tmp_path / "w.npy")
+    assert found.shape == np.shape(chosen) and found.tobytes() == np.ascontiguousarray(chosen).tobytes()
+    (printed,) = done(*words(saved, "w", "--slice", index, "--json")).json
+    assert np.array_equal(np.array(printed["values"], "f4").reshape(chosen.shape), chosen) and printed[
+        "sliced_shape"
+    ] == list(chosen.shape)
+
+
+def test_standard_output_gets_an_array_for_numpy_or_text(saved: World) -> None:
+    command = [sys.executable, "-c", LAUNCHER, *map(str, words(saved, "w", "-o", "-"))]
+    printed = subprocess.run(command, capture_output=True, check=True).stdout
+    assert np.load(BytesIO(printed)).tobytes() == expected("w").tobytes()
+    said = done(*words(saved, "v")).out
+    assert said.startswith("v  Float32  [4]\n[") and said.count(",") == 3 + said.splitlines()[0].count(",")
+
+
+def test_a_pattern_prints_all_that_it_matches(saved: World) -> None:
+    found = done(*words(saved, "?", "--json")).json
+    assert [row["name"] for row in found] == ["v", "w"]
+    assert [row["dtype"] for row in found] == ["Float32", "Float32"]
+    fails(2, *words(saved, "?", "-o", "all.npy"), says=["matches 2 tensors", "'v'"])
+    fails(3, *words(saved, "W"), says=["there is no tensor 'W'", "did you mean 'w'"])
+
+
+def test_types_that_numpy_lacks_become_float32_or_bits(tmp_path: Path) -> None:
+    bits = np.array([0x3F80, 0xC000, 0x7FC0, 0x0001], "<u2")
+    checkpoint = {
+        "b": Value("BFloat16", bits),
+        "f": Value("F8_E5M2", np.array([0x3C, 0xFC, 0x01], "u1")),
+        "i": Value("Int4", np.array([0x12], "u1")),
+    }
+    path = write_checkpoint(tmp_path / "all.safetensors", checkpoint)
+    out = tmp_path / "out.npy"
+    result = done("get", path, "b", "--strategy", "none", "-o", out)
+    found = np.load(out)
+    assert found.dtype == np.float32 and found.view("<u4").tolist() == [int(bit) << 16 for bit in bits]
+    assert "BFloat16, which NumPy lacks, and is written as Float32" in result.err
+    done("get", path, "b", "--strategy", "none", "-o", out, "--raw")
+    assert np.load(out).dtype == np.uint16 and np.load(out).tolist() == bits.tolist()
+    done("get", path, "f", "--strategy", "none", "-o", out)
+    assert np.load(out).tolist() == [1.0, -np.inf, 2.0**-16]
+    assert done("get", path, "b", "--strategy", "none", "--json").json[0]["values"] == [1.0, -2.0, "NaN", 2.0**-133]
+    assert "two values a byte" in done("get", path, "i", "--strategy", "none").out
+
+
+def test_text_and_scalars_are_printed(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "all.ckpt", {"says": text("grün"), "step": scalar(7)})
+    assert done("get", path, "says", "--strategy", "none", "-q").out == "grün\n"
+    assert done("get", path, "step", "--strategy", "none", "-q").out == "7\n"
+    done("get", path, "says", "--strategy", "none", "-o", tmp_path / "says.npy")
+    assert np.load(tmp_path / "says.npy") == "grün"
+
+
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(6 << 20, dtype="<u4")
+    path = write_checkpoint(tmp_path / "all.safetensors", {"w": Value("Float32", array)})
+    made: list[int] = []
+    from reshard.opened.tensor import LazyTensor
+
+    empty = LazyTensor.empty
+
+    def counting(tensor: LazyTensor, shape: tuple[int, ...]) -> Any:
+        found = empty(tensor, shape)
+        made.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(LazyTensor, "empty", counting)
+    done("get", path, "w", "--strategy", "none", "-o", tmp_path / "w.npy")
+    assert np.array_equal(np.load(tmp_path / "w.npy").view("<u4"), array)
+    assert max(made) <= 8 << 20 and sum(made) == array.nbytes
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        (["--slice", "a"], "no position, range or"),
+        (["--slice", "1:2:3:4"], "no position, range or"),
+        (["--slice", "::0"], "slice step cannot be zero"),
+        (["--slice", "0,0,0"], "has the shape [8,6]"),
+        (["--slice", "8"], "out of bounds"),
+        (["-o", "w.ckpt"], "has to end in .npy"),
+        (["-o", "w.npy", "--json"], "do not go together"),
+    ],
+)
+def test_what_cannot_be_meant_is_wrong_usage(more: list[str], says: str, saved: World) -> None:
+    fails(2, *words(saved, "w", *more), says=[says])
+
+
+def test_too_much_to_read_is_not_printed(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Int8", np.zeros((1 << 20) + 1, "u1"))})
+    fails(2, "get", path, "w", "--strategy", "none", says=["are too many to print", "--slice"])
+    assert "..." in done("get", path, "w", "--strategy", "none", "--slice", "1:").out
+
+
+def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
+    fails(2, "get", saved.src, "w", says=["the strategy that it was saved with is missing", "pass none"])
+    fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", says=["does not exist"])

@@ -1,0 +1,123 @@
+"""stats and diff from the command line: forms, layouts, exit statuses, pictures."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.running import done, fails, reshard
+from tests.small import World, tensors
+from tests.trees import Value, text, write_checkpoint
+
+
+@pytest.fixture
+def saved(world: World) -> World:
+    world.save(tensors())
+    return world
+
+
+def stats(path: Path, *options: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = done("stats", path, *options, "--json").json["tensors"]
+    return rows
+
+
+def test_statistics_are_the_same_in_every_layout_and_form(saved: World) -> None:
+    expected = {row["name"]: row for row in stats(saved.src, "--strategy", saved.old)}
+    for name, (_, array) in tensors().items():
+        numbers = array.view("<f4").astype("f8")
+        row = expected[name]
+        assert (row["count"], row["min"], row["max"]) == (array.size, numbers.min(), numbers.max())
+        assert row["norm"] == pytest.approx(np.linalg.norm(numbers)) and row["mean"] == pytest.approx(numbers.mean())
+    assert expected["global_step"]["max"] == 41
+    old = ("--src-strategy", saved.old)
+    done("convert", saved.src, saved.dst, *old, "--dst-strategy", saved.new)
+    done("convert", saved.src, saved.root / "hf", *old, "--to", "huggingface")
+    done("convert", saved.src, saved.root / "c2", *old, "--to", "checkpoint2", "--dst-strategy", saved.new)
+    assert stats(saved.dst, "--strategy", saved.new) == [*expected.values()]
+    assert stats(saved.root / "hf") == [*expected.values()]
+    found = {row["name"]: row for row in stats(saved.root / "c2")}
+    assert all(found[name] == expected[name] for name in tensors())
+    assert done("stats", saved.root / "hf", "--json").json["form"] == "huggingface"
+
+
+def test_the_table_names_every_tensor_and_sums_them_up(saved: World) -> None:
+    said = done("stats", saved.src, "--strategy", saved.old, "--exclude", "m.*").out
+    assert "w" in said and "m.w" not in said and "[8,6]" in said
+    assert said.rstrip().splitlines()[-1].startswith("3 tensors, 53 elements: 0 NaN")
+
+
+def test_fail_on_names_what_is_not_finite(tmp_path: Path) -> None:
+    numbers = np.array([1, np.nan, np.inf, 0], "<f4").view("<u4")
+    path = write_checkpoint(tmp_path / "w.ckpt", {"bad": Value("Float32", numbers), "says": text("nan")})
+    good = write_checkpoint(tmp_path / "g.ckpt", {"w": Value("Float32", numbers[:1])})
+    (row,) = stats(path, "--strategy", "none")
+    assert (row["nan"], row["inf"], row["zeros"], row["min"], row["max"]) == (1, 1, 1, 0.0, 1.0)
+    result = fails(4, "stats", path, "--strategy", "none", "--fail-on", "nan,inf", says=["NaN in 1 tensor: 'bad'"])
+    assert "Inf in 1 tensor: 'bad'" in result.err and "bad" in result.out
+    assert reshard("stats", path, "--strategy", "none").status == 0
+    assert reshard("stats", good, "--strategy", "none", "--fail-on", "nan,inf").status == 0
+    fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", says=["neither nan nor inf"])
+
+
+def test_a_picture_shows_which_magnitudes_there_are(saved: World, tmp_path: Path) -> None:
+    picture = tmp_path / "out" / "m.svg"
+    done("stats", saved.src, "--strategy", saved.old, "--svg", picture)
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    said = "".join(root.itertext())
+    assert "101 elements" in said and "m.w" in said
+    # Everything that is not zero is in a bar of the histogram: 41 is between 2^5 and 2^6.
+    assert "2^5 to 2^6: 1 element" in said
+    write_checkpoint(tmp_path / "z.ckpt", {"w": Value("Float32", np.zeros(3, "<u4"))})
+    done("stats", tmp_path / "z.ckpt", "--strategy", "none", "--svg", tmp_path / "z.svg")
+    assert xml.etree.ElementTree.parse(tmp_path / "z.svg").getroot().tag.endswith("svg")
+
+
+def test_a_conversion_differs_from_its_source_in_nothing(saved: World) -> None:
+    done("convert", saved.src, saved.root / "u", "--src-strategy", saved.old, "--to", "unified")
+    result = done("diff", saved.src, saved.root / "u", "--strategy", saved.old, "--exit-code")
+    assert "4 tensors, all the same in every byte" in result.out
+    assert done("diff", saved.root / "u", saved.src, "--b-strategy", saved.old, "--json").json["equal"]
+
+
+def test_steps_of_one_checkpoint_are_compared(plain: World) -> None:
+    old, new = tensors(names=["w", "v"]), tensors(names=["w", "v"])
+    changed = new["w"].array.copy()
+    changed.view("<f4")[3, 2] = 7.5
+    new["w"] = Value("Float32", changed)
+    plain.save(old, "rank_{rank}/net-1_9.ckpt")
+    plain.save(new, "rank_{rank}/net-1_10.ckpt")
+    words: list[Any] = ["diff", plain.src, plain.src, "--strategy", plain.old, "--a-step", "1_9"]
+    found = done(*words, "--json").json
+    (row,) = found["differing"]
+    assert (row["name"], row["differing"], row["at"]) == ("w", 1, [3, 2]) and found["identical"] == 2
+    before = float(old["w"].array.view("<f4")[3, 2])
+    assert row["max_abs"] == pytest.approx(7.5 - before) and row["max_rel"] == pytest.approx((7.5 - before) / 7.5)
+    assert (found["a"]["step"], found["b"]["step"]) == ("1_9", "1_10")
+    said = reshard(*words, "--exit-code")
+    assert said.status == 4 and "[3,2]" in said.out
+    assert done(*words).status == 0
+
+
+def test_names_shapes_and_types_that_differ_are_told(tmp_path: Path) -> None:
+    def ones(*shape: int) -> Value:
+        return Value("Float32", np.full(shape, 0x3F800000, "<u4"))
+
+    one = write_checkpoint(tmp_path / "a.ckpt", {"x": ones(2), "s": ones(2, 3), "t": ones(3), "says": text("a")})
+    half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
+    other = write_checkpoint(tmp_path / "b.ckpt", {"y": ones(2), "s": ones(3, 2), "t": half, "says": text("b")})
+    said = done("diff", one, other, "--strategy", "none").out
+    assert "1 only in A: 'x'" in said and "1 only in B: 'y'" in said and "s: [2,3] in A, [3,2] in B" in said
+    assert "Float32 and BFloat16" in said and "2 tensors of 2 differ" in said
+    assert reshard("diff", one, other, "--strategy", "none", "--exit-code").status == 4
+    cast = done("diff", one, other, "--strategy", "none", "--include", "t", "--cast", "t=BFloat16", "--exit-code")
+    assert "all the same" in cast.out
+
+
+def test_a_strategy_of_one_side_is_not_asked_of_the_other(saved: World) -> None:
+    fails(2, "diff", saved.src, saved.src, says=["the strategy that it was saved with is missing"])
+    done("convert", saved.src, saved.root / "hf", "--src-strategy", saved.old, "--to", "huggingface")
+    fails(2, "diff", saved.root / "hf", saved.src, "--a-strategy", saved.old, says=["needs no strategy"])

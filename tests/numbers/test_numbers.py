@@ -1,0 +1,281 @@
+"""Statistics and differences against NumPy's on whole arrays, for every type, layout and number of threads."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard.execute import Progress
+from reshard.numbers import sweep
+from reshard.numbers.difference import Differences, Pair, differences
+from reshard.numbers.statistics import ONE, TensorStatistics, statistics_of
+from reshard.numbers.widening import BYTES, in_numpy, table
+from tests.conftest import LONG
+from tests.layouts import strategies
+from tests.reference import Array
+from tests.trees import (
+    SAFETENSORS_NAMES,
+    Value,
+    cut_ranks,
+    layout,
+    single,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+SCALE = 20 if LONG else 1
+MEMORY = 16 << 20
+TYPES = [*SAFETENSORS_NAMES]
+PLAIN = {"Float16": "<f2", "Float32": "<f4", "Float64": "<f8", "Complex64": "<c8", "Bool": "?"}
+
+
+def values_of(value: Value) -> Array:
+    """The elements of a tensor as NumPy computes with them, the obvious way."""
+    dtype, array = value
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if dtype == "BFloat16":
+        return (flat.astype("<u4") << 16).view("<f4")
+    if dtype in ("F8_E4M3", "F8_E5M2"):
+        return np.array([float8(int(code), dtype) for code in flat])
+    if dtype == "Int4":
+        halves = [half - 16 if half > 7 else half for code in flat for half in (int(code) & 15, int(code) >> 4)]
+        return np.array(halves, "<i8")
+    if dtype in PLAIN:
+        return flat.view(PLAIN[dtype])
+    return flat.view(("<u" if dtype.startswith("U") else "<i") + str(flat.itemsize))
+
+
+def float8(code: int, dtype: str) -> float:
+    """An 8-bit float by its definition."""
+    mantissa, bias = (3, 7) if dtype == "F8_E4M3" else (2, 15)
+    sign = -1.0 if code & 128 else 1.0
+    exponent, fraction = (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
+    if dtype == "F8_E4M3" and code & 127 == 127:
+        return math.nan
+    if dtype == "F8_E5M2" and exponent == 31:
+        return math.nan if fraction else sign * math.inf
+    if exponent == 0:
+        return sign * fraction * 2.0 ** (1 - bias - mantissa)
+    return sign * (1 + fraction / (1 << mantissa)) * 2.0 ** (exponent - bias)
+
+
+@pytest.mark.parametrize("dtype", [name for name in BYTES if name.startswith("Float8")])
+def test_8_bit_floats_are_what_ml_dtypes_says(dtype: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    name = {"Float8E8M0": "float8_e8m0fnu"}.get(dtype, dtype.lower().replace("float8", "float8_"))
+    expected = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
+    assert np.array_equal(table(dtype)[:, 0], expected, equal_nan=True)
+    assert np.array_equal(in_numpy(np.arange(256, dtype=np.uint8), dtype), expected.astype("f4"), equal_nan=True)
+
+
+@st.composite
+def contents(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> Value:
+    """A tensor of any bytes, of which many are zero and some NaN or infinite."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    width = {"Complex64": 8}.get(dtype) or np.zeros(0, PLAIN.get(dtype, "u1")).itemsize
+    width = {"BFloat16": 2, "Int16": 2, "UInt16": 2, "Int32": 4, "UInt32": 4, "Int64": 8, "UInt64": 8}.get(dtype, width)
+    array = rng.integers(0, 256, (*shape, width), "u1").view(f"<u{width}")[..., 0]
+    if dtype == "Bool":
+        array &= 1
+    array[rng.random(shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 0
+    return Value(dtype, array)
+
+
+def check_statistics(found: TensorStatistics, value: Value) -> None:
+    numbers = values_of(value)
+    finite = numbers[np.isfinite(numbers)]
+    assert found.shape == value.array.shape and found.count == numbers.size
+    assert found.nan == np.isnan(numbers).sum() and found.inf == np.isinf(numbers).sum()
+    assert found.zeros == (numbers == 0).sum()
+    wide = finite.astype("c16" if finite.dtype.kind == "c" else "f8")
+    with np.errstate(over="ignore"):
+        assert found.norm == pytest.approx(float(np.sqrt((np.abs(wide) ** 2).sum())), rel=1e-12)
+    if not finite.size or finite.dtype.kind == "c":
+        assert found.min is None and found.max is None and found.mean is None
+        return
+    assert (found.min, found.max) == (finite.min(), finite.max())
+    exact = math.fsum(wide) / finite.size
+    assert found.mean == pytest.approx(exact, rel=1e-9, abs=1e-12 * float(np.abs(wide).max()))
+    assert isinstance(found.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
+
+
+@settings(max_examples=40 * SCALE)
+@given(st.data())
+def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
+    shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 24]), max_size=3).map(tuple)
+    types = data.draw(st.permutations(TYPES))[:4]
+    full = {f"t{number}": data.draw(contents(dtype, data.draw(shapes))) for number, dtype in enumerate(types)}
+    strategy = data.draw(strategies(full), label="strategy")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_tree(root / "src", cut_ranks(strategy, full), "rank_{rank}/net.safetensors")
+        old = write_strategy(root / "old", strategy)
+        write_checkpoint(root / "whole" / "all.safetensors", full)
+        with reshard.open(root / "src", src_strategy=old, jobs=data.draw(st.integers(1, 3))) as opened:
+            found = statistics_of(opened, MEMORY, Progress(), magnitudes=data.draw(st.booleans()))
+        assert [tensor.name for tensor in found] == sorted(full)
+        for tensor in found:
+            check_statistics(tensor, full[tensor.name])
+        with reshard.open(root / "whole" / "all.safetensors", src_strategy="none") as opened:
+            assert found == statistics_of(opened, MEMORY, Progress())
+        whole = reshard.open(root / "whole" / "all.safetensors", src_strategy="none")
+        with whole as one, reshard.open(root / "src", src_strategy=old) as other:
+            assert differences(one, other, MEMORY, Progress()).equal
+
+
+def large(root: Path, kind: str = "Float32") -> dict[str, Value]:
+    """A tensor of several blocks and chunks, with odd sizes."""
+    rng = np.random.default_rng(5)
+    numbers = rng.standard_normal((1037, 1031)).astype("f4")
+    numbers[5, 7], numbers[900, 1], numbers[1036, 1030] = np.nan, -np.inf, 0
+    bits = numbers.view("<u4") if kind == "Float32" else (numbers.view("<u4") >> 16).astype("<u2")
+    return {"w": Value(kind, bits)}
+
+
+@pytest.mark.parametrize("kind", ["Float32", "BFloat16"])
+def test_sums_are_the_same_to_the_last_bit_whatever_the_layout_and_the_threads(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 300_000)
+    full = large(tmp_path, kind)
+    write_checkpoint(tmp_path / "whole.ckpt", full)
+    strategy = single({"w": layout([1031], [-1, 0])})
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
+    old = write_strategy(tmp_path / "old", strategy)
+    found = []
+    for source, saved, jobs in ((tmp_path / "whole.ckpt", "none", 1), (tmp_path / "whole.ckpt", "none", 3),
+                                (tmp_path / "src", old, 2)):  # fmt: skip
+        with reshard.open(source, src_strategy=saved, jobs=jobs) as opened:
+            found += statistics_of(opened, MEMORY, Progress())
+    assert found[0] == found[1] == found[2]
+    check_statistics(found[0], full["w"])
+
+
+def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:
+    numbers = np.array([1.0, -1.5, 2.0, 0.0, 0.125, np.nan, np.inf, 1e-45], "<f4")
+    write_checkpoint(tmp_path / "w.ckpt", {"w": Value("Float32", numbers.view("<u4"))})
+    write_checkpoint(tmp_path / "i.ckpt", {"i": Value("Int8", np.array([1, 255, 128, 0, 64], "u1"))})
+    with reshard.open(tmp_path / "w.ckpt", src_strategy="none") as opened:
+        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+    assert found.magnitudes is not None
+    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == {
+        -149: 1, -3: 1, 0: 2, 1: 1,
+    }  # fmt: skip
+    with reshard.open(tmp_path / "i.ckpt", src_strategy="none") as opened:
+        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+    assert found.magnitudes is not None
+    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == {0: 2, 6: 1, 7: 1}
+
+
+def compared(root: Path, one: dict[str, Value], other: dict[str, Value]) -> Differences:
+    write_checkpoint(root / "a.safetensors", one)
+    write_checkpoint(root / "b.safetensors", other)
+    opened = [reshard.open(root / name, src_strategy="none") for name in ("a.safetensors", "b.safetensors")]
+    with opened[0] as a, opened[1] as b:
+        return differences(a, b, MEMORY, Progress())
+
+
+def check_difference(pair: Pair, one: Value, other: Value) -> None:
+    """The pair against NumPy, in numbers wide enough for all types."""
+    a, b = (values_of(value) for value in (one, other))
+    same_bits = one.dtype == other.dtype and one.array.tobytes() == other.array.tobytes()
+    assert pair.identical is same_bits
+    nan = np.isnan(a) != np.isnan(b)
+    both = ~np.isnan(a) & ~np.isnan(b)
+    whole = a.dtype.kind in "iub" and b.dtype.kind in "iub"
+    wide: Any = object if whole else "c16" if "c" in a.dtype.kind + b.dtype.kind else "f8"
+    left, right = (array[both].astype(wide) for array in (a, b))
+    if whole:
+        left, right = (np.array([int(number) for number in side], object) for side in (left, right))
+    with np.errstate(all="ignore"):
+        distance = np.where(left == right, 0, np.abs(left - right)).astype("f8") if left.size else np.zeros(0)
+        scale = np.maximum(np.abs(left), np.abs(right)).astype("f8")
+        relative = np.where(distance == 0, 0, np.where(np.isinf(distance), np.inf, distance / scale))
+    assert pair.nan == nan.sum() and pair.differing == nan.sum() + (distance > 0).sum()
+    assert pair.max_abs == pytest.approx(distance.max(initial=0.0), rel=1e-12)
+    assert pair.max_rel == pytest.approx(relative.max(initial=0.0), rel=1e-12)
+    if pair.differing:
+        assert pair.at is not None
+        packed = 2 if one.dtype == "Int4" else 1
+        places = np.flatnonzero(both)[distance == distance.max(initial=0.0)] if pair.max_abs else np.flatnonzero(nan)
+        first = int(places[0]) // packed
+        assert pair.at == tuple(int(at) for at in np.unravel_index(first, one.array.shape))
+    else:
+        assert pair.at is None
+
+
+@settings(max_examples=80 * SCALE)
+@given(st.data())
+def test_differences_are_numpys(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from([(5,), (3, 4), (2, 0), (), (7, 9)]))
+    dtype = data.draw(st.sampled_from(TYPES), label="dtype")
+    one = data.draw(contents(dtype, shape))
+    others = [dtype, dtype, *(kind for kind in ("Float32", "BFloat16", "Float16", "Int32") if dtype != "Int4")]
+    kind = data.draw(st.sampled_from(others), label="other")
+    other = data.draw(contents(kind, shape))
+    if kind == dtype:
+        # The same but for some elements.
+        keep = np.random.default_rng(data.draw(st.integers(0, 99))).random(shape) < 0.7
+        other = Value(kind, np.where(keep, one.array, other.array).astype(one.array.dtype))
+    with tempfile.TemporaryDirectory() as directory:
+        found = compared(Path(directory), {"w": one}, {"w": other})
+    assert not found.only_a and not found.only_b and not found.shapes
+    check_difference(found.pairs[0], one, other)
+
+
+def test_a_difference_in_a_large_tensor_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 300_000)
+    one = large(tmp_path)["w"]
+    array = one.array.copy()
+    array.view("<f4")[700, 11] += 0.5
+    array.view("<f4")[800, 12] -= 0.25
+    found = compared(tmp_path, {"w": one}, {"w": Value("Float32", array)})
+    (pair,) = found.differing
+    check_difference(pair, one, Value("Float32", array))
+    assert pair.at == (700, 11) and pair.differing == 2
+
+
+def test_only_what_differs_is_subtracted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = large(tmp_path)["w"]
+    compares: list[int] = []
+    from reshard.numbers import difference
+
+    compare = difference._Computer._compare
+
+    def counting(self: Any, found: Any, first: int, *raws: Any) -> None:
+        compares.append(first)
+        compare(self, found, first, *raws)
+
+    monkeypatch.setattr(difference._Computer, "_compare", counting)
+    assert compared(tmp_path, {"w": one}, {"w": one}).equal and not compares
+    array = one.array.copy()
+    array[0, 0] += 1
+    assert not compared(tmp_path, {"w": one}, {"w": Value("Float32", array)}).equal and compares == [0]
+
+
+def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
+    def ones(*shape: int) -> Value:
+        return Value("Float32", np.full(shape, 0x3F800000, "<u4"))
+
+    half = Value("BFloat16", np.full((3,), 0x3F80, "<u2"))
+    zero, minus = (Value("Float32", np.array([bits], "<u4")) for bits in (0, 1 << 31))
+    found = compared(
+        tmp_path,
+        {"x": ones(2), "s": ones(2, 3), "t": ones(3), "z": zero},
+        {"y": ones(2), "s": ones(3, 2), "t": half, "z": minus},
+    )
+    assert (found.only_a, found.only_b, found.shapes) == (["x"], ["y"], {"s": ((2, 3), (3, 2))})
+    assert found.differing == [
+        Pair("t", ("Float32", "BFloat16"), (3,), False),
+        Pair("z", ("Float32", "Float32"), (1,), False),
+    ]
+    assert not found.equal
