@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, IncompleteSourceError, InputError, R
 from reshard.text.report import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered, saving
 from tests.checkpoint_writing import write_safetensors
-from tests.checkpoints.test_checkpoint2 import full_bytes, read
+from tests.checkpoints.reading import full_bytes, read
 from tests.corpus import FIXTURES
 
 ITERATION = "iteration_00000010"

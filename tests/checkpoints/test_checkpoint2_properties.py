@@ -15,7 +15,7 @@ from reshard.checkpoints.checkpoint2.names import parse_key
 from reshard.layout import Layout
 from reshard.text.report import Report
 from tests.checkpoint2_writing import Laid, Saving, numbered
-from tests.checkpoints.test_checkpoint2 import full_bytes, read
+from tests.checkpoints.reading import full_bytes, read
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import ReshardError
+from tests.bounds import within
 from tests.checkpoint2_writing import Laid, numbered, saving
-from tests.checkpoints.test_checkpoint2 import full_bytes, read
-from tests.cli.test_hostile import within
+from tests.checkpoints.reading import full_bytes, read
 from tests.conftest import LONG
 from tests.corpus import FIXTURES
 

@@ -17,7 +17,7 @@ from reshard.layout.overlap import Cell
 from reshard.plan.replicas import choose
 from reshard.text.globs import Glob, Globs
 from reshard.text.name_filters import Filters
-from tests.cli.test_hostile import refused, within
+from tests.bounds import refused, within
 from tests.running import Argument, done, warns
 from tests.small import COPIED, World, tensors
 from tests.strategy_writing import layout, protobuf

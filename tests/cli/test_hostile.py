@@ -6,105 +6,26 @@ special files, sizes that would cost time or memory, and names.
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import json
 import os
 import re
-import signal
-import socket
 import struct
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Callable, Optional
+from typing import Callable
 
 import numpy as np
 import pytest
 
+from tests.bounds import MEGABYTES, SECONDS, measured, refused, within
 from tests.checkpoint_writing import header_bytes, record, write_ckpt, write_sparse
-from tests.running import Argument, Result, done, fails, reshard
+from tests.running import Argument, done, fails, reshard
 from tests.small import World, tensors
+from tests.special_files import SPECIAL
 from tests.strategy_writing import layout, layout_message, numbers, protobuf
 from tests.wire import field, varint
 
-SECONDS = 5
-MEGABYTES = 300
-
-
-class TookTooLong(BaseException):
-    """So that nothing takes it for an error of the command."""
-
-
-@contextlib.contextmanager
-def within(seconds: int = SECONDS) -> Iterator[None]:
-    """Ends a hang."""
-
-    def stop(number: int, frame: Optional[FrameType]) -> None:
-        raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Result:
-    """The command fails so, in time, with few and short lines, none of them about a bug."""
-    with within():
-        result = fails(status, *words, says=says)
-    assert "internal error" not in result.err
-    assert len(result.err.splitlines()) < 10
-    assert len(result.err) < 5000
-    return result
-
-
 # Special files
-
-
-@contextlib.contextmanager
-def fifo(path: Path) -> Iterator[None]:
-    os.mkfifo(path)
-    yield
-
-
-@contextlib.contextmanager
-def listening(path: Path) -> Iterator[None]:
-    # The path of a socket may have some hundred bytes only.
-    place = os.open(path.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"/proc/self/fd/{place}/{path.name}")
-            yield
-    finally:
-        os.close(place)
-
-
-@contextlib.contextmanager
-def linked(target: str, path: Path) -> Iterator[None]:
-    path.symlink_to(target)
-    yield
-
-
-@contextlib.contextmanager
-def directory(path: Path) -> Iterator[None]:
-    path.mkdir()
-    yield
-
-
-SPECIAL: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
-    "fifo": fifo,
-    "socket": listening,
-    "endless device": lambda path: linked("/dev/zero", path),
-    "loop of links": lambda path: linked(path.name, path),
-    "directory": directory,
-    "missing": lambda path: linked("nowhere", path),
-}
 
 
 def uses_of_a_file(world: World, file: Path) -> dict[str, list[Argument]]:
@@ -389,17 +310,6 @@ def test_absurd_strategies_are_refused_at_once(tmp_path: Path, case: str) -> Non
     refused(3, "rank-list", 0, "--src-strategy", "none", "--dst-strategy", path, says=[path])
     refused(3, "merge-pipeline", tmp_path, tmp_path / "merged.json", says=[path])
     refused(3, "group-info", "inspect", path, says=[path])
-
-
-def measured(*words: Argument) -> tuple[Result, int]:
-    """A command in a process of its own, and the most memory it took, in MiB."""
-    report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
-    code = f"import sys; from reshard.cli.main import main\ntry: main()\nfinally: {report}"
-    process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
-    )
-    *lines, kilobytes = process.stderr.splitlines()
-    return Result(process.returncode, process.stdout, "\n".join(lines)), int(kilobytes) >> 10
 
 
 def many_records(count: int) -> bytes:

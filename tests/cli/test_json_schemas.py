@@ -15,8 +15,8 @@ import pytest
 from docs.tools.commands import walk
 from tests.corpus import FIXTURES, ROOT
 from tests.running import done, reshard
+from tests.schemas import SCHEMAS, check
 
-SCHEMAS = ROOT / "docs" / "schemas"
 DEMO = FIXTURES / "demo"
 STRATEGIES = ("--src-strategy", DEMO / "src_strategy.ckpt", "--dst-strategy", DEMO / "dst_strategy.ckpt")
 PIPELINE = FIXTURES / "10_dp2mp2pp2" / "strategy"
@@ -33,10 +33,6 @@ def documented() -> dict[str, Path]:
             for name in re.findall(r"`(reshard [^`]+)`", line.split("|")[1]):
                 found[name] = SCHEMAS / link[1]
     return found
-
-
-def check(value: Any, schema: Path) -> None:
-    jsonschema.Draft202012Validator(json.loads(schema.read_text(encoding="utf-8"))).validate(value)
 
 
 @pytest.fixture(scope="module")

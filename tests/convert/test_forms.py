@@ -9,26 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.forms import FORMS, to
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
 
 FULL = tensors()
-FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
 
 LAST = {
     "checkpoint2": "latest_checkpointed_iteration.txt",
     "unified": "param_name_map.json",
     "huggingface": "model.safetensors.index.json",
 }
-
-
-def to(form: str, world: World) -> list[Argument]:
-    """The options that write a form, cut as the target strategy where it has one."""
-    words: list[Argument] = ["--to", form]
-    if form in ("ranks", "checkpoint2"):
-        words += ["--dst-strategy", world.new]
-    return words
 
 
 def back(form: str, world: World) -> list[Argument]:

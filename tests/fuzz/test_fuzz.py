@@ -20,7 +20,7 @@ from typing import Any, Callable, Optional
 import pytest
 
 from reshard.errors import ReshardError
-from tests.cli.test_hostile import within
+from tests.bounds import within
 from tests.corpus import FIXTURES
 from tests.fuzz.mutate import mutated
 from tests.fuzz.readers import READERS, Reader

@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple
 
 import pytest
 
-from tests.cli.test_hostile import within
+from tests.bounds import within
 from tests.reference import Strategy
 from tests.running import reshard
 from tests.small import COPIED, PLAIN, PLAIN_TARGET, SOURCE, TARGET, World, tensors, without

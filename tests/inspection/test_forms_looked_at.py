@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_json_schemas import SCHEMAS, check
-from tests.convert.test_forms import FORMS, to
+from tests.forms import FORMS, to
 from tests.running import Argument, done, fails
+from tests.schemas import SCHEMAS, check
 from tests.small import World, tensors
 from tests.trees import read_checkpoint
 

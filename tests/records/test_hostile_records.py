@@ -14,10 +14,11 @@ from typing import Any, Callable, NamedTuple, Optional
 import pytest
 
 from reshard.verification.sums import VERSION
+from tests.bounds import measured, within
 from tests.checkpoint_writing import write_sparse
-from tests.cli.test_hostile import SPECIAL, measured, within
 from tests.running import Argument, Result, done, reshard
 from tests.small import World, tensors
+from tests.special_files import SPECIAL
 
 
 class Record(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 from reshard.errors import TargetError
 from tests.conftest import LONG
 from tests.corpus import ROOT
-from tests.execute.test_faults import CALLS, ERRORS, failing
+from tests.faults import CALLS, ERRORS, failing
 from tests.records.test_resume import part
 from tests.running import Argument, done, fails, reshard
 from tests.small import COPIED, World, tensors

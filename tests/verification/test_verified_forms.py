@@ -12,9 +12,9 @@ from typing import Any, Callable
 import pytest
 
 from reshard.plan import plan as plan_module
-from tests.convert.test_forms import FORMS, to
 from tests.corpus import CORPUS2
 from tests.corpus2 import needs_corpus2
+from tests.forms import FORMS, to
 from tests.mistakes import off_by_one, swapped_rows
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors

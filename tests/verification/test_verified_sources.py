@@ -36,7 +36,7 @@ from tests.trees import (
     write_checkpoint,
     write_tree,
 )
-from tests.verification.test_verification import Quiet, files_of
+from tests.verification.pairs import Quiet, files_of
 
 Held = dict[int, dict[str, Value]]
 

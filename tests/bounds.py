@@ -1,0 +1,57 @@
+"""What a command may take at the most: seconds, memory, words."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Optional
+
+from tests.running import Argument, Result, fails
+
+SECONDS = 5
+MEGABYTES = 300
+
+
+class TookTooLong(BaseException):
+    """So that nothing takes it for an error of the command."""
+
+
+@contextlib.contextmanager
+def within(seconds: int = SECONDS) -> Iterator[None]:
+    """Ends a hang."""
+
+    def stop(number: int, frame: Optional[FrameType]) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def refused(status: int, *words: Argument, says: Sequence[Argument] = ()) -> Result:
+    """The command fails so, in time, with few and short lines, none of them about a bug."""
+    with within():
+        result = fails(status, *words, says=says)
+    assert "internal error" not in result.err
+    assert len(result.err.splitlines()) < 10
+    assert len(result.err) < 5000
+    return result
+
+
+def measured(*words: Argument) -> tuple[Result, int]:
+    """A command in a process of its own, and the most memory it took, in MiB."""
+    report = 'print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1], file=sys.stderr)'
+    code = f"import sys; from reshard.cli.main import main\ntry: main()\nfinally: {report}"
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
+    )
+    *lines, kilobytes = process.stderr.splitlines()
+    return Result(process.returncode, process.stdout, "\n".join(lines)), int(kilobytes) >> 10
