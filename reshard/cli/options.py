@@ -279,7 +279,7 @@ def edits(command: F) -> F:
                 "Names and types",
                 "--names",
                 metavar="RULES",
-                shell_complete=completion.paths,
+                shell_complete=completion.tables,
                 show_default="names stay",
                 help="Names and packing of another model code: a built-in table (`reshard names list`), or a file of "
                 "rules.",
