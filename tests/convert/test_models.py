@@ -1,0 +1,214 @@
+"""Models of the built-in tables, from Hugging Face to ranks and back, against plain NumPy on whole arrays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.corpus import ROOT
+from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
+from tests.reference import Strategy
+from tests.running import Argument, done
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_checkpoint,
+    read_tree,
+    same_checkpoints,
+    same_ranks,
+    tree_bytes,
+    write_strategy,
+    write_tree,
+)
+
+LONG = os.environ.get("RESHARD_LONG") == "1"
+FAMILIES = sorted(MODELS)
+_ASKED = [
+    ("llama", ()),
+    ("qwen2", ()),
+    ("qwen3", ()),
+    ("qwen3", ("gate_up=halves", "qkv=contiguous")),
+    ("qwen3_moe", ()),
+    ("qwen3_moe", ("gate_up=halves", "qkv=contiguous")),
+    ("deepseek_v3", ()),
+    ("deepseek_v3", ("gate_up=halves",)),
+]
+
+
+class World:
+    """A model as a Hugging Face directory, and what its ranks have to be: two replicas, tensors in 2, 2 stages."""
+
+    def __init__(self, root: Path, family: str, options: Sequence[str] = ()) -> None:
+        self.root = root
+        self.config, _ = MODELS[family]
+        self.names = ",".join([family, *options])
+        self.weights = weights(family)
+        self.hf = write_huggingface(root / "hf", self.weights, self.config)
+        self.made = mindformers(family, self.weights, self.config, options)
+        self.strategy = cut(self.made, self.config["num_hidden_layers"], data=2)
+        self.d = write_strategy(root / "d", self.strategy, {name: each.array.shape for name, each in self.made.items()})
+        self.convert: list[Argument] = [self.hf, root / "ranks", "--names", self.names, "--dst-strategy", self.d]
+
+    def back(self, source: Path, *words: Argument) -> Path:
+        """Convert to Hugging Face's names; the size of the config.json is that of the model, not of ranks."""
+        target = source.with_name(source.name + "-back")
+        done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
+             self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
+        return target
+
+
+def huggingface(root: Path) -> dict[str, Value]:
+    return {name: each for path in root.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
+
+
+@pytest.mark.parametrize(("family", "options"), _ASKED)
+def test_ranks_get_the_slices_that_numpy_makes_and_give_the_model_back(
+    tmp_path: Path, family: str, options: Sequence[str]
+) -> None:
+    world = World(tmp_path, family, options)
+
+    done("convert", *world.convert)
+    same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, world.made))
+
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d)
+    same_checkpoints(huggingface(back), world.weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_comes_through_checkpoint2_and_unified_weights(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path, family)
+    done("convert", world.hf, tmp_path / "two", "--to", "checkpoint2", *world.convert[2:])
+    same_checkpoints(huggingface(world.back(tmp_path / "two")), world.weights)
+
+    done("convert", world.hf, tmp_path / "unified", "--to", "unified", "--names", world.names)
+    whole = {
+        name: each for path in (tmp_path / "unified").glob("part*") for name, each in read_checkpoint(path).items()
+    }
+    same_checkpoints(whole, world.made)
+    same_checkpoints(huggingface(world.back(tmp_path / "unified")), world.weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_types_change_on_both_ways(tmp_path: Path, family: str) -> None:
+    """Ranks of Float32 whose norms stay as they are; and BFloat16 for inference from ranks of Float32."""
+    world = World(tmp_path, family)
+    done("convert", *world.convert, "--cast", "BFloat16", "--cast", "*norm*=Float32")
+    short = {name: world.made[name] if "norm" in name else each for name, each in bfloat16(world.made).items()}
+    same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, short))
+
+    done("convert", world.hf, tmp_path / "long", *world.convert[2:])
+    back = world.back(tmp_path / "long", "--src-strategy", world.d, "--cast", "BFloat16")
+    same_checkpoints(huggingface(back), bfloat16(world.weights))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_however_the_work_is_divided_the_same_bytes_are_written(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path, family)
+    done("convert", *world.convert)
+    whole = tree_bytes(tmp_path / "ranks")
+    words = world.convert[2:]
+    for share in (2, 0, 1):
+        done("convert", world.hf, tmp_path / "shared", *words, "--shard", f"{share}/3")
+    for ranks in ("5,0", "1-4", "6-7"):
+        done("convert", world.hf, tmp_path / "some", *words, "--ranks", ranks)
+    done("convert", world.hf, tmp_path / "pages", *words, "--max-memory", "64K", "--jobs", 1, "--io", "mmap")
+    for other in ("shared", "some", "pages"):
+        assert tree_bytes(tmp_path / other) == whole
+    for rank in (0, 3, 7):
+        done("by-rank", rank, world.hf, tmp_path / "one", *words)
+    assert tree_bytes(tmp_path / "one").items() <= whole.items()
+    assert len(tree_bytes(tmp_path / "one")) == 3
+
+
+@pytest.mark.parametrize("way", ["to ranks", "to Hugging Face"])
+def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_another(tmp_path: Path, way: str) -> None:
+    world = World(tmp_path, "qwen3_moe")
+    done("convert", *world.convert)
+    words: list[Argument] = world.convert[2:]
+    source = world.hf
+    if way == "to Hugging Face":
+        source = tmp_path / "ranks"
+        words = ["--src-strategy", world.d, "--names", world.names, "--config", world.hf / "config.json", "--to",
+                 "huggingface", "--max-shard-size", "4KB"]  # fmt: skip
+    done("convert", source, tmp_path / "before", *words, "--cast", "Float16")
+    words += ["--cast", "BFloat16", "--overwrite"]
+    done("convert", source, tmp_path / "after", *words)
+    arguments = [
+        sys.executable,
+        "-m",
+        "tests.stops",
+        tmp_path,
+        11 if LONG else 150,
+        "convert",
+        source,
+        tmp_path / "dst",
+        *words,
+    ]
+    process = subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replicas_replace_ranks_that_were_lost(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path, family)
+    done("convert", *world.convert)
+    # Ranks 0 and 2 hold the same, 1 and 3, 4 and 6, 5 and 7.
+    for rank in (0, 3, 6):
+        (file,) = (tmp_path / "ranks" / f"rank_{rank}").iterdir()
+        file.unlink()
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d)
+    same_checkpoints(huggingface(back), world.weights)
+
+
+def test_moments_follow_their_weights_where_that_is_asked(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    tensors = {f"{kind}{name}": each for kind in ("", "adam_m.", "adam_v.") for name, each in world.made.items()}
+    strategy = cut_with_state(world.strategy)
+    shapes = {name: each.array.shape for name, each in tensors.items()}
+    old = write_strategy(tmp_path / "old", strategy, shapes)
+    write_tree(tmp_path / "training", cut_ranks(strategy, tensors))
+    words: list[Argument] = ["--src-strategy", old, "--optimizer", "keep"]
+    back = world.back(tmp_path / "training", *words)
+    expected = {f"{kind}{name}": each for kind in ("", "adam_m.", "adam_v.") for name, each in world.weights.items()}
+    same_checkpoints(huggingface(back), expected)
+
+    left_out = world.back(tmp_path / "training", "--src-strategy", old, "--overwrite")
+    same_checkpoints(huggingface(left_out), world.weights)
+
+
+def cut_with_state(strategy: Strategy) -> Strategy:
+    """The same with moments, which are cut as their weights."""
+    kinds = ("", "adam_m.", "adam_v.")
+    return [
+        {**stage, "layouts": {kind + name: each for kind in kinds for name, each in stage["layouts"].items()}}
+        for stage in strategy
+    ]
+
+
+def test_what_would_happen_can_be_seen_before(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3_moe")
+    words = [*world.convert, "--cast", "BFloat16"]
+    drawn = tmp_path / "transfers.svg"
+    planned = done("plan", *words, "--svg", drawn, "--json").json
+    dry = done("convert", *words, "--dry-run", "--json").json
+    assert not (tmp_path / "ranks").exists()
+    made = done("convert", *words, "--json").json
+
+    assert drawn.read_text().startswith("<svg")
+    for said in (planned, dry):
+        assert [Path(target["file"]).stat().st_size for target in said["targets"]] == [
+            target["bytes"] for target in said["targets"]
+        ]
+        assert {key: said[key] for key in ("bytes_written", "parameters", "notes")} == {
+            key: made[key] for key in ("bytes_written", "parameters", "notes")
+        }
+    # Of four bytes per element of the source, two are written.
+    for target in planned["targets"]:
+        held = cut_ranks(world.strategy, world.made)[target["rank"]]
+        assert sum(source["bytes"] for source in target["sources"]) == sum(each.array.nbytes for each in held.values())
