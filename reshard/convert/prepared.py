@@ -33,7 +33,8 @@ from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.source_replicas.swapped import SwapTest
-from reshard.storage.costs import LOCAL, storage_of
+from reshard.storage import storage_of
+from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 

@@ -20,8 +20,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
-from reshard.storage import ReadableFile, read_range
-from reshard.storage.costs import storage_of
+from reshard.storage import ReadableFile, read_range, storage_of
 from reshard.text.names import OTHER, belongs_to_rank, kind_of
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
@@ -48,7 +47,7 @@ class SourceFile(NamedTuple):
         values: digest of what these hold.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
         inode: its number on its file system; likewise.
-        changed: time of last change, in nanoseconds; likewise, but no writer can set it.
+        changed: what becomes another with every change, see `FileStatus`; likewise, but no writer can set it.
     """
 
     rank: int
@@ -193,9 +192,9 @@ class SourceSampler:
             short_digest(*values, *samples),
             structure.value_names,
             short_digest(*values),
-            status.st_mtime_ns,
-            status.st_ino,
-            status.st_ctime_ns,
+            status.modified,
+            status.inode,
+            status.changed,
         )
 
 

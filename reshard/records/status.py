@@ -131,7 +131,7 @@ def _by_manifest(directory: str) -> Status:
     size = 0
     for file in manifest.files:
         status = status_at(os.path.join(directory, file.file))
-        if status is not None and status.st_size == file.size:
+        if status is not None and status.size == file.size:
             done.append(file.rank)
             size += file.size
         elif status is not None:

@@ -13,8 +13,7 @@ from typing import Callable, NamedTuple, Protocol, TypeVar
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.layout import Box
-from reshard.storage import fill
-from reshard.storage.costs import storage_of
+from reshard.storage import fill, storage_of
 from reshard.verification.sums import PRIME, Workspace
 
 # Larger parts are taken by several threads.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import os
 import threading
 from array import array
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import RetryableError
-from reshard.storage import ReadableFile, read_range
+from reshard.storage import FileStatus, ReadableFile, read_range
 
 # Structures kept; a de-duplicated save gives every file its own.
 _MOST_STRUCTURES = 16
@@ -60,7 +59,7 @@ def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
 class _Structure:
     """How one file is built; its headers are read again when the first file is compared with it."""
 
-    def __init__(self, example: CheckpointIndex, status: os.stat_result) -> None:
+    def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
         self._status = status
         self._lock = threading.Lock()
@@ -77,7 +76,7 @@ class _Structure:
                 reads = []
                 with handles.borrow(self.example.path) as file:
                     status = file.status()
-                    if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
+                    if (status.inode, status.modified) != (self._status.inode, self._status.modified):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
                     for offset, length, starts, sizes in _gaps(self.example):
                         data = read_range(file, offset, length)

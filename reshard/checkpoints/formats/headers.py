@@ -11,8 +11,7 @@ from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.open import read_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import exists
-from reshard.storage.costs import storage_of
+from reshard.storage import exists, storage_of
 
 # Reading headers from network storage is waiting, whatever the number of CPUs.
 _IN_FLIGHT = 16
