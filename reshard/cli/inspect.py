@@ -47,7 +47,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 @options.source
 @options.json_output
 @options.verbose("Every name, step and finding, nothing abbreviated.")
-@options.debug
+@options.common
 def inspect(
     path: str,
     strategy: Optional[str],

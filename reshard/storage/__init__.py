@@ -17,7 +17,7 @@ from reshard.storage.look import (
     too_long,
 )
 from reshard.storage.opened import opened_regular, read_small
-from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read_range
+from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read_each, read_range
 from reshard.storage.status import FileStatus
 from reshard.storage.store import (
     Entry,
@@ -29,8 +29,10 @@ from reshard.storage.store import (
     in_object_store,
     is_absolute,
     real,
+    refuse_object_store,
     storage_of,
     store_of,
+    use_endpoint,
 )
 
 __all__ = [
@@ -57,11 +59,14 @@ __all__ = [
     "look_error",
     "names_in",
     "opened_regular",
+    "read_each",
     "read_range",
     "read_small",
     "real",
+    "refuse_object_store",
     "status_at",
     "storage_of",
     "store_of",
     "too_long",
+    "use_endpoint",
 ]

@@ -5,6 +5,7 @@ A read that gives less than the file has is read on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Optional, Protocol
 
 from reshard.errors import RetryableError
@@ -86,6 +87,20 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
                 file=file.path,
             )
     return data
+
+
+def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Several (offset, bytes) ranges of an open file, all of which it has, in their order.
+
+    Where every read takes a round trip they are read at the same time, else one by one, as they are taken.
+
+    Raises:
+        ReshardError, OSError: as `read_range`.
+    """
+    many = getattr(file, "read_each", None)
+    if many is not None and len(ranges) > 1:
+        return iter(many(ranges))
+    return (read_range(file, offset, count) for offset, count in ranges)
 
 
 def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:

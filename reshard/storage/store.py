@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Optional, Protocol
 
+from reshard.errors import UsageError
 from reshard.storage.costs import Storage
 from reshard.storage.read import ReadableFile
 from reshard.storage.status import FileStatus
@@ -78,6 +79,32 @@ class Store(Protocol):
 
     def costs(self, path: str) -> Storage:
         """What requests cost there, as far as that is known by now."""
+
+
+_endpoint: Optional[str] = None
+
+
+def use_endpoint(url: Optional[str]) -> None:
+    """Ask another service for objects than environment and profile name; None for that one again."""
+    global _endpoint
+    _endpoint = url
+
+
+def endpoint() -> Optional[str]:
+    """The URL of the service that is asked for objects; None for the one that environment and profile name."""
+    return _endpoint
+
+
+def refuse_object_store(path: str) -> None:
+    """Refuse to write to an object store.
+
+    Raises:
+        UsageError: the path leads there.
+    """
+    if in_object_store(path):
+        raise UsageError(
+            f"{path}: lies in an object store, to which this is not written", file=path, hint="name a local path"
+        )
 
 
 def in_object_store(path: str) -> bool:

@@ -7,7 +7,6 @@ interpreter's lock.
 from __future__ import annotations
 
 from reshard.storage.s3.address import Address
-from reshard.storage.s3.service import use_endpoint
 from reshard.storage.s3.store import S3Store, s3_store
 
-__all__ = ["Address", "S3Store", "s3_store", "use_endpoint"]
+__all__ = ["Address", "S3Store", "s3_store"]

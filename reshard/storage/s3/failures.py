@@ -13,6 +13,16 @@ TIMES = 9
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _LONGEST_TEXT = 200
+# Refusals of services that have too much to do, whatever status they give them.
+_BUSY = (
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "TooManyRequests",
+    "429",
+)
 _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine "
     "a role"
@@ -44,6 +54,16 @@ def of_client(error: Exception, path: str) -> OSError:
     if isinstance(error, BotoCoreError):
         return OSError(errno.EIO, one_line(str(error)), path)
     return OSError(errno.EIO, f"{type(error).__name__}: {one_line(str(error))}", path)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether what boto3 raised may be gone when the same is asked again."""
+    from botocore.exceptions import ClientError, HTTPClientError
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status >= 500 or error.response.get("Error", {}).get("Code") in _BUSY
+    return isinstance(error, HTTPClientError)
 
 
 def _of_response(response: dict[str, Any], path: str) -> OSError:

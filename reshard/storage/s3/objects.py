@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Measured
@@ -127,8 +128,13 @@ class ObjectReader:
             self.windows.keep(version, 0, data)
             return version
 
-        version: Version = self._again(get, address, path)
+        version: Version = self._again(get, path, instead=lambda: self._empty(address, path))
         return version
+
+    def _empty(self, address: Address, path: str) -> Optional[Version]:
+        """An object of no bytes, of which no range can be read; None where it has some."""
+        head = self.service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
+        return None if head["ContentLength"] else version_of_head(head, address, path)
 
     def read_into(self, version: Version, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of an object from an offset on, all of which it has.
@@ -156,13 +162,26 @@ class ObjectReader:
             if done < len(out):
                 raise OSError(errno.EIO, f"{done} bytes came of {len(out)}", version.path)
 
-        self._again(get, version.address, version.path, lambda: done)
+        self._again(get, version.path, lambda: done)
 
     def _of(self, address: Address, path: str) -> Any:
         return self.service.reading(address.bucket, path)
 
-    def _again(self, get: Callable[[], Any], address: Address, path: str, progress: Callable[[], int] = int) -> Any:
-        """What a request gives, made again where it fails in a way that may pass."""
+    def _again(
+        self,
+        get: Callable[[], Any],
+        path: str,
+        progress: Callable[[], int] = int,
+        instead: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """What a request gives, made again where it fails in a way that may pass.
+
+        Args:
+            get: makes it.
+            path: what it is about, for messages.
+            progress: how much came so far.
+            instead: asked when it failed first, for what there is in place of it.
+        """
         from obstore.exceptions import BaseError
 
         times = before = 0
@@ -177,7 +196,16 @@ class ObjectReader:
                 before = progress()
                 if times == failures.TIMES:
                     raise failures.passing(error, path) from error
+                found = instead() if times == 1 else None
+                if found is not None:
+                    return found
             time.sleep(failures.pause(times))
+
+
+def version_of_head(head: Any, address: Address, path: str) -> Version:
+    """An object by what boto3 gives for a look at it."""
+    modified = round(head["LastModified"].timestamp()) * 1_000_000_000
+    return Version(address, path, head["ContentLength"], head.get("ETag", ""), modified)
 
 
 def _version(meta: Any, address: Address, path: str) -> Version:
@@ -231,6 +259,18 @@ class ObjectFile:
         else:
             self._reader.read_into(self._version, offset, out[:count])
         return count
+
+    def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """The bytes of several (offset, bytes) ranges, all of which it has, in their order, read at the same time."""
+        return self._reader.service.each(lambda one: self._exactly(*one), ranges)
+
+    def _exactly(self, offset: int, count: int) -> bytes:
+        start, data = self._reader.windows.of(self._version)
+        if start <= offset and offset + count <= start + len(data):
+            return data[offset - start : offset - start + count]
+        out = bytearray(count)
+        self._reader.read_into(self._version, offset, memoryview(out))
+        return bytes(out)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -9,20 +9,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from typing import Any, Callable, Optional, TypeVar
 
 from reshard.errors import InputError
 from reshard.storage.s3 import failures
+from reshard.storage.store import endpoint
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 # Connections of each client; as many as threads ever wait for storage.
 _CONNECTIONS = 64
-# Of the requests that boto3 makes; it waits longer each time.
-_ATTEMPTS = 8
+# Requests under way for what is read of one object, or looked at.
+_AT_A_TIME = 16
 _CONNECT_SECONDS = 10
 # Without a byte, or for a whole request of obstore's, which asks for some MiB.
 _READ_SECONDS = 60
@@ -30,16 +34,6 @@ _READ_SECONDS = 60
 _CREDENTIALS_FOR = timedelta(minutes=10)
 _NO_REGION = ("", "aws-global")
 _USUAL_REGION = "us-east-1"
-
-_endpoint: Optional[str] = None
-
-
-def use_endpoint(url: Optional[str]) -> None:
-    """Ask another service than the environment or the profile names; None for that one again."""
-    global _endpoint
-    if url != _endpoint:
-        _endpoint = url
-        _service.cache_clear()
 
 
 def service(path: str) -> Service:
@@ -52,7 +46,7 @@ def service(path: str) -> Service:
         InputError: a package is missing, or the settings are wrong.
     """
     try:
-        return _service(_endpoint)
+        return _service(endpoint())
     except ImportError as error:
         raise InputError(
             f"{path}: lies in an object store; to reach it takes boto3 and obstore, which are not installed",
@@ -70,15 +64,15 @@ def service(path: str) -> Service:
 
 
 @functools.cache
-def _service(endpoint: Optional[str]) -> Service:
-    return Service(endpoint)
+def _service(url: Optional[str]) -> Service:
+    return Service(url)
 
 
 class Service:
     """A service and the clients that ask it; for any number of threads.
 
     Args:
-        endpoint: its URL; None for what environment and profile say.
+        url: where it is; None for what environment and profile say.
 
     Attributes:
         client: boto3's.
@@ -90,35 +84,40 @@ class Service:
         OSError: the profile is not there.
     """
 
-    def __init__(self, endpoint: Optional[str] = None) -> None:
+    def __init__(self, url: Optional[str] = None) -> None:
         import boto3
         import obstore.store  # noqa: F401
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
 
-        config = Config(
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=_READ_SECONDS,
-            max_pool_connections=_CONNECTIONS,
-            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-            user_agent_extra="reshard",
-        )
+        settings: dict[str, Any] = {
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            "max_pool_connections": _CONNECTIONS,
+            # One place repeats what failed: `ask`, and of obstore's requests the reader.
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            "user_agent_extra": "reshard",
+        }
+        # Checksums in trailers, which newer versions send unasked, are known to few services but Amazon's.
+        unasked = ("request_checksum_calculation", "response_checksum_validation")
+        settings.update({name: "when_required" for name in unasked if name in Config.OPTION_DEFAULTS})
+        config = Config(**settings)
         try:
             session = boto3.session.Session()
-            self.client: Any = session.client("s3", endpoint_url=endpoint, config=config)
+            self.client: Any = session.client("s3", endpoint_url=url, config=config)
             self._credentials = session.get_credentials()
         except BotoCoreError as error:
             raise failures.of_client(error, "") from error
-        url: str = self.client.meta.endpoint_url
-        self.name = url.rpartition("@")[2]
+        place: str = self.client.meta.endpoint_url
+        self.name = place.rpartition("@")[2]
         # Amazon's own endpoints are found by region, and buckets there may be of several.
-        self._custom = None if ".amazonaws.com" in url else url
+        self._custom = None if ".amazonaws.com" in place else place
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="reshard-s3")
 
     def ask(self, path: str, operation: str, **wanted: Any) -> Any:
-        """What the service answers to a request of boto3's.
+        """What the service answers to a request of boto3's, which is made again where it fails in a way that may pass.
 
         Args:
             path: what it is about, for messages.
@@ -128,8 +127,17 @@ class Service:
         Raises:
             OSError: it refuses, or does not answer.
         """
-        with self._told(path):
-            return getattr(self.client, operation)(**wanted)
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        times = 0
+        while True:
+            try:
+                return getattr(self.client, operation)(**wanted)
+            except (BotoCoreError, ClientError) as error:
+                times += 1
+                if times == failures.TIMES or not failures.may_pass(error):
+                    raise failures.of_client(error, path) from error
+            time.sleep(failures.pause(times))
 
     def pages(self, path: str, bucket: str, prefix: str, delimiter: str = "") -> Iterator[Any]:
         """A list of objects, page by page.
@@ -151,6 +159,19 @@ class Service:
         None of them may use this method.
         """
         return [future.result() for future in [self._pool.submit(call) for call in calls]]
+
+    def each(self, call: Callable[[V], T], values: Sequence[V]) -> Iterator[T]:
+        """What a call returns for each of some values, in their order, made for several at the same time.
+
+        It may not use this method.
+        """
+        coming: deque[Future[T]] = deque()
+        for value in values:
+            coming.append(self._pool.submit(call, value))
+            if len(coming) == _AT_A_TIME:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
     def outside(self, call: Callable[[], T]) -> T:
         """What a call returns that does not heed signals, which are still handled while the main thread waits."""
@@ -194,7 +215,6 @@ class Service:
                 "timeout": f"{_READ_SECONDS}s",
                 "pool_max_idle_per_host": str(_CONNECTIONS),
             },
-            # One place repeats what failed, and knows how much of it came.
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
             **settings,
         )
@@ -216,13 +236,3 @@ class Service:
                 headers = self.client.head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
                 region = headers.get("x-amz-bucket-region", region)
         return _USUAL_REGION if region in _NO_REGION else region
-
-    @contextlib.contextmanager
-    def _told(self, path: str) -> Iterator[None]:
-        """Turn what boto3 raises into what the system would say."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield
-        except (BotoCoreError, ClientError) as error:
-            raise failures.of_client(error, path) from error

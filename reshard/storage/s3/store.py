@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, Version
+from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of_head
 from reshard.storage.s3.service import Service, service
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry
@@ -90,17 +90,7 @@ class S3Store:
         try:
             if not address.key:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
-            found: Optional[Version] = None
-            try:
-                found = self._reader.first(address, path)
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                # No range is in an object of no bytes.
-                found = self._empty(address, path) if error.errno == errno.EIO else None
-                if found is None:
-                    raise
-            return ObjectFile(self._reader, found)
+            return ObjectFile(self._reader, self._reader.first(address, path))
         except FileNotFoundError:
             if self._any_below(address, path):
                 raise IsADirectoryError(errno.EISDIR, "is a directory", path) from None
@@ -115,11 +105,7 @@ class S3Store:
             head = self._service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
         except FileNotFoundError:
             return None
-        return _of_head(head, address, path).status(self._service.name)
-
-    def _empty(self, address: Address, path: str) -> Optional[Version]:
-        head = self._service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
-        return None if head["ContentLength"] else _of_head(head, address, path)
+        return version_of_head(head, address, path).status(self._service.name)
 
     def _any_below(self, address: Address, path: str) -> bool:
         wanted = {"Bucket": address.bucket, "Prefix": address.prefix, "MaxKeys": 1}
@@ -129,11 +115,6 @@ class S3Store:
         name = self._service.name
         device, inode = number_of(name, address.bucket), number_of(name, address.bucket, address.prefix)
         return FileStatus(regular=False, directory=True, size=0, modified=0, changed=0, device=device, inode=inode)
-
-
-def _of_head(head: Any, address: Address, path: str) -> Version:
-    modified = round(head["LastModified"].timestamp()) * 1_000_000_000
-    return Version(address, path, head["ContentLength"], head.get("ETag", ""), modified)
 
 
 def s3_store(path: str) -> S3Store:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory
+from reshard.storage import exists, is_directory, refuse_object_store
 from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
@@ -39,6 +39,7 @@ def write_strategy(out: str, stages: Sequence[MadeStage], record: Mapping[str, A
         TargetError: something lies there.
         RetryableError: writing failed.
     """
+    refuse_object_store(out)
     files = _files(out, stages)
     for path in files:
         _check_replaceable(os.path.realpath(path), overwrite)
