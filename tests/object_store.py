@@ -252,6 +252,10 @@ def objects(object_server: int, object_proxy: Proxy, monkeypatch: pytest.MonkeyP
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    from reshard.storage.s3 import service
+
+    # Nothing that was learned of the service in another test counts.
+    service._service.cache_clear()
     use_endpoint(None)
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{object_server}")
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"

@@ -81,13 +81,14 @@ def failing(number: int, method: str, path: str) -> Optional[str]:
 
 
 @pytest.fixture(params=["local", "objects", "failing"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param == "local":
         yield LocalPlace(tmp_path / "place")
         shutil.rmtree(tmp_path / "place", ignore_errors=True)
         return
     objects: Objects = request.getfixturevalue("objects")
     if request.param == "failing":
+        monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
         objects.faults.choose = failing
     yield ObjectPlace(objects)
 

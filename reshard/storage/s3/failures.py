@@ -59,11 +59,13 @@ def of_client(error: Exception, path: str) -> OSError:
 def may_pass(error: Exception) -> bool:
     """Whether what boto3 raised may be gone when the same is asked again."""
     from botocore.exceptions import ClientError, HTTPClientError
+    from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return status >= 500 or error.response.get("Error", {}).get("Code") in _BUSY
-    return isinstance(error, HTTPClientError)
+    # An answer that was cut off is one that cannot be parsed.
+    return isinstance(error, (HTTPClientError, ResponseParserError))
 
 
 def _of_response(response: dict[str, Any], path: str) -> OSError:

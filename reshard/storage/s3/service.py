@@ -128,12 +128,13 @@ class Service:
             OSError: it refuses, or does not answer.
         """
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
 
         times = 0
         while True:
             try:
                 return getattr(self.client, operation)(**wanted)
-            except (BotoCoreError, ClientError) as error:
+            except (BotoCoreError, ClientError, ResponseParserError) as error:
                 times += 1
                 if times == failures.TIMES or not failures.may_pass(error):
                     raise failures.of_client(error, path) from error
