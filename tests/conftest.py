@@ -8,9 +8,10 @@ import signal
 import hypothesis
 import pytest
 
+from tests.object_store import object_proxy, object_server, objects
 from tests.small import plain, world
 
-__all__ = ["plain", "world"]
+__all__ = ["object_proxy", "object_server", "objects", "plain", "world"]
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Of tests in the background of a script, whose commands would ignore it as well.

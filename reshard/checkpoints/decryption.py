@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import sys
 from typing import Any, Optional
 
 from reshard.checkpoints.encrypted import Blocks, DecryptedFile, Key
 from reshard.errors import EncryptedCheckpointError, InputError, UsageError
-from reshard.storage import LocalFile, ReadableFile, read_range
+from reshard.storage import ReadableFile, read_range
 from reshard.storage.other_files import MARK_SIZE, cipher_of
 
 STANDARD_INPUT = "-"
@@ -108,7 +107,7 @@ class DecryptedFiles:
         # None for files that are not encrypted.
         self._known: dict[str, Optional[Blocks]] = {}
 
-    def open(self, file: LocalFile) -> ReadableFile:
+    def open(self, file: ReadableFile) -> ReadableFile:
         """The file as it is to be read.
 
         Raises:
@@ -122,8 +121,8 @@ class DecryptedFiles:
         blocks = self._known[file.path]
         return file if blocks is None else DecryptedFile(file, blocks)
 
-    def _find(self, file: LocalFile) -> Optional[Blocks]:
-        if not stat.S_ISREG(file.status().st_mode):
+    def _find(self, file: ReadableFile) -> Optional[Blocks]:
+        if not file.status().regular:
             return None
         mode = cipher_of(read_range(file, 0, min(file.size(), MARK_SIZE)))
         if mode is None:

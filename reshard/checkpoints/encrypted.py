@@ -15,7 +15,6 @@ Numbers are little-endian. A CRC of zero may follow the last block; it says noth
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from array import array
@@ -25,7 +24,7 @@ from typing import Any, Callable, Optional
 
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError, InputError
-from reshard.storage import LocalFile, fill, read_range
+from reshard.storage import FileStatus, ReadableFile, fill, read_range
 from reshard.storage.other_files import CIPHERS, GCM, is_ckpt
 
 SM4 = "SM4-CBC"
@@ -94,7 +93,7 @@ class Key:
         start = iv[:_NONCE_SIZE] + (_FIRST_COUNTER + unit).to_bytes(_UNIT - _NONCE_SIZE, "big")
         return self._cipher(self._algorithm, self._modes.CTR(start)).decryptor()
 
-    def has_tag(self, file: LocalFile, offset: int, size: int, iv: bytes, tag: bytes) -> bool:
+    def has_tag(self, file: ReadableFile, offset: int, size: int, iv: bytes, tag: bytes) -> bool:
         """Whether cipher text of AES-GCM in a file has a tag."""
         decryptor = self._cipher(self._algorithm, self._modes.GCM(iv[:_NONCE_SIZE], tag)).decryptor()
         for _ in self.plain(decryptor, file, offset, size):
@@ -105,7 +104,7 @@ class Key:
             return False
         return True
 
-    def plain(self, decryptor: Any, file: LocalFile, offset: int, size: int) -> Iterator[memoryview]:
+    def plain(self, decryptor: Any, file: ReadableFile, offset: int, size: int) -> Iterator[memoryview]:
         """What a range of a file says, in pieces that are gone when the next one is asked for.
 
         Args:
@@ -138,7 +137,7 @@ class Blocks:
         mode: how.
     """
 
-    def __init__(self, file: LocalFile, key: Key) -> None:
+    def __init__(self, file: ReadableFile, key: Key) -> None:
         """Find the blocks by their headers.
 
         Args:
@@ -165,7 +164,7 @@ class Blocks:
         if self.mode != GCM and not self._begins_well(file):
             raise self._failed(file, "what it is then is no checkpoint")
 
-    def _find(self, file: LocalFile) -> None:
+    def _find(self, file: ReadableFile) -> None:
         size = file.size()
         header = _GCM_HEADER if self.mode == GCM else _CBC_HEADER
         position = 0
@@ -192,7 +191,7 @@ class Blocks:
             self.size += length if self.mode == GCM else self._without_padding(file, length)
             position += length
 
-    def _without_padding(self, file: LocalFile, length: int) -> int:
+    def _without_padding(self, file: ReadableFile, length: int) -> int:
         """Bytes of the block that was found last, of CBC, which has so many encrypted."""
         number = len(self._starts) - 1
         last = self._some(file, number, length - _UNIT, _UNIT)
@@ -201,7 +200,7 @@ class Blocks:
             raise self._failed(file, "the end of a block is not padded as it should be")
         return length - padding
 
-    def read_into(self, file: LocalFile, offset: int, out: memoryview) -> int:
+    def read_into(self, file: ReadableFile, offset: int, out: memoryview) -> int:
         """Fill ``out``, or as much of it as there is, with what was encrypted, from an offset on; how much.
 
         Raises:
@@ -227,7 +226,7 @@ class Blocks:
         stop = self._starts[number + 1] if number + 1 < len(self._starts) else self.size
         return stop - self._starts[number]
 
-    def _copy(self, file: LocalFile, number: int, inside: int, out: memoryview) -> None:
+    def _copy(self, file: ReadableFile, number: int, inside: int, out: memoryview) -> None:
         """Fill ``out`` from an offset in a block on."""
         skip = inside % _UNIT
         size = skip + len(out)
@@ -240,7 +239,7 @@ class Blocks:
             done += len(piece)
             skip = 0
 
-    def _units(self, file: LocalFile, number: int, inside: int, size: int) -> Iterator[memoryview]:
+    def _units(self, file: ReadableFile, number: int, inside: int, size: int) -> Iterator[memoryview]:
         """What a range of a block's cipher text says that begins with a unit, and in CBC ends with one."""
         iv = bytes(self._ivs[number * _IV_SIZE : (number + 1) * _IV_SIZE])
         place = self._places[number] + inside
@@ -250,10 +249,10 @@ class Blocks:
             decryptor = self._key.cbc(iv if inside == 0 else read_range(file, place - _UNIT, _UNIT))
         return self._key.plain(decryptor, file, place, size)
 
-    def _some(self, file: LocalFile, number: int, inside: int, size: int) -> bytes:
+    def _some(self, file: ReadableFile, number: int, inside: int, size: int) -> bytes:
         return b"".join(map(bytes, self._units(file, number, inside, size)))
 
-    def check_all(self, file: LocalFile, on_block: Callable[[int], None]) -> None:
+    def check_all(self, file: ReadableFile, on_block: Callable[[int], None]) -> None:
         """Compare every tag that was not compared before.
 
         Args:
@@ -267,7 +266,7 @@ class Blocks:
             self._check(file, number)
             on_block(self._length(number))
 
-    def _check(self, file: LocalFile, number: int) -> None:
+    def _check(self, file: ReadableFile, number: int) -> None:
         """See that a block of AES-GCM has its tag, once."""
         if self._sound[number]:
             return
@@ -285,12 +284,12 @@ class Blocks:
         with self._lock:
             self._turns.pop(number, None)
 
-    def _begins_well(self, file: LocalFile) -> bool:
+    def _begins_well(self, file: ReadableFile) -> bool:
         """Whether it is a checkpoint by its first bytes, which are used for nothing else; so a key can be told."""
         size = min(_UNIT, self._length(0)) if self.mode == GCM else _UNIT
         return is_ckpt(self._some(file, 0, 0, size))
 
-    def _failed(self, file: LocalFile, how: str) -> CheckpointError:
+    def _failed(self, file: ReadableFile, how: str) -> CheckpointError:
         """The error for what cannot be decrypted: the file is damaged if the key is the right one."""
         if self._begins_well(file):
             return self._damaged(f"{how} ({self.mode})")
@@ -316,7 +315,7 @@ class DecryptedFile:
 
     descriptor: Optional[int] = None
 
-    def __init__(self, file: LocalFile, blocks: Blocks) -> None:
+    def __init__(self, file: ReadableFile, blocks: Blocks) -> None:
         self.path = file.path
         self.cipher: Optional[str] = blocks.mode
         self._file = file
@@ -326,8 +325,8 @@ class DecryptedFile:
         """Bytes that were encrypted."""
         return self._blocks.size
 
-    def status(self) -> os.stat_result:
-        """What the file system says of the encrypted file."""
+    def status(self) -> FileStatus:
+        """What its store says of the encrypted file."""
         return self._file.status()
 
     def read(self, offset: int, count: int) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import resource
 import threading
 from collections import OrderedDict
@@ -14,7 +13,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.errors import CheckpointError, ReshardError, RetryableError
-from reshard.storage import LocalFile, ReadableFile, too_long
+from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
@@ -64,7 +63,7 @@ class FileVersion(NamedTuple):
         inode: its number there.
         size: bytes.
         modified: time of last modification, in nanoseconds.
-        changed: time of last change, of its attributes and names too, in nanoseconds.
+        changed: what becomes another with every change, see `FileStatus`.
     """
 
     device: int
@@ -74,29 +73,29 @@ class FileVersion(NamedTuple):
     changed: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> FileVersion:
+    def of(cls, status: FileStatus) -> FileVersion:
         """The version of a file with this status."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return cls(status.device, status.inode, status.size, status.modified, status.changed)
 
 
 class _Handle:
-    """A descriptor, what is read through it, the threads that use it, and the lock under which it is opened."""
+    """An open file, what is read through it, the threads that use it, and the lock under which it is opened."""
 
     def __init__(self) -> None:
-        self.fd: Optional[int] = None
+        self.opened: Optional[OpenFile] = None
         self.file: Optional[ReadableFile] = None
         self.users = 0
         self.opening = threading.Lock()
 
 
 class FileHandles:
-    """A cache of read-only descriptors that closes the least recently used ones.
+    """A cache of files open for reading that closes the least recently used ones.
 
-    A descriptor in use is never closed; so if more than ``limit`` files are in use at one moment,
+    A file in use is never closed; so if more than ``limit`` files are in use at one moment,
     all of them stay open until they are given back.
 
     Attributes:
-        limit: most descriptors kept open.
+        limit: most files kept open.
         opened: how often a file was opened so far.
     """
 
@@ -104,7 +103,7 @@ class FileHandles:
         """Prepare.
 
         Args:
-            limit: most descriptors kept open; by default a share of what the process may open.
+            limit: most files kept open; by default a share of what the process may open.
             decryption: the key of encrypted files.
         """
         self.limit = default_limit() if limit is None else max(1, limit)
@@ -114,6 +113,8 @@ class FileHandles:
         self._decrypted = None if decryption is None else DecryptedFiles(decryption)
         # Of every file when it was first opened.
         self._first_seen: dict[str, FileVersion] = {}
+        # Files of which every read insists on the version that was opened.
+        self._pinned: set[str] = set()
 
     @contextlib.contextmanager
     def borrow(self, path: str) -> Iterator[ReadableFile]:
@@ -132,21 +133,20 @@ class FileHandles:
         try:
             # Opening may take long on a network file system, so only this file's users wait for it.
             with handle.opening:
-                if handle.fd is None:
-                    handle.fd = self._open(path)
+                if handle.opened is None:
+                    handle.opened = self._open(path)
                 if handle.file is None:
-                    file = LocalFile(handle.fd, path)
-                    handle.file = file if self._decrypted is None else self._decrypted.open(file)
+                    handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
             yield handle.file
         finally:
             with self._lock:
                 handle.users -= 1
-                if handle.fd is None and not handle.users:
+                if handle.opened is None and not handle.users:
                     del self._handles[path]
                 self._close_idle(self.limit)
 
     def close(self) -> None:
-        """Close every descriptor that is not in use."""
+        """Close every file that is not in use."""
         with self._lock:
             self._close_idle(0)
 
@@ -161,30 +161,31 @@ class FileHandles:
     ) -> None:
         self.close()
 
-    def _descriptor(self, path: str) -> int:
-        # Opening a FIFO would wait for its writer; regular files are read as ever.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    def _anew(self, path: str) -> OpenFile:
+        store = store_of(path)
         try:
-            return os.open(path, flags)
+            return store.open(path)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             # Somebody else took the descriptors that we counted on: make room and try once more.
             self.close()
-            return os.open(path, flags)
+            return store.open(path)
 
-    def _open(self, path: str) -> int:
-        fd = self._descriptor(path)
+    def _open(self, path: str) -> OpenFile:
+        file = self._anew(path)
         try:
-            self._check_unchanged(path, os.fstat(fd))
+            self._check_unchanged(path, file.status())
         except OSError:
-            os.close(fd)
+            file.close()
             raise
         with self._lock:
             self.opened += 1
-        return fd
+            if file.pinned:
+                self._pinned.add(path)
+        return file
 
-    def _check_unchanged(self, path: str, status: os.stat_result) -> None:
+    def _check_unchanged(self, path: str, status: FileStatus) -> None:
         """Refuse a file of which the header, or a part of the contents, was read when it was another one."""
         seen = FileVersion.of(status)
         with self._lock:
@@ -202,34 +203,34 @@ class FileHandles:
         """
         for path in paths:
             first_seen = self._first_seen.get(path)
-            if first_seen is None:
+            if first_seen is None or path in self._pinned:
                 continue
             try:
                 # NFS may tell of a file what it was a minute ago, but asks the server when it is opened.
-                fd = self._descriptor(path)
+                file = self._anew(path)
                 try:
-                    versions = [FileVersion.of(os.fstat(fd))]
+                    versions = [FileVersion.of(file.status())]
                 finally:
-                    os.close(fd)
+                    file.close()
                 with self._lock:
                     handle = self._handles.get(path)
-                    if handle is not None and handle.fd is not None:
-                        versions.append(FileVersion.of(os.fstat(handle.fd)))
+                    if handle is not None and handle.opened is not None:
+                        versions.append(FileVersion.of(handle.opened.status()))
             except OSError as error:
                 raise changed_meanwhile(path, f"cannot be looked at any more: {error.strerror or error}") from error
             if any(version != first_seen for version in versions):
                 raise changed_meanwhile(path, _CHANGED)
 
     def _close_idle(self, keep: int) -> None:
-        """Close the longest unused descriptors until ``keep`` are left, as far as they are idle."""
+        """Close the longest unused files until ``keep`` are left, as far as they are idle."""
         surplus = len(self._handles) - keep
         if surplus <= 0:
             return
         idle = [path for path, handle in self._handles.items() if not handle.users]
         for path in idle[:surplus]:
             handle = self._handles.pop(path)
-            if handle.fd is not None:
-                os.close(handle.fd)
+            if handle.opened is not None:
+                handle.opened.close()
 
 
 def default_limit() -> int:

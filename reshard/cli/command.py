@@ -13,7 +13,10 @@ from reshard.signals import unwinding
 F = TypeVar("F", bound="Callable[..., Any]")
 
 # The order of the work, whatever the order of the decorators.
-_GROUPS = ("Options", "Strategies", "Source", "Parameters", "Names and types", "Target", "Checks", "Effort", "Output")
+_GROUPS = (
+    *("Options", "Strategies", "Source", "Parameters", "Names and types", "Target", "Stores", "Checks", "Effort"),
+    "Output",
+)
 _TYPED = "reshard.typed"
 _PASSED_ON = "reshard.passed_on"
 _MOST_COLUMNS = 32

@@ -15,7 +15,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
 from reshard.errors import UsageError
-from reshard.storage import exists, is_directory
+from reshard.storage import absolute, exists, is_directory
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
 
@@ -47,7 +47,7 @@ reshard inspect ckpt/rank_0/net-3_10.ckpt
 @options.source
 @options.json_output
 @options.verbose("Every name, step and finding, nothing abbreviated.")
-@options.debug
+@options.common
 def inspect(
     path: str,
     strategy: Optional[str],
@@ -288,7 +288,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     if judged and step == "latest":
         say("latest finds no step to take" if tree.latest is None else f"latest takes {_label(tree.latest)}")
     elif tree.one_rank:
-        whole = shlex.quote(os.path.dirname(os.path.abspath(tree.path)))
+        whole = shlex.quote(os.path.dirname(absolute(tree.path)))
         say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
         say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")

@@ -13,7 +13,7 @@ from reshard.cli.errors import set_debug, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
-from reshard.storage import is_directory
+from reshard.storage import is_directory, refuse_object_store, use_endpoint
 
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
@@ -128,17 +128,39 @@ def ranks(group: str, text: str) -> Callable[[F], F]:
     return option(group, "--ranks", type=Ranks(), metavar="0-7,12", show_default="all", help=text)
 
 
-def debug(command: F) -> F:
-    """--debug."""
-    return option(
-        "Output",
-        "--debug",
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=set_debug,
-        help="Show tracebacks.",
-    )(command)
+def common(command: F) -> F:
+    """What every command takes: --endpoint-url and --debug."""
+    return _all(
+        command,
+        [
+            option(
+                "Stores",
+                "--endpoint-url",
+                metavar="URL",
+                expose_value=False,
+                is_eager=True,
+                callback=_set_endpoint,
+                show_default="as AWS_ENDPOINT_URL or the profile say",
+                help="Service that s3:// paths lie in.",
+            ),
+            option(
+                "Output",
+                "--debug",
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=set_debug,
+                help="Show tracebacks.",
+            ),
+        ],
+    )
+
+
+def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -> None:
+    if value is not None and not re.match("https?://[^/]", value):
+        raise UsageError("--endpoint-url: is no URL", hint="name the service as in --endpoint-url https://host:port")
+    if value is not None:
+        use_endpoint(value)
 
 
 def verbose(text: str) -> Callable[[F], F]:
@@ -168,6 +190,8 @@ def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Op
     # A name typed by mistake may be that of a strategy or a checkpoint.
     if value is not None and not value.lower().endswith(".svg"):
         raise UsageError(f"--svg {value}: the name has to end in .svg")
+    if value is not None:
+        refuse_object_store(value)
     if value is not None and is_directory(value):
         raise UsageError(f"--svg {value}: is a directory", hint="name a file to write")
     return value
@@ -442,7 +466,7 @@ def output(command: F) -> F:
                 help="Show progress; without a terminal, as a line every 30 s.",
             ),
             verbose("Name every parameter in summary and messages."),
-            debug,
+            common,
         ],
     )
 

@@ -112,6 +112,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
             "expected": _expected_memory(state.execution),
         },
         "threads": state.execution.threads,
+        "requests": _requests_json(state.execution),
         "space": [
             {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
         ],
@@ -135,6 +136,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"  read     {plural(len(moved.read), 'file')}, {read}: "
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
+            *_requests(state.execution),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
@@ -199,6 +201,22 @@ def _room(space: Space, several: bool) -> str:
     """What is needed on a file system and what is free, as a line; its place where there are several."""
     free = "how much is free cannot be told" if space.free is None else f"{byte_size(space.free)} free"
     return f"  space    {byte_size(space.needed)} needed, {free}" + (f", below {space.place}" if several else "")
+
+
+def _requests_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
+    storage = execution.storage
+    if not storage.remote:
+        return None
+    return {"at_a_time": execution.threads, "most_bytes": execution.block_bytes, "round_trip": storage.round_trip}
+
+
+def _requests(execution: ExecutionOptions) -> list[str]:
+    """How a source is asked for that takes a round trip for each request, as a line; none where it is local."""
+    storage = execution.storage
+    if not storage.remote:
+        return []
+    took = "" if storage.round_trip is None else f", of which one took {1000 * storage.round_trip:.1f} ms so far"
+    return [f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}{took}"]
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

@@ -31,7 +31,7 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
 @click.argument("more", nargs=-1, metavar="[FILE...]", shell_complete=completion.paths)
 @options.json_output
 @options.names_in_full
-@options.debug
+@options.common
 def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...], as_json: bool) -> None:
     """Print the groups of ranks with identical checkpoints, one per line, lone ranks too.
 

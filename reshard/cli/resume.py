@@ -25,7 +25,7 @@ from reshard.errors import InputError, TargetError
 from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
-from reshard.storage import exists, is_directory
+from reshard.storage import exists, is_directory, real
 from reshard.strategies import SAME, read_strategy
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
@@ -93,7 +93,7 @@ def _together(commands: Sequence[Given], dst: str) -> Given:
         TargetError: they were given sources that are not the same.
     """
     here = [given for given in commands if all(map(_exists, given.paths))]
-    sources = {os.path.realpath(given.src): given.src for given in here}
+    sources = {real(given.src): given.src for given in here}
     if len(sources) > 1:
         listed = "\n".join(f"  {src}" for src in sorted(sources.values()))
         raise TargetError(

@@ -18,7 +18,7 @@ from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural
 @command("status", "reshard status out/")
 @click.argument("dst", shell_complete=completion.directories)
 @options.json_output
-@options.debug
+@options.common
 def status(dst: str, as_json: bool) -> None:
     """Print which target ranks in DST are done and which are missing.
 

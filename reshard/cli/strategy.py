@@ -27,7 +27,7 @@ from reshard.text.wording import one_line, plural, rank_ranges
 )
 @options.json_output
 @options.names_in_full
-@options.debug
+@options.common
 def rank_list(
     rank: int,
     src_strategy: Optional[str],
@@ -63,7 +63,7 @@ def rank_list(
 @click.argument("strategy_dir", shell_complete=completion.directories)
 @click.argument("dst_file", shell_complete=completion.paths)
 @options.names_in_full
-@options.debug
+@options.common
 def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     """Merge the pipeline stages' strategy files in STRATEGY_DIR into DST_FILE (.ckpt or .json)."""
     from reshard.strategies import merge_pipeline as merge
@@ -80,7 +80,7 @@ def group_info() -> None:
 @group_info.command("inspect", epilog="reshard group-info inspect ckpt_dir0/group_info.pb")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", shell_complete=completion.paths)
 @options.json_output
-@options.debug
+@options.common
 def group_info_inspect(files: tuple[str, ...], as_json: bool) -> None:
     """Print ranks with identical checkpoints, then groups, per FILE."""
     from reshard.strategies import read_group_info

@@ -18,7 +18,7 @@ from reshard.convert import usable_cpus
 from reshard.execute import ExecutionOptions
 from reshard.source_replicas import Differing
 from reshard.source_replicas.strategy_check import StrategyCheck, check_strategy
-from reshard.storage.costs import storage_of
+from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.messages import full_text
 from reshard.text.name_filters import Filters

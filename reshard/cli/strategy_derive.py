@@ -167,7 +167,7 @@ reshard strategy rules llama > model.toml
 @shapes(f"{_SHAPES} Without, more is left open.")
 @option("Output", "--list", "listed", is_flag=True, help="List the built-in rules.")
 @options.names_in_full
-@options.debug
+@options.common
 def strategy_rules(
     src: Optional[str],
     sizes: Any,

@@ -56,7 +56,7 @@ reshard strategy diff compiled/ made.ckpt --exit-code
 @option("Checks", "--exit-code", is_flag=True, help="Exit status 4 if they differ.")
 @options.json_output
 @options.verbose("Name every parameter in the summary.")
-@options.debug
+@options.common
 def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
     """Show what changes from strategy A to strategy B.
 

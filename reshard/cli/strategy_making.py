@@ -100,7 +100,7 @@ def making(command: F) -> F:
             option("Target", "--overwrite", is_flag=True, help="Replace strategies that lie at OUT."),
             options.json_output,
             options.verbose("Name every parameter in messages."),
-            options.debug,
+            options.common,
         ]
     ):
         command = decorator(command)

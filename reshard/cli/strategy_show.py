@@ -55,7 +55,7 @@ reshard strategy show src_strategy.ckpt \\
 @options.svg("With PARAM: draw the picture into an SVG file, too.")
 @options.verbose("Without PARAM: list every parameter.")
 @options.json_output
-@options.debug
+@options.common
 def strategy_show(
     path: str, parameter: Optional[str], sizes: Any, svg: Optional[str], verbose: bool, as_json: bool
 ) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Optional
 
 from reshard.convert.options import Options
 from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
-from reshard.storage import exists
+from reshard.storage import absolute, exists
 from reshard.strategies import NONE, SAME, Strategy
 from reshard.text.wording import number_ranges
 
@@ -61,10 +60,10 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     # One of several runs is gone on with by going on with all of them.
     several = options.adding or options.share is not None
     try:
-        src, source, target = os.path.abspath(request.src), _path(request.source), _path(request.target)
+        src, source, target = absolute(request.src), _path(request.source), _path(request.target)
         # A built-in table has no file.
-        names = os.path.abspath(words.names) if words.names is not None and exists(words.names) else words.names
-        config = None if words.config is None else os.path.abspath(words.config)
+        names = absolute(words.names) if words.names is not None and exists(words.names) else words.names
+        config = None if words.config is None else absolute(words.config)
     except FileNotFoundError:
         # The working directory is gone.
         return None
@@ -98,4 +97,4 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
 
 
 def _path(strategy: Strategy) -> str:
-    return NONE if strategy.is_none else SAME if strategy.path == SAME else os.path.abspath(strategy.path)
+    return NONE if strategy.is_none else SAME if strategy.path == SAME else absolute(strategy.path)

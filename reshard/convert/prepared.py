@@ -33,7 +33,8 @@ from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.source_replicas.swapped import SwapTest
-from reshard.storage.costs import LOCAL, storage_of
+from reshard.storage import refuse_object_store, storage_of
+from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -80,6 +81,7 @@ def prepare(
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
+    refuse_object_store(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles(decryption=options.decryption) as handles:

@@ -39,6 +39,7 @@ from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
 from reshard.storage import (
+    FileStatus,
     UnfitError,
     exists,
     is_directory,
@@ -321,7 +322,7 @@ class TargetDirectory:
             if left:
                 yield left
 
-    def finished(self, target: TargetFile, status: os.stat_result, crc: Optional[int], named: bool) -> None:
+    def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
 
         A new target is recorded before it gets its name, so that it never stands there without a
@@ -348,7 +349,7 @@ class TargetDirectory:
             if layout is not target.layout:
                 headers = header_digest(target.layout)
                 self._last_headers = (target.layout, headers)
-            record = DoneRecord(target.rank, status.st_size, status.st_mtime_ns, headers, crc)
+            record = DoneRecord(target.rank, status.size, status.modified, headers, crc)
             self._ledger.record(record, flush=not named)
         if not named:
             self._mark_unfinished()
@@ -537,7 +538,7 @@ class TargetDirectory:
         # Done twice, a part must not forget what was done, which the whole run relies on.
         return self._overwrite and not self._part and not self._ledger.replacing(self._asked, self._sources)
 
-    def _status(self, rank: int) -> Optional[os.stat_result]:
+    def _status(self, rank: int) -> Optional[FileStatus]:
         return status_at(self._plan.path(rank))
 
     def _done(self) -> set[int]:

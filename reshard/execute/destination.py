@@ -9,13 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
-from reshard.storage import exists, is_directory, is_regular_file, link_at, look_error, names_in, status_at, temporary
+from reshard.storage import (
+    FileStatus,
+    exists,
+    in_object_store,
+    is_directory,
+    is_regular_file,
+    link_at,
+    look_error,
+    names_in,
+    real,
+    status_at,
+    temporary,
+)
 from reshard.target.marks import UNFINISHED
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
@@ -78,7 +89,7 @@ class Destination:
             if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
 
-    def holds(self, name: str, same: Callable[[os.stat_result], bool]) -> bool:
+    def holds(self, name: str, same: Callable[[FileStatus], bool]) -> bool:
         """Whether a file is there, not through links, and its status is as expected.
 
         Raises:
@@ -86,9 +97,9 @@ class Destination:
         """
         path = os.path.join(self.path, name)
         status = link_at(path) if self._inside(os.path.dirname(path)) else None
-        return status is not None and stat.S_ISREG(status.st_mode) and same(status)
+        return status is not None and status.regular and same(status)
 
-    def remove(self, name: str, same: Callable[[os.stat_result], bool]) -> None:
+    def remove(self, name: str, same: Callable[[FileStatus], bool]) -> None:
         """Remove a file if it `holds`, for good, and its directories that hold nothing else.
 
         Raises:
@@ -101,7 +112,7 @@ class Destination:
             # What becomes a link meanwhile leads nowhere.
             directory_fd = temporary.open_directory(os.path.realpath(os.path.dirname(path)))
             try:
-                if same(os.lstat(os.path.basename(name), dir_fd=directory_fd)):
+                if same(FileStatus.of(os.lstat(os.path.basename(name), dir_fd=directory_fd))):
                     os.unlink(os.path.basename(name), dir_fd=directory_fd)
                 temporary.sync(directory_fd)
             finally:
@@ -149,10 +160,12 @@ def check_disjoint(
         UsageError: they overlap.
         RetryableError: one of them cannot be looked at.
     """
-    target = os.path.realpath(dst)
+    if isinstance(src, str) and in_object_store(src) != in_object_store(dst):
+        return
+    target = real(dst)
     places = _Places()
     if isinstance(src, str) and is_directory(src):
-        root = os.path.realpath(src)
+        root = real(src)
         if _contains(root, target) or _contains(target, root) or places.contains(root, target):
             raise UsageError(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
@@ -160,18 +173,18 @@ def check_disjoint(
     rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
     held: dict[_Place, str] = {}
     for path in sources:
-        real = os.path.realpath(path)
-        if _contains(target, real) or places.contains(target, real):
+        place_of_file = real(path)
+        if _contains(target, place_of_file) or places.contains(target, place_of_file):
             raise UsageError(f"source file {path} lies in DST {dst}", file=path, hint="choose another DST")
-        if rank_directories and _contains(os.path.dirname(real), target):
+        if rank_directories and _contains(os.path.dirname(place_of_file), target):
             raise UsageError(f"DST {dst} lies beside source file {path}", file=path, hint="choose another DST")
-        for name in (real, os.path.dirname(real)):
+        for name in (place_of_file, os.path.dirname(place_of_file)):
             place = places.of(name)
             if place is not None:
                 held.setdefault(place, path)
     for path in targets:
-        real = os.path.realpath(path)
-        source = held.get(places.of(real), held.get(places.of(os.path.dirname(real))))
+        place_of_file = real(path)
+        source = held.get(places.of(place_of_file), held.get(places.of(os.path.dirname(place_of_file))))
         if source is not None:
             raise UsageError(
                 f"{path} is, by another name, where source file {source} lies", file=path, hint="choose another DST"
@@ -214,7 +227,7 @@ class _Places:
         """The place of a path; None where there is nothing."""
         if path not in self._known:
             status = status_at(path)
-            self._known[path] = None if status is None else (status.st_dev, status.st_ino)
+            self._known[path] = None if status is None else (status.device, status.inode)
         return self._known[path]
 
     def contains(self, directory: str, path: str) -> bool:

@@ -33,6 +33,8 @@ _LEAST_GIVEN_BACK = 4 << 20
 _AROUND = 64 << 10
 _MAPS = 64
 _MOST_WINDOWS = 32
+# Where many threads share little memory their windows are smaller than the storage would like, down to this.
+_LEAST_WINDOW = 256 << 10
 
 
 class Reader(Protocol):
@@ -70,9 +72,9 @@ class ExplicitReader:
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
         self._handles = handles
-        self._window_size = storage.window
-        self._small = storage.small
-        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // storage.window))
+        self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
+        self._small = min(storage.small, self._window_size)
+        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // self._window_size))
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:

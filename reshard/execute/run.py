@@ -77,13 +77,13 @@ class ExecutionOptions:
     @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = (self.max_memory // self.threads - self.window_bytes) // 2
+        share = (self.max_memory // self.threads - self.window_bytes - self.storage.held) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        return self.threads * (2 * self.block_bytes + self.window_bytes)
+        return self.threads * (2 * self.block_bytes + self.window_bytes + self.storage.held)
 
 
 class Progress:

@@ -15,14 +15,14 @@ import numpy.typing as npt
 from reshard.errors import ReshardError, RetryableError, UnwritableError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import is_directory, temporary, too_long
+from reshard.storage import FileStatus, is_directory, temporary, too_long
 
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 _TIMES = 4
 
-Finish = Callable[[TargetFile, os.stat_result, Optional[int], bool], None]
+Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
 
 
@@ -122,10 +122,10 @@ class TargetWriter:
     def _finish_file(self, fd: int) -> None:
         directory = os.path.dirname(self.target.path) or "."
         os.fsync(fd)
-        status = os.fstat(fd)
-        if status.st_size != self.target.layout.size:
+        status = FileStatus.of(os.fstat(fd))
+        if status.size != self.target.layout.size:
             raise RetryableError(
-                f"{self.target.path}: {status.st_size} bytes were written where {self.target.layout.size} were planned "
+                f"{self.target.path}: {status.size} bytes were written where {self.target.layout.size} were planned "
                 f"(rank {self.target.rank})",
                 file=self.target.path,
                 rank=self.target.rank,

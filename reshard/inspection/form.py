@@ -222,5 +222,5 @@ def _files_in(path: str) -> list[FormFile]:
         place = os.path.join(directory, name)
         status = status_at(place) if name.endswith(".safetensors") else None
         if status is not None:
-            found.append(FormFile(None, place, status.st_size, None))
+            found.append(FormFile(None, place, status.size, None))
     return found

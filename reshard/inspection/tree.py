@@ -31,8 +31,7 @@ from reshard.plan.selection import Incomplete, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.storage import exists, is_directory
-from reshard.storage.costs import storage_of
+from reshard.storage import absolute, exists, is_directory, names_in, storage_of, store_of
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import listing
@@ -151,7 +150,7 @@ def inspect_tree(
     if one_rank is not None and strategy is not None:
         raise UsageError(
             f"{path} is the directory of one rank; --strategy goes with a rank tree",
-            hint=f"name the directory that holds all ranks, {os.path.dirname(os.path.abspath(path))}",
+            hint=f"name the directory that holds all ranks, {os.path.dirname(absolute(path))}",
         )
     named = None if step == "latest" else tree.named(step)
     return _Inspection(tree, strategy, one_rank is not None, decryption).run(named)
@@ -168,7 +167,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
             hint=f"`reshard status {shlex.quote(path)}` tells what is done and what is missing",
         )
     with suppress(OSError):
-        for name in sorted(os.listdir(path))[:_MOST_TRIED]:
+        for name in names_in(path)[:_MOST_TRIED]:
             if told_by_name(os.path.join(path, name)) is not None:
                 return CheckpointError(
                     f"{path}: holds no checkpoints; {name} is a strategy or group_info file",
@@ -362,7 +361,7 @@ def _sizes(paths: Sequence[str]) -> dict[str, Optional[int]]:
 
     def size(path: str) -> Optional[int]:
         try:
-            return os.stat(path).st_size
+            return store_of(path).status(path).size
         except FileNotFoundError:
             return None
         except OSError as error:

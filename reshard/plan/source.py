@@ -14,6 +14,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.errors import DamagedCheckpointError
 from reshard.plan.holding import stage_shardings
+from reshard.storage import absolute, common_directory
 from reshard.strategies import Stage
 from reshard.text.report import Report
 from reshard.text.wording import step_words
@@ -55,8 +56,8 @@ class SourceStep:
     @property
     def place(self) -> str:
         """The directory that all files of the step lie below."""
-        directories = {os.path.abspath(os.path.dirname(path)) for path in self.files.values()}
-        return os.path.commonpath(directories) if directories else "the source"
+        directories = {absolute(os.path.dirname(path)) for path in self.files.values()}
+        return common_directory(directories) if directories else "the source"
 
     @property
     def readable(self) -> frozenset[int]:

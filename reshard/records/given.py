@@ -24,7 +24,7 @@ from reshard.checkpoints.forms import FORMS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
-from reshard.storage import names_in, read_small, temporary
+from reshard.storage import is_absolute, names_in, read_small, temporary
 from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE, SAME
 from reshard.text.wording import number_ranges
@@ -206,7 +206,7 @@ def _parsed(said: Any) -> Given:
         if not fits:
             raise ValueError(f"{name} is {value!r}"[:200])
     for name in ("src", "source_strategy", "target_strategy"):
-        if not os.path.isabs(said[name]) and (name == "src" or said[name] not in (NONE, SAME)):
+        if not is_absolute(said[name]) and (name == "src" or said[name] not in (NONE, SAME)):
             raise ValueError(f"{name} is no absolute path")
     if said["ranks"] is not None:
         _numbers(said["ranks"])

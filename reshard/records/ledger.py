@@ -43,7 +43,7 @@ from reshard.records.record_files import (
     unwritable,
 )
 from reshard.records.sources import SourceFile
-from reshard.storage import UnfitError, exists, is_regular_file, read_small, temporary
+from reshard.storage import FileStatus, UnfitError, exists, is_regular_file, read_small, temporary
 from reshard.storage.json_text import JsonError
 
 _OURS = re.compile(r"[0-9a-f]{16}")
@@ -77,11 +77,11 @@ class DoneRecord(NamedTuple):
     headers: Optional[str]
     crc: Optional[int]
 
-    def matches(self, status: Optional[os.stat_result]) -> bool:
+    def matches(self, status: Optional[FileStatus]) -> bool:
         """Whether a file of this status, looked at before the record was read, is what was written."""
         if status is None:
             return False
-        return status.st_size == self.size and _same_time(status.st_mtime_ns, self.modified)
+        return status.size == self.size and _same_time(status.modified, self.modified)
 
 
 class SourceChanges(NamedTuple):

@@ -12,7 +12,7 @@ ranks have alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -20,8 +20,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
-from reshard.storage import ReadableFile, read_range
-from reshard.storage.costs import storage_of
+from reshard.storage import ReadableFile, read_each, read_range, storage_of
 from reshard.text.names import OTHER, belongs_to_rank, kind_of
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
@@ -48,7 +47,7 @@ class SourceFile(NamedTuple):
         values: digest of what these hold.
         modified: time of last modification, in nanoseconds; only a hint, because files get copied.
         inode: its number on its file system; likewise.
-        changed: time of last change, in nanoseconds; likewise, but no writer can set it.
+        changed: what becomes another with every change, see `FileStatus`; likewise, but no writer can set it.
     """
 
     rank: int
@@ -181,8 +180,9 @@ class SourceSampler:
         said = repr((index.format, structure.digest, index.crc, sorted(index.metadata.items())))
         try:
             with self._handles.borrow(index.path) as file:
-                values = [_sample(file, *run) for run in structure.values()]
-                samples = [_sample(file, *run) for run in structure.samples(rank)]
+                runs = structure.values()
+                found = _samples(file, [*runs, *structure.samples(rank)])
+                values, samples = found[: len(runs)], found[len(runs) :]
                 status = file.status()
         except OSError as error:
             raise reading_error(index.path, error) from error
@@ -193,10 +193,17 @@ class SourceSampler:
             short_digest(*values, *samples),
             structure.value_names,
             short_digest(*values),
-            status.st_mtime_ns,
-            status.st_ino,
-            status.st_ctime_ns,
+            status.modified,
+            status.inode,
+            status.changed,
         )
+
+
+def _samples(file: ReadableFile, runs: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Some bytes of a file, by offset and number."""
+    if file.cipher is not None:
+        return [_sample(file, *run) for run in runs]
+    return list(read_each(file, runs))
 
 
 def _sample(file: ReadableFile, offset: int, size: int) -> bytes:

@@ -12,7 +12,7 @@ from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard.storage import exists, status_at
+from reshard.storage import exists, refuse_object_store, status_at
 from reshard.text.near_names import path_meant
 
 
@@ -64,6 +64,7 @@ def status_of(directory: str) -> Status:
         CheckpointError: the manifest is damaged.
         RetryableError: it cannot be read.
     """
+    refuse_object_store(directory)
     begun = current(ledgers_in(directory))
     path = os.path.join(directory, MANIFEST_NAME)
     if len(begun) > 1:
@@ -131,7 +132,7 @@ def _by_manifest(directory: str) -> Status:
     size = 0
     for file in manifest.files:
         status = status_at(os.path.join(directory, file.file))
-        if status is not None and status.st_size == file.size:
+        if status is not None and status.size == file.size:
             done.append(file.rank)
             size += file.size
         elif status is not None:

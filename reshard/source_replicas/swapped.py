@@ -29,7 +29,7 @@ from reshard.source_replicas import (
     compare_slices,
     misplaced,
 )
-from reshard.storage.costs import storage_of
+from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.messages import joined, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS

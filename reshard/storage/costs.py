@@ -2,13 +2,17 @@
 
 On a local file system a request costs microseconds. On a network file system it costs a round trip,
 so there requests are larger, read more of what is not needed, and many are under way at a time. The
-numbers come from `benchmarks/slow_storage.py`.
+numbers come from `benchmarks/slow_storage.py`. Of an object store it is measured how long a round trip
+takes, and the rest follows from that.
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+import threading
+from collections import deque
+from statistics import median
+from typing import NamedTuple, Optional
 
 # Where a page fault is a memory access or a disk read and never a round trip.
 _LOCAL_FILE_SYSTEMS = frozenset(
@@ -25,6 +29,8 @@ class Storage(NamedTuple):
         worth_skipping: a request costs about as much as reading this many bytes that are not needed.
         window: bytes read at once where small requests lie close together.
         small: requests up to this size are answered from such windows.
+        held: bytes that are held while a request is answered, beside the buffer that it fills.
+        round_trip: seconds that a request takes before its first byte comes, as measured; None where it was not.
     """
 
     remote: bool
@@ -32,14 +38,67 @@ class Storage(NamedTuple):
     worth_skipping: int
     window: int
     small: int
+    held: int = 0
+    round_trip: Optional[float] = None
 
 
 LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
 REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
 
 
-def storage_of(path: str) -> Storage:
-    """The storage that a path lies on; one of unknown kind counts as remote."""
+# What is taken for a round trip before one was measured.
+_USUAL_ROUND_TRIP = 0.05
+# Bytes a second that one of many requests under way gets; so many bytes pass while another makes its round trip.
+_SHARE = 16 << 20
+# While a request is waited for, a CPU moves as much as some requests bring, each in this time.
+_SECONDS_PER_REQUEST = 1.5e-3
+_REMEMBERED = 64
+
+
+def storage_with(round_trip: float, held: int = 0) -> Storage:
+    """Storage of which a request takes a round trip of so many seconds, whatever lies between.
+
+    Args:
+        round_trip: seconds until the first byte comes.
+        held: bytes that are held while a request is answered, beside the buffer that it fills.
+    """
+    passed = int(_SHARE * round_trip)
+    return Storage(
+        remote=True,
+        in_flight=_within(4, round(round_trip / _SECONDS_PER_REQUEST), 32),
+        worth_skipping=_within(64 << 10, passed, 4 << 20),
+        window=_within(256 << 10, passed, 1 << 20),
+        small=_within(64 << 10, passed // 4, 256 << 10),
+        held=held,
+        round_trip=round_trip,
+    )
+
+
+def _within(least: int, wanted: int, most: int) -> int:
+    return max(least, min(wanted, most))
+
+
+class Measured:
+    """How long requests took until their first byte came, of late; for any number of threads."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._lock = threading.Lock()
+
+    def request(self, seconds: float) -> None:
+        """A request took so long."""
+        with self._lock:
+            self._seconds.append(seconds)
+
+    def storage(self, held: int = 0) -> Storage:
+        """What follows from that."""
+        with self._lock:
+            seconds = list(self._seconds)
+        return storage_with(median(seconds), held) if seconds else storage_with(_USUAL_ROUND_TRIP, held)
+
+
+def storage_on(path: str) -> Storage:
+    """The storage that a local path lies on; one of unknown kind counts as remote."""
     return LOCAL if file_system_of(path) in _LOCAL_FILE_SYSTEMS else REMOTE
 
 

@@ -7,17 +7,17 @@ a second looks like a checkpoint that is not there. Here absence is an answer an
 from __future__ import annotations
 
 import errno
-import os
-import stat
-from typing import Optional
+from typing import Callable, Optional
 
 from reshard.errors import InputError, ReshardError, RetryableError, UsageError
+from reshard.storage.status import FileStatus
+from reshard.storage.store import Entry, store_of
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _SHOWN = 300
 
 
-def status_at(path: str) -> Optional[os.stat_result]:
+def status_at(path: str) -> Optional[FileStatus]:
     """The status of what a path leads to, through links; None where it leads to nothing.
 
     Raises:
@@ -26,7 +26,7 @@ def status_at(path: str) -> Optional[os.stat_result]:
         RetryableError: it cannot be looked at at this moment.
     """
     try:
-        return os.stat(path)
+        return store_of(path).status(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # ValueError: no file can have a name with a NUL, or one that cannot be encoded.
         return None
@@ -37,14 +37,14 @@ def status_at(path: str) -> Optional[os.stat_result]:
         raise look_error(path, error) from error
 
 
-def link_at(path: str) -> Optional[os.stat_result]:
+def link_at(path: str) -> Optional[FileStatus]:
     """The status of what stands at a path, be it a link; None where there is nothing.
 
     Raises:
         ReshardError: as `status_at`.
     """
     try:
-        return os.lstat(path)
+        return store_of(path).status(path, through_links=False)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     except OSError as error:
@@ -69,7 +69,7 @@ def is_directory(path: str) -> bool:
         ReshardError: as `status_at`.
     """
     found = status_at(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    return found is not None and found.directory
 
 
 def is_regular_file(path: str) -> bool:
@@ -79,7 +79,7 @@ def is_regular_file(path: str) -> bool:
         ReshardError: as `status_at`.
     """
     found = status_at(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    return found is not None and found.regular
 
 
 def names_in(directory: str) -> list[str]:
@@ -89,11 +89,38 @@ def names_in(directory: str) -> list[str]:
         ReshardError: it cannot be listed; as `status_at`.
     """
     try:
-        return sorted(os.listdir(directory))
+        return sorted(entry.name for entry in store_of(directory).entries(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise look_error(directory, error) from error
+
+
+def leads_to_directory(entry: Entry) -> bool:
+    """Whether an entry of a directory leads to one; a loop of links, as a link to nowhere, leads to nothing.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    return _leads_to(entry.is_dir)
+
+
+def leads_to_file(entry: Entry) -> bool:
+    """Whether an entry of a directory leads to a regular file; likewise.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    return _leads_to(entry.is_file)
+
+
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def look_error(path: str, error: OSError) -> ReshardError:

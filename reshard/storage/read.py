@@ -1,19 +1,15 @@
-"""Reading files that anybody may have written, or may be writing.
+"""Reading open files that anybody may have written, or may be writing.
 
-What is no regular file is never waited for, a small file has a bound, and a read that gives less than
-the file has is read on.
+A read that gives less than the file has is read on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import stat
-from collections.abc import Iterator
-from typing import NamedTuple, Optional, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Optional, Protocol
 
 from reshard.errors import RetryableError
+from reshard.storage.status import FileStatus
 
 # Reads in which nothing came, though the file has more.
 _TIMES = 3
@@ -44,8 +40,8 @@ class ReadableFile(Protocol):
     def size(self) -> int:
         """Bytes that it has at this moment."""
 
-    def status(self) -> os.stat_result:
-        """What the file system says of it."""
+    def status(self) -> FileStatus:
+        """What its store says of it."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Bytes from an offset on: as many as a read gives, none at the end.
@@ -57,93 +53,6 @@ class ReadableFile(Protocol):
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; how many."""
-
-
-class LocalFile(NamedTuple):
-    """A file that is read through a descriptor.
-
-    Attributes:
-        descriptor: open for reading; its position is not used.
-        path: its name, for messages.
-    """
-
-    descriptor: int
-    path: str
-
-    @property
-    def cipher(self) -> Optional[str]:
-        """None: its bytes are read as they lie."""
-        return None
-
-    def size(self) -> int:
-        """Bytes that it has at this moment."""
-        return os.fstat(self.descriptor).st_size
-
-    def status(self) -> os.stat_result:
-        """What the file system says of it."""
-        return os.fstat(self.descriptor)
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as a read gives, none at the end."""
-        return os.pread(self.descriptor, count, offset)
-
-    def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
-        return os.preadv(self.descriptor, [out], offset)
-
-
-@contextlib.contextmanager
-def opened_regular(path: str, through_links: bool = True) -> Iterator[LocalFile]:
-    """A regular file, open for reading while the block runs.
-
-    Args:
-        path: the file.
-        through_links: it may be a symbolic link to one.
-
-    Raises:
-        UnfitError: it is something else.
-        OSError: it is not there, or cannot be opened.
-    """
-    try:
-        # To open a FIFO waits for its writer, and to open a device may do anything.
-        _check_regular(os.stat(path) if through_links else os.lstat(path))
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        fd = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
-    except ValueError as error:
-        if isinstance(error, UnfitError):
-            raise
-        # A name with a NUL, or one that cannot be encoded: no file has it.
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-    try:
-        _check_regular(os.fstat(fd))
-        yield LocalFile(fd, path)
-    finally:
-        os.close(fd)
-
-
-def _check_regular(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise UnfitError("is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file")
-
-
-def read_small(path: str, most: int, through_links: bool = True) -> bytes:
-    """The content of a small file.
-
-    Args:
-        path: the file.
-        most: bytes that it may have.
-        through_links: it may be a symbolic link to one.
-
-    Raises:
-        UnfitError: it is no regular file, or larger.
-        RetryableError: it does not give what it has.
-        OSError: it is not there, or cannot be read.
-    """
-    with opened_regular(path, through_links) as file:
-        size = file.size()
-        if size > most:
-            raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {most:,} are allowed")
-        return read_range(file, 0, size)
 
 
 def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] = None) -> bytes:
@@ -178,6 +87,20 @@ def read_range(file: ReadableFile, offset: int, least: int, most: Optional[int] 
                 file=file.path,
             )
     return data
+
+
+def read_each(file: ReadableFile, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Several (offset, bytes) ranges of an open file, all of which it has, in their order.
+
+    Where every read takes a round trip they are read at the same time, else one by one, as they are taken.
+
+    Raises:
+        ReshardError, OSError: as `read_range`.
+    """
+    many = getattr(file, "read_each", None)
+    if many is not None and len(ranges) > 1:
+        return iter(many(ranges))
+    return (read_range(file, offset, count) for offset, count in ranges)
 
 
 def fill(file: ReadableFile, offset: int, out: memoryview, rank: Optional[int] = None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from reshard.errors import StrategyError
-from reshard.storage import is_directory, names_in
+from reshard.storage import is_directory, names_in, real
 from reshard.strategies.made_record import RECORD
 from reshard.strategies.model import Stage, StrategyFile
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
@@ -159,10 +159,10 @@ def check_gaps(file: FileRecord) -> None:
 
 def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
     names = names_in(directory)
-    left_out = os.path.realpath(leave_out) if leave_out is not None else None
+    left_out = real(leave_out) if leave_out is not None else None
     # What says how a strategy was made is none, and nothing to be told of.
     names = [name for name in names if not name.endswith(RECORD)]
-    kept = [name for name in names if left_out != os.path.realpath(os.path.join(directory, name))]
+    kept = [name for name in names if left_out != real(os.path.join(directory, name))]
     return sorted(kept, key=_natural)
 
 

@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
-from reshard.storage import exists, is_directory
+from reshard.storage import exists, is_directory, refuse_object_store
 from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
@@ -44,6 +44,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         RetryableError: writing failed.
     """
     form = _form_of(target_file)
+    refuse_object_store(target_file)
     if not is_directory(directory):
         raise StrategyError(
             f"{directory} is not a directory",

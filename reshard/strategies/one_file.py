@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Optional, Union
 
 from reshard.errors import ReshardError, RetryableError, StrategyError
-from reshard.storage import LocalFile, UnfitError, opened_regular, read_range, too_long
+from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range, too_long
 from reshard.storage.other_files import cipher_of, is_ckpt, kind_by_head
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import StrategyFile
@@ -118,7 +118,7 @@ def read_strategy_file(path: str) -> StrategyFile:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[Union[LocalFile, OtherFile]]:
+def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
     """A regular file, open for reading; an `OtherFile` where it is none.
 
     Raises:
@@ -128,7 +128,7 @@ def opened(path: str) -> Iterator[Union[LocalFile, OtherFile]]:
     with contextlib.ExitStack() as stack:
         try:
             try:
-                file: Union[LocalFile, OtherFile] = stack.enter_context(opened_regular(path))
+                file: Union[ReadableFile, OtherFile] = stack.enter_context(opened_regular(path))
             except UnfitError as error:
                 file = OtherFile(path, str(error).replace("is ", "", 1))
             yield file

@@ -18,6 +18,7 @@ import numpy as np
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
+from reshard.storage import absolute
 from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
 from reshard.text.messages import listing
@@ -129,7 +130,7 @@ def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
 
 def _own_rank(path: str) -> Optional[int]:
     """The rank that a group_info file was written by, where its path tells."""
-    directory, name = os.path.split(os.path.abspath(path))
+    directory, name = os.path.split(absolute(path))
     match = _OWN_DIRECTORY.fullmatch(os.path.basename(directory)) or _OWN_NAME.fullmatch(os.path.splitext(name)[0])
     return int(match[1]) if match is not None else None
 

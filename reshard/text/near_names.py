@@ -41,6 +41,9 @@ def path_meant(path: str) -> Optional[str]:
 
 
 def _near_paths(path: str) -> list[str]:
+    if "://" in path:
+        # In a store, which is not asked for what may have been meant.
+        return []
     parent, name, rest = _missing_part(path)
     if not name or _WILD.intersection(name):
         return []

@@ -83,8 +83,8 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
     if status is None:
         yield f"{path} is missing"
         return
-    if status.st_size != file.size:
-        yield f"{path} has {status.st_size} bytes, not {file.size}"
+    if status.size != file.size:
+        yield f"{path} has {status.size} bytes, not {file.size}"
         return
     try:
         index = read_index(means.handles, path)
@@ -109,8 +109,8 @@ def _finishing_differences(path: str, file: FinishingRecord) -> Iterator[str]:
     status = status_at(path)
     if status is None:
         yield f"{path} is missing"
-    elif status.st_size != file.size:
-        yield f"{path} has {status.st_size} bytes, not {file.size}"
+    elif status.size != file.size:
+        yield f"{path} has {status.size} bytes, not {file.size}"
     else:
         crc = crc_of_file(path)
         if crc != int(file.crc32, 16):

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Callable, Optional
 
 from reshard.checkpoints import CheckpointIndex, check_crcs
-from reshard.storage.costs import storage_of
+from reshard.storage import storage_of
 from reshard.text.report import Report
 from reshard.verification.reading import Means
 from reshard.verification.tree import Tree

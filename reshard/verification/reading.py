@@ -16,8 +16,7 @@ import numpy as np
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.layout import Box
-from reshard.storage import fill
-from reshard.storage.costs import storage_of
+from reshard.storage import fill, storage_of
 from reshard.verification.rounding import same_nans
 from reshard.verification.sums import PRIME, Workspace
 

@@ -10,7 +10,7 @@ from reshard.checkpoints import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import InputError
 from reshard.layout import Box
-from reshard.storage import LocalFile, UnfitError, opened_regular
+from reshard.storage import ReadableFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.text.wording import quoted
 from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
@@ -55,7 +55,7 @@ class _Reading:
         result: what it holds.
     """
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: ReadableFile) -> None:
         self.result = Fingerprints()
         self._slices = 0
         self._shared = SharedPlaces()

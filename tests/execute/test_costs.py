@@ -13,7 +13,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats import alike
 from reshard.checkpoints.formats import open as opening
 from reshard.execute import reading, run
-from reshard.storage import ReadableFile, fill
+from reshard.storage import OpenFile, ReadableFile, fill
 from reshard.storage import costs as storage_costs
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -54,7 +54,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
     counted = Costs()
     open_file, find = FileHandles._open, alike.KnownStructures.find
 
-    def counting_open(self: Any, path: str) -> int:
+    def counting_open(self: Any, path: str) -> OpenFile:
         counted.opened[path] += 1
         return open_file(self, path)
 

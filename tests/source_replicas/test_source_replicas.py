@@ -23,6 +23,7 @@ from reshard.layout import Layout
 from reshard.plan.pieces import StoredSlice
 from reshard.source_replicas import files
 from reshard.source_replicas.choice import Group
+from reshard.storage import OpenFile
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -206,7 +207,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     counted = Reads()
     open_file = FileHandles._open
 
-    def counting_open(self: Any, path: str) -> int:
+    def counting_open(self: Any, path: str) -> OpenFile:
         counted.opened[path] += 1
         return open_file(self, path)
 

@@ -12,7 +12,7 @@ from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.storage import is_regular_file
+from reshard.storage import leads_to_file, store_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, some_names
 
@@ -80,12 +80,9 @@ def _tensor_files(directory: str) -> set[str]:
     """Names of the .safetensors files in a directory, links to such included."""
     found = set()
     try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.name.endswith(_ENDING) and not entry.name.startswith("."):
-                    is_file = entry.is_file(follow_symlinks=False)
-                    if is_file or (entry.is_symlink() and is_regular_file(entry.path)):
-                        found.add(entry.name)
+        for entry in store_of(directory).entries(directory):
+            if entry.name.endswith(_ENDING) and not entry.name.startswith(".") and leads_to_file(entry):
+                found.add(entry.name)
     except OSError as error:
         raise reading_error(directory, error) from error
     return found

@@ -21,7 +21,7 @@ from reshard.checkpoints.checkpoint2.names import (
 )
 from reshard.checkpoints.files import reading_error
 from reshard.errors import CheckpointError, UsageError
-from reshard.storage import UnfitError, is_directory, names_in, opened_regular, read_small
+from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.report import Report
 from reshard.text.wording import some_names
@@ -230,7 +230,7 @@ def _numbered(found: list[Iteration], number: int, otherwise: str) -> Iteration:
 
 def _given(path: str, asked: Optional[int], report: Report) -> Iteration:
     """The iteration whose directory is the source itself."""
-    whole = os.path.abspath(path)
+    whole = absolute(path)
     number = parse_iteration(os.path.basename(whole))
     if asked is not None and asked != number:
         raise UsageError(

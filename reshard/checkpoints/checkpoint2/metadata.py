@@ -25,7 +25,7 @@ from reshard.checkpoints.checkpoint2.records import (
 from reshard.checkpoints.files import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError
-from reshard.storage import LocalFile, UnfitError, opened_regular, read_range
+from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
 from reshard.text.wording import quoted
 
@@ -72,7 +72,7 @@ def read_metadata(directory: str) -> Optional[Metadata]:
         raise CheckpointError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-def _windows(file: LocalFile) -> Callable[[], bytes]:
+def _windows(file: ReadableFile) -> Callable[[], bytes]:
     """What gives a file's bytes piece by piece, as many as it has now."""
     size = file.size()
     position = 0

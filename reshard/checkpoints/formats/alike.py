@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import os
 import threading
 from array import array
 from collections import OrderedDict
@@ -21,7 +20,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.ckpt_index import CRC_MARK, TRAILER_SIZE
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import RetryableError
-from reshard.storage import ReadableFile, read_range
+from reshard.storage import FileStatus, ReadableFile, read_each, read_range, storage_of
 
 # Structures kept; a de-duplicated save gives every file its own.
 _MOST_STRUCTURES = 16
@@ -60,7 +59,7 @@ def _digest(data: bytes, starts: Iterable[int], sizes: Iterable[int]) -> bytes:
 class _Structure:
     """How one file is built; its headers are read again when the first file is compared with it."""
 
-    def __init__(self, example: CheckpointIndex, status: os.stat_result) -> None:
+    def __init__(self, example: CheckpointIndex, status: FileStatus) -> None:
         self.example = example
         self._status = status
         self._lock = threading.Lock()
@@ -77,10 +76,11 @@ class _Structure:
                 reads = []
                 with handles.borrow(self.example.path) as file:
                     status = file.status()
-                    if (status.st_ino, status.st_mtime_ns) != (self._status.st_ino, self._status.st_mtime_ns):
+                    if (status.inode, status.modified) != (self._status.inode, self._status.modified):
                         raise OSError(errno.ESTALE, "changed since it was parsed")
-                    for offset, length, starts, sizes in _gaps(self.example):
-                        data = read_range(file, offset, length)
+                    gaps = list(_gaps(self.example, max(_NEAR, storage_of(self.example.path).worth_skipping)))
+                    contents = read_each(file, [(offset, length) for offset, length, _, _ in gaps])
+                    for (offset, length, starts, sizes), data in zip(gaps, contents):
                         reads.append(_Read(offset, length, starts, sizes, _digest(data, starts, sizes)))
                 self._reads = reads
             return self._reads
@@ -112,7 +112,8 @@ class KnownStructures:
             except (OSError, RetryableError):
                 # The example is gone, which whoever needs it will find; this file is parsed instead.
                 continue
-            if all(_matches(file, read) for read in reads):
+            contents = read_each(file, [(read.offset, read.length) for read in reads])
+            if all(read.matches(data) for read, data in zip(reads, contents)):
                 crc = structure.example.crc
                 if crc is not None and format == "ckpt":
                     trailer = read_range(file, size - TRAILER_SIZE, TRAILER_SIZE)
@@ -139,16 +140,15 @@ class KnownStructures:
                 self._known.popitem(last=False)
 
 
-def _matches(file: ReadableFile, read: _Read) -> bool:
-    return read.matches(read_range(file, read.offset, read.length))
+def _gaps(index: CheckpointIndex, near: int) -> Iterator[tuple[int, int, array[int], array[int]]]:
+    """What is not tensor content: offset and length of each read, starts and sizes of the parts within it.
 
-
-def _gaps(index: CheckpointIndex) -> Iterator[tuple[int, int, array[int], array[int]]]:
-    """What is not tensor content: offset and length of each read, starts and sizes of the parts within it."""
+    Bytes between two of them are read as well where they are no more than ``near``.
+    """
     first = last = 0
     starts, sizes = array("Q"), array("Q")
     for start, stop in _between(index):
-        if starts and not (start - last <= _NEAR and stop - first <= _MOST_AT_ONCE):
+        if starts and not (start - last <= near and stop - first <= _MOST_AT_ONCE):
             yield first, last - first, starts, sizes
             starts, sizes = array("Q"), array("Q")
         if not starts:

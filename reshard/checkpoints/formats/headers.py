@@ -11,8 +11,7 @@ from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.open import read_index
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError, RetryableError
-from reshard.storage import exists
-from reshard.storage.costs import storage_of
+from reshard.storage import exists, storage_of
 
 # Reading headers from network storage is waiting, whatever the number of CPUs.
 _IN_FLIGHT = 16
@@ -58,11 +57,12 @@ def read_headers(
         yield number, read(number)
     if len(numbers) < 2:
         return
-    if not storage_of(files[numbers[0]]).remote:
+    storage = storage_of(files[numbers[0]])
+    if not storage.remote:
         for number in numbers[1:]:
             yield number, read(number)
         return
-    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+    with ThreadPoolExecutor(max(_IN_FLIGHT, storage.in_flight)) as pool:
         coming = [(number, pool.submit(read, number)) for number in numbers[1:]]
         try:
             for number, future in coming:

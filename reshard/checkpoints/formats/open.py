@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from typing import Optional
 
 from reshard.checkpoints.files import FileHandles, reading_error
@@ -60,7 +59,7 @@ def read_index(handles: FileHandles, path: str, known: Optional[KnownStructures]
     format = format_of(path)
     try:
         with handles.borrow(path) as file:
-            if not stat.S_ISREG(file.status().st_mode):
+            if not file.status().regular:
                 raise CheckpointError(f"{path}: is not a file", file=path, hint="give a copy that is an ordinary file")
             size = file.size()
             index = None if known is None else known.find(file, format, size)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.rank_tree.steps import RANK_NUMBER, Pattern
-from reshard.storage import is_directory
+from reshard.storage import is_directory, leads_to_directory, store_of
 from reshard.text.globs import Glob
 
 RANK = "{rank}"
@@ -66,7 +66,8 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
             yield Match(rank, naming, directory, "")
         return
     glob = Glob(part, RANK)
-    for name in sorted(os.listdir(directory or os.curdir)):
+    for entry in sorted(store_of(directory).entries(directory or os.curdir), key=lambda entry: entry.name):
+        name = entry.name
         spans = glob.numbers(name)
         if spans is None or (name.startswith(".") and not part.startswith(".")):
             continue
@@ -74,7 +75,7 @@ def _descend(directory: str, parts: list[str], rank: int, naming: Pattern, unfin
         if len(numbers) > 1:
             continue
         path = directory + name
-        directory_there = is_directory(path)
+        directory_there = leads_to_directory(entry)
         if directory_there and name.endswith(unfinished):
             continue
         found = numbers.pop() if numbers else -1

@@ -7,7 +7,7 @@ import re
 from typing import Optional
 
 from reshard.errors import CheckpointError
-from reshard.storage import is_directory
+from reshard.storage import is_directory, names_in
 
 _ITERATION = re.compile(r"iteration_[0-9]+")
 _ITERATION_FILE = re.compile(r".*-(?:model|opt)-[0-9]{7}-[0-9]{7}\.safetensors")
@@ -26,9 +26,9 @@ def refuse_other_forms(src: str) -> None:
 
     Raises:
         CheckpointError: it is one of these.
-        OSError: the directory cannot be listed.
+        ReshardError: the directory cannot be listed.
     """
-    form = _form_of_directory(os.listdir(src)) if is_directory(src) else _form_of_file(src)
+    form = _form_of_directory(names_in(src)) if is_directory(src) else _form_of_file(src)
     if form is not None:
         raise CheckpointError(
             f"{src}: is {form}, not a tree of ranks",

@@ -8,7 +8,6 @@ complete is not known here; `SourceTree.candidates` gives the steps to try, newe
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import os
@@ -16,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.open import FORMATS, format_of
@@ -25,7 +24,17 @@ from reshard.checkpoints.rank_tree.path_pattern import RANK, fixed_directory, ma
 from reshard.checkpoints.rank_tree.refused import refuse_other_forms
 from reshard.checkpoints.rank_tree.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.errors import CheckpointError, ReshardError
-from reshard.storage import exists, is_directory
+from reshard.storage import (
+    Entry,
+    absolute,
+    entries_of_each,
+    exists,
+    is_directory,
+    leads_to_directory,
+    leads_to_file,
+    real,
+    store_of,
+)
 from reshard.text.near_names import path_meant
 from reshard.text.wording import some_names
 
@@ -311,12 +320,12 @@ def _rank_directories(src: str) -> list[_Found]:
     _refuse_unfinished(src)
     found = []
     directories = _subdirectories(src)
-    for name in directories:
-        match = _RANK_DIRECTORY.fullmatch(name)
-        if match is not None:
+    matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
+    paths = [os.path.join(src, match[0]) for match in matches]
+    with _reading(src):
+        for match, path, entries in zip(matches, paths, entries_of_each(paths)):
             naming = (match[1], None, os.sep)
-            files = _checkpoints(os.path.join(src, name))
-            found += [_Found(int(match[2]), naming, file, os.path.basename(file)) for file in files]
+            found += [_Found(int(match[2]), naming, os.path.join(path, name), name) for name in _named_so(entries)]
     if not found:
         raise _nothing_found(src, directories)
     return found
@@ -364,7 +373,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
         )
     hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
-        hint = f"did you mean {os.path.dirname(os.path.abspath(src))}?"
+        hint = f"did you mean {os.path.dirname(absolute(src))}?"
     for name in directories:
         # Whatever cannot be listed is not what was meant.
         with contextlib.suppress(OSError):
@@ -385,7 +394,7 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
 
 
 def _refuse_unfinished(directory: str) -> None:
-    places = (os.path.abspath(directory), os.path.realpath(directory))
+    places = (absolute(directory), real(directory))
     if any(os.path.basename(path).endswith(_UNFINISHED) for path in places):
         raise CheckpointError(
             f"{directory}: was never finished: its name ends in {_UNFINISHED}",
@@ -400,12 +409,12 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise reading_error(path, error) from error
+        raise reading_error(error.filename or path, error) from error
 
 
 def _subdirectories(directory: str) -> list[str]:
-    with _reading(directory), os.scandir(directory) as entries:
-        return sorted(entry.name for entry in entries if _leads_to(entry.is_dir))
+    with _reading(directory):
+        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to_directory(entry))
 
 
 def _checkpoints(path: str) -> Iterator[str]:
@@ -414,26 +423,23 @@ def _checkpoints(path: str) -> Iterator[str]:
         if os.path.splitext(path)[1] in FORMATS:
             yield path
         return
-    with _reading(path), os.scandir(path) as entries:
-        names = [
-            entry.name
-            for entry in entries
-            if not entry.name.startswith(".")
-            and os.path.splitext(entry.name)[1] in FORMATS
-            and _leads_to(entry.is_file)
-        ]
-    for name in sorted(names):
+    with _reading(path):
+        names = _named_so(store_of(path).entries(path))
+    for name in names:
         yield os.path.join(path, name)
 
 
-def _leads_to(kind: Callable[[], bool]) -> bool:
-    """Whether an entry is of a kind; a loop of links, as a link to nowhere, is of none."""
-    try:
-        return kind()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return False
-        raise
+def _named_so(entries: Iterable[Entry]) -> list[str]:
+    """The checkpoint files among what is in a directory, by name.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    return sorted(
+        entry.name
+        for entry in entries
+        if not entry.name.startswith(".") and os.path.splitext(entry.name)[1] in FORMATS and leads_to_file(entry)
+    )
 
 
 def _rank_files(found: Iterable[_Found]) -> Iterator[RankFile]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory, names_in
+from reshard.storage import exists, is_directory, names_in, refuse_object_store
 from reshard.storage.temporary import write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
@@ -46,6 +46,7 @@ def write_strategy(
         TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
         RetryableError: writing failed.
     """
+    refuse_object_store(out)
     files = _files(out, stages)
     for path in files:
         _check_no_source(path, sources)

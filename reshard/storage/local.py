@@ -1,0 +1,77 @@
+"""Files on file systems of this machine, or mounted there."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, Optional
+
+from reshard.storage.costs import Storage, storage_on
+from reshard.storage.status import FileStatus
+from reshard.storage.store import Entry, Store
+
+
+class LocalFile(NamedTuple):
+    """A file that is read through a descriptor.
+
+    Attributes:
+        descriptor: open for reading; its position is not used.
+        path: its name, for messages.
+    """
+
+    descriptor: int
+    path: str
+
+    @property
+    def cipher(self) -> Optional[str]:
+        """None: its bytes are read as they lie."""
+        return None
+
+    @property
+    def pinned(self) -> bool:
+        """False: another may write to it meanwhile, or put another in its place."""
+        return False
+
+    def size(self) -> int:
+        """Bytes that it has at this moment."""
+        return os.fstat(self.descriptor).st_size
+
+    def status(self) -> FileStatus:
+        """What the file system says of it."""
+        return FileStatus.of(os.fstat(self.descriptor))
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from an offset on: as many as a read gives, none at the end."""
+        return os.pread(self.descriptor, count, offset)
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+        return os.preadv(self.descriptor, [out], offset)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)
+
+
+class LocalStore:
+    """Whatever has a path on this machine."""
+
+    def status(self, path: str, through_links: bool = True) -> FileStatus:
+        """What is at a path."""
+        return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
+
+    def entries(self, directory: str) -> list[Entry]:
+        """What is in a directory."""
+        with os.scandir(directory) as entries:
+            return list(entries)
+
+    def open(self, path: str, through_links: bool = True) -> LocalFile:
+        """Open a file for reading, a FIFO without waiting for its writer."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        return LocalFile(os.open(path, flags | (0 if through_links else os.O_NOFOLLOW)), path)
+
+    def costs(self, path: str) -> Storage:
+        """What requests cost on the file system that a path lies on."""
+        return storage_on(path)
+
+
+LOCAL_STORE: Store = LocalStore()

@@ -1,0 +1,12 @@
+"""Object stores that speak S3's protocol: Amazon's, Huawei's OBS, MinIO, Ceph and others.
+
+boto3 knows where credentials and settings are, lists, looks, and writes; obstore reads ranges, outside of the
+interpreter's lock.
+"""
+
+from __future__ import annotations
+
+from reshard.storage.s3.address import Address
+from reshard.storage.s3.store import S3Store, s3_store
+
+__all__ = ["Address", "S3Store", "s3_store"]

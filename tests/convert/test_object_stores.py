@@ -1,0 +1,246 @@
+"""Checkpoints in object stores: read as local ones are, whatever the network does, to the same bytes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import pytest
+
+from tests.corpus import FIXTURES, ROOT
+from tests.object_store import KEY, SECRET, Objects
+from tests.running import LAUNCHER, Argument, done, fails, reshard, warns
+
+DEMO = FIXTURES / "demo"
+
+
+class Kind(NamedTuple):
+    """A source of some form.
+
+    Attributes:
+        source: where it lies among the fixtures.
+        strategy: of the source, where it needs one.
+        options: what it becomes.
+    """
+
+    source: Path
+    strategy: bool
+    options: tuple[Argument, ...]
+
+
+TO_DEMO: tuple[Argument, ...] = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
+KINDS = {
+    "ranks to ranks": Kind(DEMO / "src_checkpoints", True, TO_DEMO),
+    "ranks to checkpoint2": Kind(DEMO / "src_checkpoints", True, ("--to", "checkpoint2", "--dst-strategy", "same")),
+    "ranks to one file": Kind(DEMO / "src_checkpoints", True, ("--dst-strategy", "none", "--format", "safetensors")),
+    "checkpoint2 to unified": Kind(
+        FIXTURES / "checkpoint2/a02_dp2mp2_dedup/checkpoint", False, ("--to", "unified", "--max-shard-size", "2KB")
+    ),
+    "unified to huggingface": Kind(
+        FIXTURES / "full_weights/u05_pp2_opt_ms270/unified", False, ("--to", "huggingface", "--max-shard-size", "2KB")
+    ),
+    "huggingface to huggingface": Kind(
+        FIXTURES / "full_weights/h01_bf16_sharded/model", False, ("--to", "huggingface", "--max-shard-size", "2KB")
+    ),
+}
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    """Everything that was written, but for records, which name the source."""
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and not path.name.startswith("reshard-") and ".reshard" not in str(path)
+    }
+
+
+def locally(kind: Kind, place: Path) -> dict[str, bytes]:
+    strategy: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"] if kind.strategy else []
+    done("convert", kind.source, place, *strategy, *kind.options)
+    return tree(place)
+
+
+def from_store(kind: Kind, objects: Objects, place: Path, *more: Argument) -> dict[str, bytes]:
+    source = objects.upload(kind.source, "runs/some run/ckpt")
+    strategy: list[Argument] = []
+    if kind.strategy:
+        strategy = ["--src-strategy", objects.upload(DEMO / "src_strategy.ckpt", "strategies/src.ckpt")]
+    done("convert", source, place, *strategy, *kind.options, *more)
+    return tree(place)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_source_in_a_store_becomes_what_a_local_one_does(name: str, objects: Objects, tmp_path: Path) -> None:
+    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    assert found and found == locally(KINDS[name], tmp_path / "local")
+
+
+def some_fail(number: int, method: str, path: str) -> Optional[str]:
+    return ("drop", None, "unavailable", None, None, "cut", None)[number % 7]
+
+
+@pytest.mark.parametrize("name", ["ranks to ranks", "checkpoint2 to unified"])
+def test_a_network_that_fails_changes_nothing(
+    name: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
+    objects.faults.choose = some_fail
+    found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
+    objects.faults.choose = lambda *_: None
+    assert found == locally(KINDS[name], tmp_path / "local")
+
+
+@pytest.mark.parametrize("delay", [0.02, 0.1])
+def test_requests_are_made_at_the_same_time_where_they_take_long(
+    delay: float, objects: Objects, tmp_path: Path
+) -> None:
+    objects.faults.delay = delay
+    found = from_store(KINDS["ranks to ranks"], objects, tmp_path / "out")
+    assert objects.faults.most_at_once >= 8
+    assert found == locally(KINDS["ranks to ranks"], tmp_path / "local")
+
+
+def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = ["plan", source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
+    done(*words)
+    read = Counter(path for method, path in objects.faults.asked if method == "GET" and path.endswith(".ckpt"))
+    assert len(read) == 8 and set(read.values()) == {1}
+
+
+def test_plan_tells_how_requests_are_made(objects: Objects, tmp_path: Path) -> None:
+    objects.faults.delay = 0.05
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = ["plan", source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
+    said = done(*words, "--json", "--jobs", 2).json["requests"]
+    assert 0.05 <= said["round_trip"] < 0.5 and said["at_a_time"] == 64
+    assert "requests 64 at a time" in done(*words, "--jobs", 2).out
+    objects.faults.delay = 0.0
+    words[1] = DEMO / "src_checkpoints"
+    assert done(*words, "--json").json["requests"] is None
+
+
+def test_commands_that_read_take_paths_in_a_store(objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    strategy = objects.upload(DEMO / "src_strategy.ckpt", "strategy.ckpt")
+    target = objects.upload(DEMO / "dst_strategy.ckpt", "target.ckpt")
+    here: tuple[Path, Path] = (DEMO / "src_checkpoints", DEMO / "src_strategy.ckpt")
+    one, two = (
+        done("fingerprint", place, "--strategy", cut, "--json").json["parameters"]
+        for place, cut in ((source, strategy), here)
+    )
+    assert one == two
+    assert done("strategy", "diff", strategy, target).out.replace(objects.path() + "/", "")
+    words: list[Argument] = ["rank-list", 1, "--src-strategy", strategy, "--dst-strategy", target]
+    assert done(*words).out == done("rank-list", 1, "--src-strategy", here[1], *TO_DEMO).out
+    assert "8 ranks" in done("inspect", source, "--strategy", strategy).out
+    done("strategy", "check", strategy, source)
+    pattern = f"{source}/rank_{{rank}}/*.ckpt"
+    done("convert", pattern, tmp_path / "out", "--src-strategy", strategy, "--dst-strategy", target)
+    done("verify", tmp_path / "out", "--src", source, "--src-strategy", strategy, "--dst-strategy", target)
+
+
+def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path) -> None:
+    cut = FIXTURES / "10_dp2mp4pp1/strategy"
+    demo: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"]
+    done("convert", DEMO / "src_checkpoints", tmp_path / "whole", *demo, "--dst-strategy", cut)
+    for rank in (0, 2, 3, 5):
+        objects.upload(tmp_path / "whole" / f"rank_{rank}", f"left/rank_{rank}")
+    done("recover", objects.path("left"), tmp_path / "out", "--strategy", cut)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_resume_goes_on_with_a_source_in_a_store(objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = [
+        "convert",
+        source,
+        tmp_path / "out",
+        "--src-strategy",
+        DEMO / "src_strategy.ckpt",
+        *TO_DEMO,
+    ]
+    done(*words)
+    (tmp_path / "out/rank_1/checkpoint_1.ckpt").unlink()
+    (tmp_path / "out/reshard-manifest.json").unlink()
+    done("resume", tmp_path / "out")
+    assert tree(tmp_path / "out") == locally(KINDS["ranks to ranks"], tmp_path / "local")
+
+
+def test_a_source_that_is_replaced_meanwhile_is_another_conversion(objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = [source, tmp_path / "out", "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
+    done("by-rank", 0, *words)
+    # The same tensors with other values.
+    content = bytearray((DEMO / "src_checkpoints/rank_0/mlp-2_10.ckpt").read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(64)
+    objects.put("ckpt/rank_0/mlp-2_10.ckpt", bytes(content))
+    result = reshard("by-rank", 1, *words)
+    assert result.status in (0, 3)
+    if result.status == 0:
+        warns(result, "rank 0", "unless they were only copied")
+
+
+def test_nothing_secret_is_said_or_recorded(objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = [
+        "convert",
+        source,
+        tmp_path / "out",
+        "--src-strategy",
+        DEMO / "src_strategy.ckpt",
+        *TO_DEMO,
+    ]
+    said = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
+    written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    for secret in (SECRET, KEY):
+        assert not any(secret in text for text in said)
+        assert not any(secret.encode() in data for data in written)
+
+
+def test_without_credentials_it_says_where_they_are_looked_for(
+    objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    # The service of another name is asked anew.
+    url = objects.url.replace("127.0.0.1", "localhost")
+    fails(3, "inspect", path, "--endpoint-url", url, says=["no credentials were found", "AWS_PROFILE"])
+
+
+def test_the_endpoint_may_be_typed(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert "8 ranks" in done("inspect", path, "--endpoint-url", objects.url).out
+    fails(2, "inspect", path, "--endpoint-url", "localhost:9000", says=["--endpoint-url: is no URL"])
+
+
+@pytest.mark.parametrize("key", ["nothing", "ckpt/rank_0/mlp-2_10.ckp"])
+def test_what_is_not_in_the_store_does_not_exist(key: str, objects: Objects) -> None:
+    objects.upload(DEMO / "src_checkpoints", "ckpt")
+    fails(3, "inspect", objects.path(key), says=["does not exist"])
+    fails(3, "inspect", f"s3://{objects.bucket}-not/ckpt", says=["does not exist"])
+    fails(2, "inspect", "s3://", says=["names no bucket"])
+
+
+def test_only_checkpoints_are_written_to_a_store(objects: Objects, tmp_path: Path) -> None:
+    said = "to which this is not written"
+    words: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
+    fails(2, "plan", DEMO / "src_checkpoints", tmp_path, *words, "--svg", objects.path("x.svg"), says=[said])
+    fails(2, "merge-pipeline", FIXTURES / "10_dp2mp2pp2/strategy", objects.path("merged.ckpt"), says=[said])
+    assert objects.content() == {}
+
+
+def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
+    """As where the packages are not installed; in a process that has not loaded them."""
+    script = f"import sys; sys.modules['boto3'] = None; {LAUNCHER}"
+    command = [sys.executable, "-c", script, "inspect", "s3://bucket/ckpt"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=60)
+    assert result.returncode == 3
+    assert "pip install 'reshard[s3]'" in result.stderr

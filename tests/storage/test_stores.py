@@ -1,0 +1,268 @@
+"""Every store gives the same answers: local files, objects, and objects behind a network that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional, Protocol
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import RetryableError, UsageError
+from reshard.storage import (
+    Entry,
+    OpenFile,
+    UnfitError,
+    entries_of_each,
+    exists,
+    is_directory,
+    is_regular_file,
+    names_in,
+    opened_regular,
+    read_each,
+    read_range,
+    read_small,
+    status_at,
+    store_of,
+)
+from tests.object_store import Objects
+
+MIB = 1 << 20
+
+
+class Place(Protocol):
+    """A directory in a store, into which tests put files."""
+
+    path: str
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write a file; its path."""
+
+    def remove(self, name: str) -> None:
+        """Remove it."""
+
+
+class LocalPlace:
+    def __init__(self, place: Path) -> None:
+        self.path = str(place)
+
+    def put(self, name: str, data: bytes) -> str:
+        path = Path(self.path) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return str(path)
+
+    def remove(self, name: str) -> None:
+        os.unlink(os.path.join(self.path, name))
+
+
+class ObjectPlace:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._key = f"place-{uuid.uuid4().hex[:8]}"
+        self.path = objects.path(self._key)
+
+    def put(self, name: str, data: bytes) -> str:
+        return self._objects.put(f"{self._key}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self._objects.client.delete_object(Bucket=self._objects.bucket, Key=f"{self._key}/{name}")
+
+
+def failing(number: int, method: str, path: str) -> Optional[str]:
+    """Every request but each third goes wrong, each in its own way."""
+    return ("unavailable", None, "drop", None, "cut", None)[number % 6]
+
+
+@pytest.fixture(params=["local", "objects", "failing"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "local":
+        yield LocalPlace(tmp_path / "place")
+        shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        return
+    objects: Objects = request.getfixturevalue("objects")
+    if request.param == "failing":
+        monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+        objects.faults.choose = failing
+    yield ObjectPlace(objects)
+
+
+def opened(path: str) -> OpenFile:
+    return store_of(path).open(path)
+
+
+def test_what_is_at_a_path(place: Place) -> None:
+    file = place.put("a/b/file.bin", b"12345")
+    for path, regular, directory in ((file, True, False), (f"{place.path}/a", False, True), (place.path, False, True)):
+        status = status_at(path)
+        assert status is not None and (status.regular, status.directory) == (regular, directory)
+        assert (exists(path), is_regular_file(path), is_directory(path)) == (True, regular, directory)
+    status = status_at(file)
+    assert status is not None and status.size == 5
+    for absent in (f"{place.path}/a/b/fil", f"{place.path}/a/b/file.bin.more", f"{place.path}/nothing/at/all"):
+        assert status_at(absent) is None and not exists(absent)
+
+
+def test_names_in_a_directory(place: Place) -> None:
+    for name in ("b/x", "b/y/z", "a", "a.more", "c d/e", "ü", "100%", "#1"):
+        place.put(name, name.encode())
+    assert names_in(place.path) == sorted(["b", "a", "a.more", "c d", "ü", "100%", "#1"])
+    assert names_in(f"{place.path}/b") == ["x", "y"]
+    assert names_in(f"{place.path}/") == names_in(place.path)
+    assert names_in(f"{place.path}/nothing") == []
+    assert names_in(f"{place.path}/a") == []
+    kinds = {entry.name: (entry.is_dir(), entry.is_file()) for entry in store_of(place.path).entries(place.path)}
+    assert kinds["b"] == (True, False) and kinds["a"] == (False, True)
+
+
+def test_directories_are_listed_together_in_their_order(place: Place) -> None:
+    for number in range(7):
+        place.put(f"rank_{number}/file-{number}", b"")
+    listed = entries_of_each(f"{place.path}/rank_{number}" for number in range(7))
+
+    def names(entries: list[Entry]) -> list[str]:
+        return [entry.name for entry in entries]
+
+    assert list(map(names, listed)) == [[f"file-{number}"] for number in range(7)]
+
+
+def test_what_is_not_there_cannot_be_opened(place: Place) -> None:
+    place.put("directory/file", b"")
+    with pytest.raises(FileNotFoundError), opened_regular(f"{place.path}/nothing"):
+        pass
+    with pytest.raises(UnfitError, match="is a directory"), opened_regular(f"{place.path}/directory"):
+        pass
+
+
+def test_small_files_are_read_whole_within_a_bound(place: Place) -> None:
+    path = place.put("small", b"x" * 100)
+    assert read_small(path, 100) == b"x" * 100
+    with pytest.raises(UnfitError, match="larger than any such file"):
+        read_small(path, 99)
+    assert read_small(place.put("empty", b""), 100) == b""
+
+
+def test_a_read_ends_where_the_file_does(place: Place) -> None:
+    file = opened(place.put("file", bytes(range(100))))
+    assert file.size() == 100
+    assert file.read(90, 50) == bytes(range(90, 100))
+    assert file.read(100, 1) == file.read(1000, 1) == b""
+    out = bytearray(20)
+    assert file.read_into(95, memoryview(out)) == 5 and out[:5] == bytes(range(95, 100))
+    assert file.read_into(100, memoryview(out)) == 0
+    file.close()
+
+
+def test_names_that_no_object_can_have_are_refused() -> None:
+    for path in (
+        "s3://",
+        "s3:///key",
+        "s3://bucket/a//b",
+        "s3://bucket/../b",
+        "s3://b u/x",
+        f"s3://bucket/{'x' * 2000}",
+    ):
+        with pytest.raises(UsageError):
+            status_at(path)
+
+
+def content(size: int) -> bytes:
+    """Bytes of which every range is another."""
+    return b"".join((n * 2654435761 % 2**32).to_bytes(4, "little") for n in range(size // 4 + 1))[:size]
+
+
+@given(data=st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_range_is_what_the_file_has_there(place: Place, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([0, 1, 65535, 65536, 65537, 300_000, 3 * MIB]))
+    whole = content(size)
+    path = place.put(f"of-{size}", whole)
+    file = opened(path)
+    reads = data.draw(st.lists(st.tuples(st.integers(0, size), st.integers(0, size + 10)), min_size=1, max_size=6))
+    for offset, count in reads:
+        held = max(0, min(count, size - offset))
+        assert read_range(file, offset, held, count) == whole[offset : offset + count]
+        out = bytearray(count)
+        done = file.read_into(offset, memoryview(out))
+        assert 0 < done <= held or not held
+        assert out[:done] == whole[offset : offset + done]
+    inside = [(offset, min(count, size - offset)) for offset, count in reads]
+    assert list(read_each(file, inside)) == [whole[offset : offset + count] for offset, count in inside]
+    file.close()
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 2 * MIB])
+def test_a_file_that_is_replaced_is_not_read_on(place: Place, size: int) -> None:
+    path = place.put("file", content(size))
+    with FileHandles() as handles:
+        with handles.borrow(path) as file:
+            file.read(0, 5)
+        # Of the same size, and soon after.
+        place.remove("file")
+        place.put("file", bytes(size))
+        with pytest.raises((RetryableError, OSError), match="was replaced or changed while it was read"):
+            with handles.borrow(path) as file:
+                file.read(size // 2, max(1, size // 2))
+            handles.check_unchanged([path])
+            handles.close()
+            with handles.borrow(path) as file:
+                raise AssertionError("opened as if it were the same")
+
+
+def test_versions_of_a_file_have_another_status(place: Place) -> None:
+    first = status_at(place.put("file", b"one"))
+    again = status_at(f"{place.path}/file")
+    place.remove("file")
+    other = status_at(place.put("file", b"two"))
+    assert first is not None and first == again
+    assert other is not None and (other.inode, other.changed) != (first.inode, first.changed)
+
+
+def test_a_list_of_many_pages_is_read_whole(objects: Objects) -> None:
+    for number in range(25):
+        objects.put(f"many/{number:03}/x", b"")
+    store = store_of(objects.path("many"))
+    client = store._service.client  # type: ignore[attr-defined]
+
+    def small(params: dict[str, object], **_: object) -> None:
+        params.setdefault("MaxKeys", 4)
+
+    client.meta.events.register("provide-client-params.s3.ListObjectsV2", small)
+    try:
+        before = objects.faults.requests["GET"]
+        assert names_in(objects.path("many")) == [f"{number:03}" for number in range(25)]
+        assert objects.faults.requests["GET"] - before == 7
+    finally:
+        client.meta.events.unregister("provide-client-params.s3.ListObjectsV2", small)
+
+
+def test_a_marker_of_a_directory_is_no_file_in_it(objects: Objects) -> None:
+    objects.put("run/", b"")
+    objects.put("run/rank_0/", b"")
+    objects.put("run/rank_0/file", b"1")
+    assert names_in(objects.path("run")) == ["rank_0"] and is_directory(objects.path("run"))
+    assert names_in(objects.path("run/rank_0")) == ["file"]
+
+
+def test_a_store_that_stays_away_is_an_error_worth_a_retry(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = objects.put("file", content(MIB))
+    file = opened(path)
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
+    objects.faults.choose = lambda number, method, path: "unavailable"
+    with pytest.raises(OSError, match="does not answer as it should"):
+        file.read(MIB // 2, MIB // 2)
+
+
+def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> None:
+    path = objects.put("file", content(2 * MIB))
+    file = opened(path)
+    before = objects.faults.requests["GET"]
+    whole = b"".join(file.read(offset, 512) for offset in range(0, 2 * MIB, 512))
+    assert whole == content(2 * MIB)
+    assert objects.faults.requests["GET"] - before <= 7
