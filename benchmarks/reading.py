@@ -14,6 +14,7 @@ from benchmarks.against_mindspore import mindspore_python, quietly
 from benchmarks.measure import MIB, Run, Section, memory_backed, pairs, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 
+MANY = Model(layers=48, matrices=42, rows=4096, columns=4096)
 MODEL = Model(layers=12, matrices=8, rows=2304, columns=2304)
 OLD = Scheme(model=8)
 TARGETS = (("rows, 8 ranks to 4", Scheme(model=4)), ("rows of 8 ranks to columns of 4", Scheme(model=4, cut=1)))
@@ -28,6 +29,11 @@ import sys, reshard
 src, old, new, rank = sys.argv[1:]
 with reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank)) as tensors:
     held = dict(tensors.read_all())
+"""
+_OPEN_ONLY = """
+import sys, reshard
+src, old, new, rank = sys.argv[1:]
+reshard.open(src, src_strategy=old, dst_strategy=new, rank=int(rank))
 """
 _NAMES = """
 import sys, reshard
@@ -55,9 +61,26 @@ def measure() -> Section:
     section = Section("Reading where it lies")
     python = mindspore_python()
     with memory_backed() as place:
+        opening(section, place)
         slices(section, place, python)
         numbers(section, place)
     return section
+
+
+def opening(section: Section, place: Path) -> None:
+    """Opening for a rank of very many, of which no file is looked into, beside `rank-list`."""
+    many, others = Scheme(stages=16, data=80, model=8, sharded=True), Scheme(stages=12, data=80, model=8, sharded=True)
+    write_strategy(place / "many", MANY, many)
+    write_strategy(place / "others", MANY, others)
+    write_checkpoint(place / "one", Model(1, 1, 8, 8), Scheme())
+    listing = reshard("rank-list", 777, "--src-strategy", place / "many", "--dst-strategy", place / "others")
+    words = [place / "one", place / "many", place / "others", 777]
+    found = pairs(lambda: run([sys.executable, "-c", _OPEN_ONLY, *words]), lambda: run(listing), PAIRS)
+    section.say(
+        f"`reshard.open` with strategies of {many.ranks:,} and {others.ranks:,} ranks and "
+        f"{MANY.layers * MANY.matrices:,} parameters: {found.ours:.2f} s, where `rank-list` takes {found.theirs:.2f} s."
+    )
+    remove(place / "many", place / "others", place / "one")
 
 
 def slices(section: Section, place: Path, python: Optional[str]) -> None:
