@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from docs.tools.commands import walk
 from tests.corpus import FIXTURES, ROOT
@@ -65,6 +67,10 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     add("status", out / "one")
     add("status", whole)
     add("rank-list", 1, *STRATEGIES)
+    stem = "base_model.model.model.layers.0.self_attn.q_proj"
+    lora = {f"{stem}.lora_A.weight": np.ones((2, 8), "f4"), f"{stem}.lora_B.weight": np.ones((8, 2), "f4")}
+    save_file(lora, out / "adapter.safetensors")
+    add("merge-lora", FULL, out / "adapter.safetensors", out / "merged", "--alpha", 4)
     add("names", "list")
     add("names", "show", "deepseek_v3")
     add("inspect", source)

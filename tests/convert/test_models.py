@@ -143,6 +143,7 @@ def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_anot
         "-m",
         "tests.stops",
         tmp_path,
+        1,
         11 if LONG else 150,
         "convert",
         source,
