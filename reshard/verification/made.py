@@ -115,15 +115,21 @@ class MadePart(NamedTuple):
         """The same in tiles; one that is cut shows long runs of the source and of the tensor."""
         if not self.nbytes:
             return
-        each = _COPIES * (_INDEXED if self.recipe.mixes else 1)
+        runs = self._run_dimensions() if self.nbytes > _LEAST_TILE else set()
+        each = _COPIES * (_INDEXED if self.recipe.mixes and self._is_mixed(runs) else 1)
         most = max(_LEAST_TILE, min(memory // each, _MOST_TILE))
-        runs = self._run_dimensions() if self.nbytes > most else set()
         for box in _tiles(self.box, most // self.item_size, runs):
             yield self.of_box(box)
 
     def opened(self, handles: FileHandles, memory: int) -> _Tile:
         """Its bytes."""
         return _Tile(_Reader(self, handles).made())
+
+    def _is_mixed(self, runs: set[int]) -> bool:
+        """Whether indices, of the elements of a small tile, are nearly as many as elements."""
+        tile = next(_tiles(self.box, _LEAST_TILE // self.item_size, runs))
+        most = max(axis.length for origin in self.recipe.origins(tile) for axis in origin.axes) if _volume(tile) else 0
+        return most > _volume(tile) // _INDEXED
 
     def _run_dimensions(self) -> set[int]:
         """The dimensions along which neighbours are neighbours in a file as well, or in the tensor."""
