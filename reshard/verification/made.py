@@ -21,6 +21,7 @@ from reshard.names import SizedOperation
 from reshard.text.wording import quoted
 from reshard.verification.origins import Axis, Indices, Origin, Shape, origins
 from reshard.verification.parameter import Parameter
+from reshard.verification.reading import Readable
 from reshard.verification.rounding import words_as
 from reshard.verification.tree import Tree
 
@@ -115,15 +116,21 @@ class MadePart(NamedTuple):
         """The same in tiles; one that is cut shows long runs of the source and of the tensor."""
         if not self.nbytes:
             return
-        each = _COPIES * (_INDEXED if self.recipe.mixes else 1)
+        runs = self._run_dimensions() if self.nbytes > _LEAST_TILE else set()
+        each = _COPIES * (_INDEXED if self.recipe.mixes and self._is_mixed(runs) else 1)
         most = max(_LEAST_TILE, min(memory // each, _MOST_TILE))
-        runs = self._run_dimensions() if self.nbytes > most else set()
         for box in _tiles(self.box, most // self.item_size, runs):
             yield self.of_box(box)
 
     def opened(self, handles: FileHandles, memory: int) -> _Tile:
         """Its bytes."""
         return _Tile(_Reader(self, handles).made())
+
+    def _is_mixed(self, runs: set[int]) -> bool:
+        """Whether indices, of the elements of a small tile, are nearly as many as elements."""
+        tile = next(_tiles(self.box, _LEAST_TILE // self.item_size, runs))
+        lengths = (axis.length for origin in self.recipe.origins(tile) for axis in origin.axes)
+        return max(lengths, default=0) > _volume(tile) // _INDEXED
 
     def _run_dimensions(self) -> set[int]:
         """The dimensions along which neighbours are neighbours in a file as well, or in the tensor."""
@@ -191,15 +198,7 @@ class _Reader:
         for box in _products(spans):
             for some in _tiles(box, _LEAST_TILE * 4 // item_size, {len(box) - 1}):
                 for _, part in self._tree.parts(source, [some]):
-                    shape = [stop - start for start, stop in part.box]
-                    read = np.empty(shape, found.dtype)
-                    part.opened(self._handles, 0).read(0, read.reshape(-1).view(np.uint8).data)
-                    here, there = [], []
-                    for indices, (start, stop) in zip(unique, part.box):
-                        first, last = np.searchsorted(indices, (start, stop))
-                        here.append(slice(int(first), int(last)))
-                        there.append(_selection(indices[first:last] - start))
-                    found[tuple(here)] = _chosen(read, there)
+                    self._read(part, unique, found)
         if source.dtype == self._recipe.dtype:
             return found
         if not self._recipe.cast:
@@ -209,6 +208,20 @@ class _Reader:
                 parameter=self._recipe.name,
             )
         return words_as(found, source.dtype, self._recipe.dtype)
+
+    def _read(self, part: Readable, unique: Sequence[Indices], found: Words) -> None:
+        """Read those of the elements that a file holds of a box."""
+        here, there = [], []
+        for indices, (start, stop) in zip(unique, part.box):
+            first, last = np.searchsorted(indices, (start, stop))
+            if first == last:
+                # All of it lies between those that are wanted.
+                return
+            here.append(slice(int(first), int(last)))
+            there.append(_selection(indices[first:last] - start))
+        read = np.empty([stop - start for start, stop in part.box], found.dtype)
+        part.opened(self._handles, 0).read(0, read.reshape(-1).view(np.uint8).data)
+        found[tuple(here)] = _chosen(read, there)
 
     def _place(self, origin: Origin, stored: Words, places: Sequence[Indices], tile: Words) -> None:
         """Put elements where they go, all of which are a product of the origin's axes."""

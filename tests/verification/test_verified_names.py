@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
 from reshard.names.views import views_of
+from reshard.verification import made
 from tests.convert.test_edits import values
+from tests.execute.test_memory import peaks
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.running import Argument, Result, done, fails
@@ -324,8 +327,6 @@ def test_names_go_with_a_source(models: Models) -> None:
 
 
 def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard.verification import made
-
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
     monkeypatch.setattr(made, "origins", None)
@@ -432,6 +433,45 @@ def test_a_fingerprint_in_another_naming_needs_all_of_the_source(models: Models)
     fails(3, *words, says=["model.gate"])
 
 
+# Memory.
+
+LARGE = """
+[[rule]]
+from = "model.turned"
+to = "net.turned"
+do = "transpose"
+
+[[rule]]
+from = ["model.gate", "model.up"]
+to = "net.gate_up"
+do = { interleave = 1, block = 1 }
+
+[[rule]]
+from = "model.mixed"
+to = "net.mixed"
+do = ["transpose", { reshape = ["rows", "columns"], to = ["rows*columns"] }]
+"""
+
+
+def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
+    rows, columns = 3072, 4096
+    array = np.arange(rows * columns, dtype="<u4").reshape(rows, columns)
+    array += np.uint32(0x30000000)
+    names = ("model.turned", "model.gate", "model.up", "model.mixed")
+    write_checkpoint(tmp_path / "model.safetensors", {name: Value("Float32", array) for name in names})
+    (tmp_path / "rules.toml").write_text(LARGE)
+    target = {"net.turned": layout([2], [0, -1]), "net.gate_up": layout([2], [-1, 0]), "net.mixed": layout([2], [0])}
+    strategy = write_strategy(tmp_path / "dst", single(target))
+    words: list[Argument] = [
+        tmp_path / "dst_tree", "--src", tmp_path / "model.safetensors", "--src-strategy", "none",
+        "--dst-strategy", strategy, "--names", tmp_path / "rules.toml", "--cast", "*=BFloat16",
+    ]  # fmt: skip
+    done("convert", words[2], words[0], *words[3:])
+    for jobs in (1, 4):
+        peak = peaks(["verify", *words, "--max-memory", "16M", "--jobs", jobs]).anonymous
+        assert peak < (16 + 100) << 20
+
+
 # Any rules.
 
 
@@ -457,7 +497,10 @@ def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: Rando
             "--dst-strategy", write_strategy(root / "new", new, shapes(after), "merged"),
             "--names", root / "rules.toml", "--config", root / "sizes.json",
         ]  # fmt: skip
-        done(*words)
+        # Tiles of a few elements, read with gaps or without.
+        least, most, gap = data.draw(st.sampled_from([(1, 1, 0), (16, 40, 4), (1 << 18, 1 << 23, 4 << 10)]))
+        with mock.patch.multiple(made, _LEAST_TILE=least, _MOST_TILE=most, _GAP=gap):
+            done(*words)
         rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
         name = data.draw(st.sampled_from(sorted(written[rank])))
         element = data.draw(st.integers(0, written[rank][name].array.size - 1))
