@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conformance import oracles
+from tests.corpus import FIXTURES
 from tests.model_weights import bfloat16, cut, float32, mindformers
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -174,3 +175,8 @@ def test_bfloat16_from_ranks_is_that_of_the_library(
     same_checkpoints(found, bfloat16(model.weights))
     same_checkpoints({name: found[name] for name in wanted}, wanted)
     assert ours["logits"] == expected["logits"]
+
+
+def test_the_model_of_the_pages_is_one() -> None:
+    (answer,) = oracles.done(oracles.transformers([load(FIXTURES / "models" / "qwen3")]))
+    assert (answer["missing"], answer["unknown"], answer["dtypes"]) == ([], [], ["torch.bfloat16"])
