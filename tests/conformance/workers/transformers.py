@@ -82,7 +82,7 @@ def load(job: Job) -> dict[str, Any]:
         job["directory"], dtype="auto", local_files_only=True, output_loading_info=True
     )
     with torch.no_grad():
-        logits = model.eval()(torch.arange(0, 96, 5)[None]).logits
+        logits = model.eval()(torch.arange(0, model.config.vocab_size, 5)[None]).logits
     assert torch.isfinite(logits).all()
     return {
         "missing": sorted(info["missing_keys"]),
