@@ -63,7 +63,7 @@ conformance-transformers:
 	@python=$$(.ci/find-python $(PYTHON) 3.11 3.12 3.13 3.10) && .ci/venv $(WITH_TRANSFORMERS) "$$python" - $(TORCH) $(TRANSFORMERS) || \
 		echo 'transformers is left out, see above: the tests that ask it skip.' >&2
 	@.ci/venv $(VENV) $(PYTHON) test
-	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py
+	@RESHARD_CONFORMANCE=1 $(VENV)/bin/python -m pytest -W default tests/conformance/test_transformers.py tests/conformance/test_models.py
 
 package:
 	@.ci/venv $(PACKAGE) $(PYTHON) dev build pipx twine

@@ -10,6 +10,7 @@ from reshard.cli import completion
 from reshard.cli.command import command, option
 from reshard.cli.output import show_notes
 from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
+from reshard.cli.strategy_names import names, under_names
 from reshard.errors import UsageError
 
 
@@ -22,6 +23,10 @@ reshard strategy make model.toml target.ckpt \\
 Sizes of another run, with its optimizer; a file per pipeline stage:
 reshard strategy make model.toml target/ --shapes ckpt/ \\
     --src-strategy src.ckpt --sizes dp=4,mp=4,pp=2 --optimizer-shards -1
+
+For a model that lies under Hugging Face's names:
+reshard strategy make mcore.toml target.ckpt \\
+    --shapes qwen3-hf/ --names qwen3 --sizes mp=2,pp=2 --weights-only
 """,
 )
 @click.argument("rules", metavar="RULES", shell_complete=completion.paths)
@@ -34,10 +39,18 @@ reshard strategy make model.toml target/ --shapes ckpt/ \\
     shell_complete=completion.strategies,
     help="Strategy of --shapes, where that is ranks' checkpoints.",
 )
+@names
 @option("Target", "--sizes", type=SizesType(), metavar=SIZES, help="Devices: dp, mp, pp, cp, ep; 1 where left out.")
 @making
 def strategy_make(
-    rules: str, out: str, shapes: Optional[str], src_strategy: Optional[str], sizes: Any, **typed: Any
+    rules: str,
+    out: str,
+    shapes: Optional[str],
+    src_strategy: Optional[str],
+    names: Optional[str],
+    config: Optional[str],
+    sizes: Any,
+    **typed: Any,
 ) -> None:
     """Make the strategy of a cluster that is not there.
 
@@ -59,8 +72,9 @@ def strategy_make(
     found = rules_named(rules)
     source = None if src_strategy is None else read_strategy(src_strategy)
     show_notes(source.notes if source is not None else ())
-    tensors = shapes_of(shapes, source, typed)
+    tensors = under_names(shapes_of(shapes, source, typed), names, config)
     target = target_of(sizes, typed)
     where = f"a copy (reshard strategy rules {rules} > model.toml)" if is_builtin(rules) else rules
     stages = make_strategy(found, tensors, target, f"{where}, before its first [[parameter]]")
-    finish("make", out, stages, found, tensors, target, {"rules_file": rules}, (rules, shapes, src_strategy), typed)
+    more = {"rules_file": rules, **({} if names is None else {"names": names})}
+    finish("make", out, stages, found, tensors, target, more, (rules, shapes, src_strategy, names, config), typed)

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def save(directory: Path, dtype: str = "float32", size: str = "20KB", seed: int = 7) -> dict[str, Any]:
-    return {"do": "save", "directory": str(directory), "dtype": dtype, "max_shard_size": size, "seed": seed}
+    job = {"do": "save", "directory": str(directory), "dtype": dtype, "max_shard_size": size, "seed": seed}
+    return {**job, "family": "llama", "config": {}}
 
 
 def load(directory: Path) -> dict[str, Any]:

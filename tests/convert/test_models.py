@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus import ROOT
+from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
 from tests.reference import Strategy
 from tests.running import Argument, done
@@ -213,3 +213,9 @@ def test_what_would_happen_can_be_seen_before(tmp_path: Path) -> None:
     for target in planned["targets"]:
         held = cut_ranks(world.strategy, world.made)[target["rank"]]
         assert sum(source["bytes"] for source in target["sources"]) == sum(each.array.nbytes for each in held.values())
+
+
+def test_the_model_of_the_pages_is_what_its_script_makes(tmp_path: Path) -> None:
+    there = FIXTURES / "models"
+    subprocess.run([sys.executable, there / "make.py", tmp_path / "made"], check=True)
+    assert tree_bytes(tmp_path / "made") == tree_bytes(there / "qwen3")

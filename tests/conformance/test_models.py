@@ -1,0 +1,182 @@
+"""Models that Hugging Face's own library makes come back from MindFormers' names and ranks with equal logits.
+
+`make conformance-transformers` runs these tests.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.conformance import oracles
+from tests.corpus import FIXTURES
+from tests.model_weights import bfloat16, cut, float32, mindformers
+from tests.reference import Strategy
+from tests.running import Argument, done
+from tests.trees import (
+    Value,
+    cut_ranks,
+    read_checkpoint,
+    read_tree,
+    same_checkpoints,
+    same_ranks,
+    write_checkpoint,
+    write_strategy,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+INDEX = "model.safetensors.index.json"
+
+
+class Model(NamedTuple):
+    """A directory that `save_pretrained` wrote, and its configuration and weights."""
+
+    family: str
+    tied: bool
+    directory: Path
+    config: dict[str, Any]
+    weights: dict[str, Value]
+
+    def converted(self, source: Path, target: Path, *words: Argument) -> None:
+        config = self.directory / "config.json"
+        done("convert", source, target, "--names", self.family, "--config", config, "--quiet", *words)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Model]:
+    """Every family with an output layer of its own, and with the embedding for it."""
+    root = tmp_path_factory.mktemp("models")
+    every = [(family, tied) for family in FAMILIES for tied in (False, True)]
+    jobs = [
+        {
+            "do": "save",
+            "directory": str(root / f"{family}-{tied}"),
+            "family": family,
+            "dtype": "float32",
+            "max_shard_size": "60KB",
+            "seed": 7,
+            "config": {"tie_word_embeddings": tied},
+        }
+        for family, tied in every
+    ]
+    oracles.done(oracles.transformers(jobs))
+    return {(family, tied): opened(family, tied, root / f"{family}-{tied}") for family, tied in every}
+
+
+def opened(family: str, tied: bool, directory: Path) -> Model:
+    config = json.loads((directory / "config.json").read_text())
+    weights = huggingface(directory)
+    assert ("lm_head.weight" in weights) != tied
+    assert len([*directory.glob("*.safetensors")]) > 2
+    if family == "deepseek_v3":
+        predicting_further(directory, config, weights)
+    return Model(family, tied, directory, config, weights)
+
+
+def huggingface(directory: Path) -> dict[str, Value]:
+    return {name: each for path in directory.glob("*.safetensors") for name, each in read_checkpoint(path).items()}
+
+
+def predicting_further(directory: Path, config: dict[str, Any], weights: dict[str, Value]) -> None:
+    """Add the layer after the last, which the library's configuration counts, and which it neither makes nor saves."""
+    assert config["num_nextn_predict_layers"] == 1
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    random = np.random.default_rng(7)
+    last, more = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    added = {
+        more + name[len(last) :]: float32(random.standard_normal(each.array.shape))
+        for name, each in weights.items()
+        if name.startswith(last)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"{more}{name}.weight"] = float32(random.standard_normal(hidden))
+    added[f"{more}eh_proj.weight"] = float32(random.standard_normal((hidden, 2 * hidden)))
+    added[f"{more}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    if "lm_head.weight" in weights:
+        added[f"{more}shared_head.head.weight"] = weights["lm_head.weight"]
+    write_checkpoint(directory / "model-of-one-more.safetensors", added, metadata={"format": "pt"})
+    index = json.loads((directory / INDEX).read_text())
+    index["weight_map"].update(dict.fromkeys(added, "model-of-one-more.safetensors"))
+    (directory / INDEX).write_text(json.dumps(index))
+    weights.update(added)
+
+
+def load(directory: Path) -> dict[str, Any]:
+    return {"do": "load", "directory": str(directory)}
+
+
+def with_config_of(model: Model, dtype: str, *directories: Path) -> None:
+    """Directories of ranks have none, so that it is copied by whoever makes a model of them."""
+    for directory in directories:
+        (directory / "config.json").write_text(json.dumps({**model.config, "dtype": dtype}))
+
+
+def cut_in_two(model: Model, root: Path) -> tuple[Strategy, Path, dict[str, Value]]:
+    """Tensors in two, two pipeline stages: the strategy, its file, and the model under MindFormers' names."""
+    made = mindformers(model.family, model.weights, model.config)
+    strategy = cut(made, model.config["num_hidden_layers"], data=1, model=2, stages=2)
+    shapes = {name: each.array.shape for name, each in made.items()}
+    return strategy, write_strategy(root / f"d-{model.tied}", strategy, shapes), made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_equal_after_ranks_and_checkpoint2(
+    models: dict[tuple[str, bool], Model], tmp_path: Path, family: str
+) -> None:
+    places = []
+    for tied in (False, True):
+        model, root = models[family, tied], tmp_path / f"tied-{tied}"
+        strategy, written, made = cut_in_two(model, tmp_path)
+
+        model.converted(model.directory, root / "ranks", "--dst-strategy", written)
+        same_ranks(read_tree(root / "ranks"), cut_ranks(strategy, made))
+        model.converted(model.directory, root / "two", "--to", "checkpoint2", "--dst-strategy", written)
+        back = ["--to", "huggingface", "--max-shard-size", "60KB"]
+        model.converted(root / "ranks", root / "back", *back, "--src-strategy", written)
+        model.converted(root / "two", root / "back2", *back)
+
+        for place in (root / "back", root / "back2"):
+            same_checkpoints(huggingface(place), model.weights)
+            with_config_of(model, "float32", place)
+        places += [model.directory, root / "back", root / "back2"]
+
+    answers = oracles.done(oracles.transformers([load(place) for place in places]))
+    for first, *others in (answers[:3], answers[3:]):
+        assert (first["missing"], first["dtypes"]) == ([], ["torch.float32"])
+        # The library knows the layer after the last in releases of that model alone, which have 61.
+        assert bool(first["unknown"]) == (family == "deepseek_v3")
+        assert all(name.startswith("model.layers.4.") for name in first["unknown"])
+        assert others == [first] * 2
+    assert answers[0]["logits"] != answers[3]["logits"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_from_ranks_is_that_of_the_library(
+    models: dict[tuple[str, bool], Model], tmp_path: Path, family: str
+) -> None:
+    model = models[family, False]
+    _, written, _ = cut_in_two(model, tmp_path)
+    model.converted(model.directory, tmp_path / "ranks", "--dst-strategy", written)
+    words: list[Argument] = ["--src-strategy", written, "--to", "huggingface", "--cast", "BFloat16"]
+    model.converted(tmp_path / "ranks", tmp_path / "short", *words)
+    with_config_of(model, "bfloat16", tmp_path / "short")
+
+    theirs = tmp_path / "theirs"
+    cast = {"do": "cast", "directory": str(model.directory), "dtype": "bfloat16", "to": str(theirs)}
+    _, ours, expected = oracles.done(oracles.transformers([cast, load(tmp_path / "short"), load(theirs)]))
+
+    found, wanted = huggingface(tmp_path / "short"), huggingface(theirs)
+    same_checkpoints(found, bfloat16(model.weights))
+    same_checkpoints({name: found[name] for name in wanted}, wanted)
+    assert ours["logits"] == expected["logits"]
+
+
+def test_the_model_of_the_pages_is_one() -> None:
+    (answer,) = oracles.done(oracles.transformers([load(FIXTURES / "models" / "qwen3")]))
+    assert (answer["missing"], answer["unknown"], answer["dtypes"]) == ([], [], ["torch.bfloat16"])

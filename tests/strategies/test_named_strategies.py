@@ -1,0 +1,67 @@
+"""strategy make --names: the strategy of what a table of names makes of a checkpoint, before there is such a one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.model_weights import MODELS, mindformers, weights, write_huggingface
+from tests.running import Argument, done, fails
+from tests.trees import read_tree, write_checkpoint
+
+RULES = """
+[pipeline]
+first = ["*embedding*"]
+last = ["*norm_out.*", "*final_layernorm.*", "*output_layer.*", "lm_head.*", "mtp.*"]
+layers = ["decoder.layers.{layer}.*", "model.layers.{layer}.*"]
+[[parameter]]
+match = ["*linear_qkv.weight", "*linear_fc1.weight", "*.wq.weight", "*.weight1"]
+map = ["mp", "None"]
+[[parameter]]
+match = ["*norm*.weight", "*.bias", "*_bias"]
+map = ["None"]
+[[parameter]]
+match = "*"
+map = ["None", "None"]
+"""
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_it_is_the_strategy_of_the_converted_checkpoint(tmp_path: Path, family: str) -> None:
+    config, _ = MODELS[family]
+    source = weights(family)
+    hf = write_huggingface(tmp_path / "hf", source, config)
+    (tmp_path / "rules.toml").write_text(RULES)
+    # Made here without the program, in the order in which the program makes them.
+    converted = write_checkpoint(tmp_path / "converted.safetensors", mindformers(family, source, config))
+    words: list[Argument] = ["--sizes", "mp=2,pp=2", "--weights-only"]
+
+    done("strategy", "make", tmp_path / "rules.toml", tmp_path / "one.json", *words, "--shapes", converted)
+    for number, shapes in enumerate((hf, hf / "model.safetensors.index.json")):
+        out = tmp_path / f"{number}.json"
+        done("strategy", "make", tmp_path / "rules.toml", out, *words, "--shapes", shapes, "--names", family)
+        assert layouts(out) == layouts(tmp_path / "one.json")
+
+    done("convert", hf, tmp_path / "ranks", "--names", family, "--dst-strategy", tmp_path / "0.json")
+    assert sorted(read_tree(tmp_path / "ranks")) == [0, 1, 2, 3]
+
+
+def layouts(path: Path) -> object:
+    return json.loads(path.read_text())["parallel_layout_item"]
+
+
+def test_sizes_are_told_by_a_configuration(tmp_path: Path) -> None:
+    config, _ = MODELS["qwen3"]
+    hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
+    told = (hf / "config.json").rename(tmp_path / "told.json")
+    (tmp_path / "rules.toml").write_text(RULES)
+    words: list[Argument] = ["strategy", "make", tmp_path / "rules.toml", tmp_path / "d.json", "--sizes", "mp=2"]
+    words += ["--weights-only", "--shapes", hf]
+
+    fails(3, *words, "--names", "qwen3", says=["the rules need the size", "--config FILE"])
+    fails(2, *words, "--config", told, says=["--config goes with --names"])
+    assert not (tmp_path / "d.json").exists()
+    done(*words, "--names", "qwen3", "--config", told)
+    assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"
