@@ -79,7 +79,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 @options.json_output
 @option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors.")
 @options.verbose("Print every element, however many there are.")
-@options.debug
+@options.common
 def get(
     src: str,
     name: str,

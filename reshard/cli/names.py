@@ -16,7 +16,7 @@ def names() -> None:
 
 @command("list", "reshard names list")
 @options.json_output
-@options.debug
+@options.common
 def names_list(as_json: bool) -> None:
     """Print the built-in tables."""
     from reshard.names import builtin_names, rules_named
@@ -45,7 +45,7 @@ reshard names show llama > mine.toml
 )
 @click.argument("rules", metavar="NAME|FILE", shell_complete=completion.tables)
 @options.json_output
-@options.debug
+@options.common
 def names_show(rules: str, as_json: bool) -> None:
     """Print a table, built-in or of a file.
 

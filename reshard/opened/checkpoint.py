@@ -21,7 +21,8 @@ from reshard.opened.engine import Engine
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
-from reshard.storage.costs import LOCAL, storage_of
+from reshard.storage import storage_of
+from reshard.storage.costs import LOCAL
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
