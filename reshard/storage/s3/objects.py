@@ -108,6 +108,8 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
+        if not out:
+            return
         done = 0
 
         def get() -> None:
