@@ -84,9 +84,9 @@ class Jumps:
             self._last = offset
             return []
         length = offset - self._last
+        self._last = offset
         if length < _LEAST_JUMP:
             return []
-        self._last = offset
         self._lengths = [*self._lengths[-_MOST_REMEMBERED:], length]
         while self._expected and self._expected[0] < offset - _ALIKE:
             self._expected.pop(0)
