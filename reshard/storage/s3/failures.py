@@ -106,5 +106,6 @@ def passing(error: Exception, path: str) -> OSError:
 
 def one_line(text: str) -> str:
     """The beginning of a text, in one line."""
-    text = " ".join(text.split())
+    # Obstore repeats itself in terms of its own.
+    text = " ".join(text.partition("Debug source:")[0].split())
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

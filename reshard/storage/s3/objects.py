@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -13,6 +11,7 @@ from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, number_of
 from reshard.storage.s3.service import Service
+from reshard.storage.s3.windows import Jumps, Windows
 from reshard.storage.status import FileStatus
 
 # Read when an object is opened, in the request that tells its size: the header of most files.
@@ -22,8 +21,8 @@ _SMALL = 256 << 10
 _LEAST_WINDOW = 64 << 10
 _MOST_WINDOW = 1 << 20
 _NEAR = 1 << 20
-# Bytes of the windows of all objects together.
-_MOST_CACHED = 16 << 20
+# Around where something is expected.
+_MARGIN = 4 << 10
 # Bytes that obstore hands over at a time.
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
@@ -61,39 +60,6 @@ class Version(NamedTuple):
         )
 
 
-class Windows:
-    """The last window read of each of some objects; for any number of threads."""
-
-    def __init__(self, most: int = _MOST_CACHED) -> None:
-        self._most = most
-        self._held: OrderedDict[Version, tuple[int, bytes]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def of(self, version: Version) -> tuple[int, bytes]:
-        """Where an object's window begins, and what is in it."""
-        with self._lock:
-            found = self._held.get(version)
-            if found is None:
-                return 0, b""
-            self._held.move_to_end(version)
-            return found
-
-    def keep(self, version: Version, start: int, data: bytes) -> None:
-        """Keep a window in place of the object's last one."""
-        with self._lock:
-            self._drop(version)
-            self._held[version] = start, data
-            self._bytes += len(data)
-            while self._bytes > self._most and len(self._held) > 1:
-                self._drop(next(iter(self._held)))
-
-    def _drop(self, version: Version) -> None:
-        found = self._held.pop(version, None)
-        if found is not None:
-            self._bytes -= len(found[1])
-
-
 class ObjectReader:
     """Asks a service for ranges of objects, and learns what a request costs; for any number of threads.
 
@@ -106,7 +72,7 @@ class ObjectReader:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.measured = Measured()
-        self.windows = Windows()
+        self.windows: Windows[Version] = Windows()
 
     def first(self, address: Address, path: str) -> Version:
         """The object at an address; its first bytes are in its window then.
@@ -142,6 +108,8 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
+        if not out:
+            return
         done = 0
 
         def get() -> None:
@@ -228,6 +196,7 @@ class ObjectFile:
     def __init__(self, reader: ObjectReader, version: Version) -> None:
         self._reader = reader
         self._version = version
+        self._jumps = Jumps()
 
     @property
     def path(self) -> str:
@@ -262,12 +231,13 @@ class ObjectFile:
 
     def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """The bytes of several (offset, bytes) ranges, all of which it has, in their order, read at the same time."""
-        return self._reader.service.each(lambda one: self._exactly(*one), ranges)
+        return self._reader.service.each(self._exactly, ranges)
 
-    def _exactly(self, offset: int, count: int) -> bytes:
-        start, data = self._reader.windows.of(self._version)
-        if start <= offset and offset + count <= start + len(data):
-            return data[offset - start : offset - start + count]
+    def _exactly(self, place: tuple[int, int]) -> bytes:
+        offset, count = place
+        found = self._reader.windows.find(self._version, offset, count)
+        if found is not None:
+            return found
         out = bytearray(count)
         self._reader.read_into(self._version, offset, memoryview(out))
         return bytes(out)
@@ -279,13 +249,19 @@ class ObjectFile:
         """A few bytes, from the window that they lie in or a new one."""
         if not count:
             return b""
-        start, data = self._reader.windows.of(self._version)
-        if not start <= offset <= offset + count <= start + len(data):
-            passed = offset - (start + len(data))
-            grown = min(_MOST_WINDOW, 2 * len(data)) if data and 0 <= passed <= _NEAR else 0
-            size = min(max(count, grown, _LEAST_WINDOW), self._version.size - offset)
-            out = bytearray(size)
-            self._reader.read_into(self._version, offset, memoryview(out))
-            start, data = offset, bytes(out)
-            self._reader.windows.keep(self._version, start, data)
-        return data[offset - start : offset - start + count]
+        windows = self._reader.windows
+        ahead = self._jumps.to(offset)
+        found = windows.find(self._version, offset, count)
+        if found is not None and not ahead:
+            return found
+        _, stop, length = windows.last(self._version)
+        grown = min(_MOST_WINDOW, 2 * length) if 0 <= offset - stop <= _NEAR else 0
+        wanted = [(offset, max(count, grown, _LEAST_WINDOW))] if found is None else []
+        # What will be asked for next, if the file goes on as it did, takes no longer when it is asked for now.
+        wanted += [(max(0, place - _MARGIN), 4 * _MARGIN) for place in ahead if place < self._version.size]
+        ranges = [(start, min(size, self._version.size - start)) for start, size in wanted]
+        data = b""
+        for (start, _), window in reversed(list(zip(ranges, self._reader.service.each(self._exactly, ranges)))):
+            windows.keep(self._version, start, window)
+            data = window
+        return data[:count] if found is None else found

@@ -1,0 +1,51 @@
+"""Reads all objects of a bucket in large ranges, as many at a time as told, into one file.
+
+usage: python -m benchmarks.object_reads ENDPOINT THREADS REQUEST_BYTES DIRECTORY OUT
+
+DIRECTORY is what the bucket holds, to know the keys and sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import obstore
+from obstore.store import S3Store
+
+
+def main() -> None:
+    """Read and write everything."""
+    endpoint, threads, request, directory, out = sys.argv[1:]
+    store = S3Store(
+        "bench",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="none",
+        secret_access_key="none",
+        client_options={"allow_http": True},
+    )
+    root, step = Path(directory), int(request)
+    ranges = []
+    place = 0
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        ranges += [(str(path.relative_to(root)), at, min(at + step, size), place + at) for at in range(0, size, step)]
+        place += size
+    target = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def move(one: tuple[str, int, int, int]) -> None:
+        key, start, stop, where = one
+        done = 0
+        for chunk in obstore.get(store, key, options={"range": (start, stop)}).stream(min_chunk_size=256 << 10):
+            done += os.pwrite(target, chunk, where + done)
+
+    with ThreadPoolExecutor(int(threads)) as pool:
+        list(pool.map(move, ranges))
+    os.close(target)
+
+
+if __name__ == "__main__":
+    main()

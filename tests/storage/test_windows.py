@@ -1,0 +1,58 @@
+"""What is kept of small requests, and what is asked for ahead of them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.storage.s3.windows import Jumps, Windows
+
+JUMP = 1 << 20
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 200), st.integers(1, 50)), max_size=40), st.data())
+def test_windows_give_what_was_read_there_or_nothing(kept: list[tuple[str, int, int]], data: st.DataObject) -> None:
+    windows: Windows[str] = Windows(most=120)
+    content = {name: bytes((ord(name) + n) % 256 for n in range(300)) for name in "abc"}
+    for name, start, size in kept:
+        windows.keep(name, start, content[name][start : start + size])
+        assert windows.last(name) == (start, start + size, size)
+        assert windows.find(name, start, size) == content[name][start : start + size]
+    name, offset, count = data.draw(st.tuples(st.sampled_from("abc"), st.integers(0, 200), st.integers(0, 60)))
+    assert windows.find(name, offset, count) in (None, content[name][offset : offset + count])
+
+
+def rounds(offsets: list[int]) -> int:
+    """How often somebody waits who asks for what stands at these offsets, one after the other."""
+    jumps = Jumps()
+    expected: set[int] = set()
+    waited = 0
+    for offset in offsets:
+        ahead = jumps.to(offset)
+        known = any(abs(offset - place) <= 4096 for place in expected)
+        waited += not known or bool(ahead)
+        expected.update(ahead)
+    return waited
+
+
+def test_records_of_layers_that_are_alike_are_expected() -> None:
+    layer = [4 * JUMP, 4 * JUMP + 7, 11 * JUMP, JUMP, 11 * JUMP + 3]
+    offsets = list(accumulate(layer * 60))
+    # Names of later layers have a digit more, and something else follows the last one.
+    offsets = [offset + 3 * number for number, offset in enumerate(offsets)] + [offsets[-1] + 77 * JUMP]
+    assert rounds(offsets) < len(offsets) / 8
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=60))
+def test_any_order_of_requests_is_taken(offsets: list[int]) -> None:
+    assert 0 <= rounds(offsets) <= len(offsets)
+
+
+@given(st.lists(st.integers(1, 1 << 30), max_size=60))
+def test_what_is_expected_lies_ahead(lengths: list[int]) -> None:
+    jumps = Jumps()
+    for offset in accumulate(lengths):
+        ahead = jumps.to(offset)
+        assert len(ahead) <= 32 and ahead == sorted(ahead) and all(place > offset for place in ahead)
