@@ -14,8 +14,8 @@ with tempfile.TemporaryDirectory() as place:
         (pictures.PLACE / name).write_bytes(picture)
 chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
 for page in chosen:
-    with tempfile.TemporaryDirectory() as place:
-        pages.rewrite(page, pages.type_page(page, Path(place)))
+    with pages.home() as place:
+        pages.rewrite(page, pages.type_page(page, place))
     if page == recordings.PAGE:
         with tempfile.TemporaryDirectory() as place:
             made = recordings.record(Path(place))

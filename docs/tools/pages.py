@@ -11,11 +11,14 @@ fence says more:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,6 +95,18 @@ def pages() -> list[Path]:
 
 def _is_typed(block: Block) -> bool:
     return block.language in _TYPED or block.mark == "file"
+
+
+@contextlib.contextmanager
+def home() -> Iterator[Path]:
+    """An empty directory whose path is as long as the one that pages show, as far as there is room for that.
+
+    Tables and lists of names are cut to the width of a line, which paths in it take from them.
+    """
+    # tempfile adds eight characters of its own.
+    filling = len(_HOME) - len(tempfile.gettempdir()) - len(os.sep) - 8
+    with tempfile.TemporaryDirectory(prefix="x" * max(filling, 0)) as place:
+        yield Path(place)
 
 
 def type_page(page: Path, place: Path) -> list[Printed]:

@@ -21,12 +21,13 @@ PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
-def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, tmp_path: Path) -> None:
-    for found in pages.type_page(page, tmp_path):
-        line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
-        assert found.same, f"{line}\n{found.output}"
-    if page == README:
-        check_what_the_readme_makes(tmp_path / "out")
+def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path) -> None:
+    with pages.home() as place:
+        for found in pages.type_page(page, place):
+            line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
+            assert found.same, f"{line}\n{found.output}"
+        if page == README:
+            check_what_the_readme_makes(place / "out")
 
 
 def test_the_recordings_of_a_terminal_show_what_is_shown_today(tmp_path: Path) -> None:
