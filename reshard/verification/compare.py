@@ -256,7 +256,7 @@ class _Comparison:
             if tensor is None:
                 lacking.append(rank)
             elif not tensor.same_type(sample):
-                wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
+                wrong["type", f"is {tensor.dtype}, but {sample.dtype} {self._source.told_by}"].append(rank)
             else:
                 shapes[rank] = tensor.shape
         layout = None

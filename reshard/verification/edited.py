@@ -82,6 +82,11 @@ class EditedTree(Tree):
         """Everything that is made, and the values beside it."""
         return {*self.parameters, *self.outside}
 
+    @property
+    def told_by(self) -> str:
+        """Words for where types are told."""
+        return "by the rules and casts"
+
     def tensor(self, name: str, rank: int) -> Tensor:
         """A rank's tensor of a name."""
         return super().tensor(self.stored_names.get(name, name), rank)

@@ -103,6 +103,11 @@ class Tree:
         """What has to be read for a slice that some rank holds: that of the lowest."""
         return self.part(parameter.name, held.holders[0], parameter.shape, held.box)
 
+    @property
+    def told_by(self) -> str:
+        """Words for where types and the like are told: ``is Float32, but Float16 in the source``."""
+        return "in the source"
+
     def like_type(self, name: str) -> Optional[str]:
         """The floating point type of a parameter of which all that is no number counts as the same."""
         return None
