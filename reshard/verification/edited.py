@@ -25,7 +25,7 @@ from reshard.text.wording import quoted
 from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
 from reshard.verification.parameter import Holding, Parameter, Slice, shared
-from reshard.verification.reading import Readable
+from reshard.verification.parts import Readable
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:

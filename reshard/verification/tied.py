@@ -9,7 +9,8 @@ from reshard.layout import whole_box
 from reshard.text.wording import quoted
 from reshard.verification.difference import Difference
 from reshard.verification.edited import EditedTree
-from reshard.verification.reading import Means, Readable, sum_boxes
+from reshard.verification.parts import Readable
+from reshard.verification.reading import Means, sum_boxes
 
 
 def not_alike(tree: EditedTree, means: Means) -> list[Difference]:

@@ -21,7 +21,7 @@ from reshard.layout import Box, whole_box
 from reshard.strategies import Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.verification.parameter import Parameter, Slice
-from reshard.verification.reading import Part, Readable
+from reshard.verification.parts import Part, Readable
 from reshard.verification.true_layouts import is_text, true_parameter
 
 
