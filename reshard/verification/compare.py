@@ -33,7 +33,8 @@ from reshard.verification.contents import Contents, Copies
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.library import library_differences
 from reshard.verification.parameter import Parameter, slice_shapes, slices_of
-from reshard.verification.reading import Means, Part, batches, sum_parts
+from reshard.verification.parts import Part
+from reshard.verification.reading import Means, batches, sum_parts
 from reshard.verification.tree import Tree, read_tree, read_tree_headers
 from reshard.verification.values import RecoveredValues, Values
 
@@ -256,7 +257,7 @@ class _Comparison:
             if tensor is None:
                 lacking.append(rank)
             elif not tensor.same_type(sample):
-                wrong["type", f"is {tensor.dtype}, but {sample.dtype} in the source"].append(rank)
+                wrong["type", f"is {tensor.dtype}, but {sample.dtype} {self._source.told_by}"].append(rank)
             else:
                 shapes[rank] = tensor.shape
         layout = None

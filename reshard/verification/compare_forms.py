@@ -154,7 +154,7 @@ class _Comparison:
         wrong = [number for number in numbers if not tree.tensor(name, number).same_type(sample)]
         if wrong:
             told = tree.tensor(name, wrong[0]).dtype
-            self._add("type", name, f"is {told}, but {sample.dtype} in the source", wrong)
+            self._add("type", name, f"is {told}, but {sample.dtype} {self._source.told_by}", wrong)
             return []
         laid_out = tree.parameters.get(name)
         checkpoint = self._written.checkpoint

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from reshard.verification.difference import Difference
 from reshard.verification.parameter import Parameter, Slice, is_empty
-from reshard.verification.reading import Means, Readable, sum_boxes, sum_parts
+from reshard.verification.parts import Readable
+from reshard.verification.reading import Means, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree
 

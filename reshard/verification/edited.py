@@ -25,7 +25,7 @@ from reshard.text.wording import quoted
 from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
 from reshard.verification.parameter import Holding, Parameter, Slice, shared
-from reshard.verification.reading import Readable
+from reshard.verification.parts import Readable
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:
@@ -81,6 +81,11 @@ class EditedTree(Tree):
     def names(self) -> set[str]:
         """Everything that is made, and the values beside it."""
         return {*self.parameters, *self.outside}
+
+    @property
+    def told_by(self) -> str:
+        """Words for where types are told."""
+        return "by the rules and casts"
 
     def tensor(self, name: str, rank: int) -> Tensor:
         """A rank's tensor of a name."""

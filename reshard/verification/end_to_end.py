@@ -42,7 +42,7 @@ from reshard.verification import (
 from reshard.verification.compare_forms import compare_with_form
 from reshard.verification.edited import Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
-from reshard.verification.tied import untied
+from reshard.verification.tied import not_alike
 from reshard.verification.written import read_written
 
 _MOST_SHOWN = 3
@@ -124,7 +124,7 @@ def verify_conversion(
         check_complete(tree, reader.strategy, Needs(Strategy.none()))
         edited = edited_tree(tree, source.edits, report)
         warn_of_unmatched(filters, (target.strategy.parameters, edited.names), report)
-        return [*untied(edited, means), *compared(edited)]
+        return [*not_alike(edited, means), *compared(edited)]
 
     def compared(tree: Tree) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy

@@ -19,7 +19,8 @@ from reshard.layout import Box, whole_box
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Means, Readable, batches, sum_boxes, sum_parts
+from reshard.verification.parts import Readable
+from reshard.verification.reading import Means, batches, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 from reshard.verification.tree import Tree
 from reshard.verification.true_layouts import is_text

@@ -21,7 +21,7 @@ from reshard.names import SizedOperation
 from reshard.text.wording import quoted
 from reshard.verification.origins import Axis, Indices, Origin, Shape, origins
 from reshard.verification.parameter import Parameter
-from reshard.verification.reading import Readable
+from reshard.verification.parts import Readable
 from reshard.verification.rounding import words_as
 from reshard.verification.tree import Tree
 

@@ -21,7 +21,7 @@ from reshard.layout import Box, whole_box
 from reshard.strategies import Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.verification.parameter import Parameter, Slice
-from reshard.verification.reading import Part, Readable
+from reshard.verification.parts import Part, Readable
 from reshard.verification.true_layouts import is_text, true_parameter
 
 
@@ -102,6 +102,11 @@ class Tree:
     def slice_part(self, parameter: Parameter, held: Slice) -> Readable:
         """What has to be read for a slice that some rank holds: that of the lowest."""
         return self.part(parameter.name, held.holders[0], parameter.shape, held.box)
+
+    @property
+    def told_by(self) -> str:
+        """Words for where types and the like are told: ``is Float32, but Float16 in the source``."""
+        return "in the source"
 
     def like_type(self, name: str) -> Optional[str]:
         """The floating point type of a parameter of which all that is no number counts as the same."""

@@ -17,7 +17,7 @@ import pytest
 
 from reshard.execute import writing
 from reshard.source_replicas import samples
-from reshard.verification import reading as sums
+from reshard.verification import parts as sums
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
 from tests.trees import Value, layout, read_tree, scalar, single, value

@@ -363,6 +363,19 @@ def test_tied_tensors_that_differ_are_found(tmp_path: Path) -> None:
     assert found(result) == {("content", "b.weight")}
 
 
+def test_stages_that_disagree_about_what_they_share_are_found(tmp_path: Path) -> None:
+    two = [*single({"w.weight": layout([1], [-1, -1])}), *single({"w.weight": layout([1], [-1, -1])})]
+    array = np.arange(0x3F800000, 0x3F800000 + 24, dtype="<u4").reshape(4, 6)
+    ranks = cut_ranks(two, {"w.weight": Value("Float32", array)})
+    old = write_strategy(tmp_path / "old", two, None, "merged")
+    write_tree(tmp_path / "src", ranks)
+    words: list[Argument] = ["--src-strategy", old, "--dst-strategy", "none", "--cast", "BFloat16", "--json"]
+    done("convert", tmp_path / "src", tmp_path / "one", *words, "--verify")
+    write_tree(tmp_path / "src", {1: {"w.weight": flipped(ranks[1]["w.weight"])}})
+    result = fails(4, "verify", tmp_path / "one", "--src", tmp_path / "src", *words)
+    assert ("stages", "w.weight") in found(result)
+
+
 # Forms.
 
 FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
