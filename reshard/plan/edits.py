@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         kept = {name for name in kept if not is_part(name)}
     if edits.table is not None:
         applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
+        old, new = edits.table.sides[:: -1 if applied.reversed else 1]
+        report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
         check_tied(checkpoint, applied.tied, handles, report)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table.path, report)
     if edits.renames is not None:
@@ -176,6 +179,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         made, kept = _exactly(made, kept, dict(edits.exactly))
     if edits.casts:
         made = _cast(checkpoint, made, edits.casts)
+        _tell_casts(checkpoint, made, report)
         _warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept)
@@ -346,6 +350,17 @@ def _cast(checkpoint: Checkpoint, made: Mapping[str, Made], casts: Sequence[Cast
         )
     wanted.check(found)
     return found
+
+
+def _tell_casts(checkpoint: Checkpoint, made: Mapping[str, Made], report: Report) -> None:
+    """Say how many tensors get which other type."""
+    counts = Counter(
+        (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
+        for tensor in made.values()
+        if tensor.dtype is not None
+    )
+    said = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
+    report.note("cast: " + (", ".join(said) if said else "nothing, all have the types that were asked for"))
 
 
 class _Wanted:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.reference import ONE_DEVICE, Strategy
-from tests.running import Argument, done
+from tests.running import Argument, done, warns
 from tests.trees import (
     Value,
     cut_ranks,
@@ -153,3 +153,15 @@ def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
         words = [*source.write(root / "src"), *target.options(root)]
         done("convert", root / "src", root / "dst", *words, "--cast", "float16", "--cast", "*norm*=Float32", "--verify")
         target.check(root / "dst")
+
+
+def test_it_is_said_which_rules_hold_and_what_is_cast(tmp_path: Path) -> None:
+    full = {"old.a": Value("Float32", np.arange(8, dtype="<u4")), "old.b": Value("BFloat16", np.arange(8, dtype="<u2"))}
+    write_tree(tmp_path / "src", {0: full}, "rank_{rank}/net.safetensors")
+    (tmp_path / "rules.toml").write_text(
+        'sides = ["ours", "theirs"]\n[[rule]]\nfrom = "old.{n:str}"\nto = "new.{n:str}"\n'.replace("{n:str}", "*")
+    )
+    words: list[Argument] = [tmp_path / "src", tmp_path / "dst", "--src-strategy", "none", "--to", "huggingface"]
+    planned = done("plan", *words, "--names", tmp_path / "rules.toml", "--cast", "BFloat16")
+    warns(planned, f"names and packing by the rules {tmp_path / 'rules.toml'}: ours to theirs")
+    warns(planned, "cast: 1 from Float32 to BFloat16")
