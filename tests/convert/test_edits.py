@@ -165,3 +165,14 @@ def test_it_is_said_which_rules_hold_and_what_is_cast(tmp_path: Path) -> None:
     planned = done("plan", *words, "--names", tmp_path / "rules.toml", "--cast", "BFloat16")
     warns(planned, f"names and packing by the rules {tmp_path / 'rules.toml'}: ours to theirs")
     warns(planned, "cast: 1 from Float32 to BFloat16")
+
+
+def test_of_copies_of_stacked_tensors_the_first_is_taken_and_verified(tmp_path: Path) -> None:
+    stacked = Value("Float32", np.arange(4, dtype="<u4").reshape(2, 2))
+    write_tree(tmp_path / "src", {0: {"net.one": stacked, "net.two": stacked}}, "rank_{rank}/net.safetensors")
+    rule = '[[rule]]\nfrom = "model.{expert}.w"\nto = ["net.one", "net.two"]\ndo = ["copy", { stack = "expert" }]\n'
+    (tmp_path / "rules.toml").write_text(rule.replace('"expert" }', '"expert", dimension = 0 }'))
+    words: list[Argument] = ["--src-strategy", "none", "--to", "huggingface", "--names", tmp_path / "rules.toml"]
+    done("convert", tmp_path / "src", tmp_path / "dst", *words, "--verify")
+    rows = {f"model.{row}.w": Value("Float32", stacked.array[row]) for row in range(2)}
+    same_checkpoints(read_checkpoint(tmp_path / "dst" / "model.safetensors"), rows)
