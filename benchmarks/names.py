@@ -316,7 +316,7 @@ def against_mindformers(section: Section) -> None:
             ("and back", "to_huggingface", named, place / "back"),
         ):
             words: list[object] = [src, dst, "--to", "huggingface", "--config", hf / "config.json", "--quiet"]
-            words += ["--names", "qwen3,gate_up=interleaved,qkv=grouped", "--max-shard-size", "50GB"]
+            words += ["--names", "qwen3,gate_up=interleaved,qkv=grouped,output=own", "--max-shard-size", "50GB"]
             theirs = {"do": way, "model": "qwen3", "file": str(src / "model.safetensors"), "config": told}
             job.write_text(json.dumps([{**theirs, "out": str(place / "theirs")}]))
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
