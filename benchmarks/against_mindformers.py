@@ -15,7 +15,7 @@ MINDFORMERS = "2.1.0"
 OLD, NEW = Scheme(model=8), Scheme(model=4)
 
 #: Give a program its job, and nobody what it says.
-_WITH_JOB = ["sh", "-c", 'job=$1; shift; exec "$@" <"$job" >/dev/null 2>&1', "sh"]
+WITH_JOB = ["sh", "-c", 'job=$1; shift; exec "$@" <"$job" >/dev/null 2>&1', "sh"]
 
 
 def measure() -> Section:
@@ -39,7 +39,7 @@ def measure() -> Section:
             job.write_text(json.dumps(jobs))
             module = ["-m", f"tests.conformance.workers.{worker[0]}", *worker[1:]]
             logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
-            command = [*_WITH_JOB, job, *logs, python, *module]
+            command = [*WITH_JOB, job, *logs, python, *module]
             section.row(kind, *contest(ours, made, command, start_up))
 
         write_checkpoint(place / "src", MODEL, OLD, "safetensors")

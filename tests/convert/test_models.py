@@ -97,12 +97,12 @@ def test_a_model_comes_through_checkpoint2_and_unified_weights(tmp_path: Path, f
 def test_types_change_on_both_ways(tmp_path: Path, family: str) -> None:
     """Ranks of Float32 whose norms stay as they are; and BFloat16 for inference from ranks of Float32."""
     world = World(tmp_path, family)
-    done("convert", *world.convert, "--cast", "BFloat16", "--cast", "*norm*=Float32")
+    done("convert", *world.convert, "--cast", "BFloat16", "--cast", "*norm*=Float32", "--verify")
     short = {name: world.made[name] if "norm" in name else each for name, each in bfloat16(world.made).items()}
     same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, short))
 
     done("convert", world.hf, tmp_path / "long", *world.convert[2:])
-    back = world.back(tmp_path / "long", "--src-strategy", world.d, "--cast", "BFloat16")
+    back = world.back(tmp_path / "long", "--src-strategy", world.d, "--cast", "BFloat16", "--verify")
     same_checkpoints(huggingface(back), bfloat16(world.weights))
 
 

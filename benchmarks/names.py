@@ -1,0 +1,354 @@
+"""Rules of names and casts against copying the result, each kind of rule alone; and MindFormers' own converter."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.against_mindformers import ENVIRONMENT, MINDFORMERS, WITH_JOB
+from benchmarks.against_mindspore import CONTEST, OUR_RUNS, contest
+from benchmarks.measure import COMPARED, Section, against_copy, memory_backed, reshard, run
+from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.strategies.protobuf_file import serialize_strategy
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+PAIRS = 4
+RANKS = 4
+FILES = 3
+WORDS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<u4"), "BF16": np.dtype("<u2")}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rule, and tensors that it is for.
+
+    Attributes:
+        name: what it is called in the table.
+        rules: the table of rules.
+        layer: names and shapes of a layer's tensors, without the number of the layer.
+        make: what NumPy makes of them whole.
+        layers: how many there are.
+        config: the sizes that rules need.
+        dtype: the type of the source.
+        cut: the dimension along which ranks cut what is made.
+        back: whether it is measured from right to left, to a Hugging Face directory.
+        cast: whether it is cast to BFloat16.
+    """
+
+    name: str
+    rules: str
+    layer: Mapping[str, tuple[int, ...]]
+    make: Callable[[Arrays], Arrays]
+    layers: int
+    config: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "F32"
+    cut: int = 0
+    back: bool = False
+    cast: bool = False
+
+    def source(self, number: int) -> Arrays:
+        """The tensors of a layer as Hugging Face has them."""
+        return {
+            f"model.{number}.{name}": elements(name, number, shape, self.dtype) for name, shape in self.layer.items()
+        }
+
+    def target(self, number: int) -> Arrays:
+        """What is made of a layer, whole."""
+        plain = {name.split(".", 2)[2]: array for name, array in self.source(number).items()}
+        return {f"net.{number}.{name}": array for name, array in self.make(plain).items()}
+
+
+def elements(name: str, number: int, shape: tuple[int, ...], dtype: str) -> Array:
+    """The elements of a tensor, as words; those of Float32 are from a half to one."""
+    words = np.arange(int(np.prod(shape)), dtype=np.uint32) * np.uint32(2654435761)
+    words += np.uint32(sum(name.encode()) * 40503 + number)
+    found = (words & np.uint32(0x007FFFFF)) | np.uint32(0x3F000000)
+    return (found if dtype == "F32" else (found >> np.uint32(7)).astype("<u2")).reshape(shape)
+
+
+def _rule(sources: str, target: str, operation: str) -> str:
+    names = [f'"model.{{layer}}.{name}"' for name in sources.split()]
+    return f'[[rule]]\nfrom = [{", ".join(names)}]\nto = "net.{{layer}}.{target}"\ndo = {operation}\n'
+
+
+def _qkv(found: Arrays) -> Arrays:
+    groups = zip(*(np.split(found[name], 8) for name in ("q", "k", "v")))
+    return {"qkv": np.concatenate([part for parts in groups for part in parts])}
+
+
+def _interleaved(found: Arrays) -> Arrays:
+    return {"fc1": np.stack([found["gate"], found["up"]], 1).reshape(-1, found["up"].shape[1])}
+
+
+def _halves(found: Arrays) -> Arrays:
+    return {"fc1": np.concatenate([found["gate"], found["up"]])}
+
+
+def _experts(found: Arrays) -> Arrays:
+    gate, up, down = ([found[f"{number}.{name}"].T for number in range(EXPERTS)] for name in ("gate", "up", "down"))
+    return {
+        "weight1": np.concatenate([np.concatenate(pair, 1) for pair in zip(gate, up)]),
+        "weight2": np.concatenate(down),
+    }
+
+
+EXPERTS = 16
+_STACKED = '{ stack = "expert" }, { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }]'
+_SIZES = (
+    '[sizes]\nheads = "heads"\ngroups = "groups"\nhead_dim = "head_dim"\nexperts = "experts"\n'
+    '[numbers]\nexpert = "experts"\n'
+)
+_EXPERT_RULES = (
+    _SIZES
+    + _rule("{expert}.gate {expert}.up", "weight1", '["transpose", { concat = 1 }, ' + _STACKED)
+    + _rule("{expert}.down", "weight2", '["transpose", ' + _STACKED)
+)
+_EXPERT_LAYER = {
+    f"{number}.{name}": (2048, 1024) if name == "down" else (1024, 2048)
+    for number in range(EXPERTS)
+    for name in ("gate", "up", "down")
+}
+_EXPERT_CONFIG = {"experts": EXPERTS}
+_MATRICES = {f"{number}.w": (4096, 4096) for number in range(3)}
+_QKV = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096)}
+_MLP = {"gate": (8192, 4096), "up": (8192, 4096)}
+_RENAME = '[[rule]]\nfrom = "model.{layer}.{number}.w"\nto = "net.{layer}.{number}.weight"\n'
+
+
+def _renamed(found: Arrays) -> Arrays:
+    return {name + "eight": array for name, array in found.items()}
+
+
+def _grouped(dtype: str, layers: int, back: bool = False) -> Kind:
+    name = f"q, k and v grouped, {dtype}" + (", taken apart" if back else "")
+    config = {"heads": 32, "groups": 8, "head_dim": 128}
+    return Kind(name, _SIZES + _rule("q k v", "qkv", '"group_qkv"'), _QKV, _qkv, layers, config, dtype, back=back)
+
+
+def _rows(dtype: str, layers: int, back: bool = False) -> Kind:
+    name = f"gate and up row by row, {dtype}" + (", taken apart" if back else "")
+    return Kind(name, _rule("gate up", "fc1", '"interleave"'), _MLP, _interleaved, layers, {}, dtype, back=back)
+
+
+def _transposed(dtype: str, layers: int, back: bool = False) -> Kind:
+    name = f"experts transposed and stacked, {dtype}" + (", taken apart" if back else "")
+    return Kind(name, _EXPERT_RULES, _EXPERT_LAYER, _experts, layers, _EXPERT_CONFIG, dtype, back=back)
+
+
+KINDS = [
+    Kind("other names, F32", _RENAME, _MATRICES, _renamed, 8),
+    _grouped("F32", 16),
+    _grouped("BF16", 32),
+    _grouped("BF16", 32, back=True),
+    Kind("gate and up in halves, F32", _rule("gate up", "fc1", '"concat"'), _MLP, _halves, 6),
+    _rows("F32", 6),
+    _rows("BF16", 12),
+    _rows("BF16", 12, back=True),
+    _transposed("F32", 4),
+    _transposed("BF16", 8),
+    _transposed("BF16", 8, back=True),
+    Kind("other names, F32 cast to BF16", _RENAME, _MATRICES, _renamed, 8, cast=True),
+]  # fmt: skip
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], arrays: Iterator[Array]) -> None:
+    """Write a file, one array at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = int(np.prod(shape)) * WORDS[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).data)
+
+
+def read_safetensors(path: Path) -> Arrays:
+    """The tensors of a file, mapped."""
+    data = np.memmap(path, np.uint8, "r")
+    (size,) = struct.unpack("<Q", data[:8].tobytes())
+    header = json.loads(data[8 : 8 + size].tobytes())
+    found = {}
+    for name, said in header.items():
+        if name != "__metadata__":
+            start, stop = (8 + size + offset for offset in said["data_offsets"])
+            found[name] = data[start:stop].view(WORDS[said["dtype"]]).reshape(said["shape"])
+    return found
+
+
+def write_whole(root: Path, kind: Kind, arrays: Callable[[int], Arrays], files: int) -> None:
+    """Write a Hugging Face directory of whole tensors."""
+    root.mkdir()
+    weight_map = {}
+    share = -(-kind.layers // files)
+    files = -(-kind.layers // share)
+    for number in range(files):
+        layers = range(number * share, min((number + 1) * share, kind.layers))
+        shapes = {name: (kind.dtype, array.shape) for layer in layers for name, array in arrays(layer).items()}
+        file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        write_safetensors(root / file, shapes, (array for layer in layers for array in arrays(layer).values()))
+        weight_map.update(dict.fromkeys(shapes, file))
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def prepare(place: Path, kind: Kind) -> list[object]:
+    """Write a source, rules and a strategy; the command line that converts it into `made`."""
+    write_whole(place / "src", kind, kind.target if kind.back else kind.source, min(FILES, kind.layers))
+    (place / "rules.toml").write_text(kind.rules)
+    (place / "sizes.json").write_text(json.dumps(kind.config))
+    words: list[object] = [
+        place / "src",
+        place / "made",
+        "--names",
+        place / "rules.toml",
+        "--config",
+        place / "sizes.json",
+    ]
+    words += ["--cast", "BFloat16"] if kind.cast else []
+    if kind.back:
+        return reshard("convert", *words, "--to", "huggingface", "--max-shard-size", "300MB", "--quiet")
+    names = [name for number in range(kind.layers) for name in kind.target(number)]
+    tensor_map = (0, -1) if kind.cut == 0 else (-1, 0)
+    layout = RecordedLayout(device_matrix=(RANKS,), tensor_maps=(tensor_map,), shard_step=0, shard_size=0)
+    item = StrategyItem("MatMul-0", 0, ())
+    strategy = serialize_strategy(StrategyFile("", "protobuf", (item,), dict.fromkeys(names, layout)))
+    (place / "new.ckpt").write_bytes(strategy)
+    return reshard("convert", *words, "--dst-strategy", place / "new.ckpt", "--quiet")
+
+
+def wrong(made: Path, kind: Kind) -> int:
+    """How many tensors of what was made are not what they must be, or not there."""
+    if kind.back:
+        held = {name: array for path in made.glob("*.safetensors") for name, array in read_safetensors(path).items()}
+        found = [
+            name not in held or not np.array_equal(held[name], array)
+            for number in range(kind.layers)
+            for name, array in kind.source(number).items()
+        ]
+        return sum(found) + abs(len(held) - len(found))
+    ranks = [read_safetensors(made / f"rank_{rank}" / f"checkpoint_{rank}.safetensors") for rank in range(RANKS)]
+    found = []
+    for number in range(kind.layers):
+        for name, array in kind.target(number).items():
+            # Of what is from a half to one, the upper half of the bits, rounded, is BFloat16.
+            wanted = _rounded(array) if kind.cast else array
+            parts = zip(ranks, np.split(wanted, RANKS, kind.cut))
+            found += [name not in held or not np.array_equal(held[name], part) for held, part in parts]
+    return sum(found) + abs(sum(map(len, ranks)) - len(found))
+
+
+def _rounded(words: Array) -> Array:
+    rounded: Array = ((words + (np.uint32(0x7FFF) + (words >> np.uint32(16) & np.uint32(1)))) >> np.uint32(16)).astype(
+        "<u2"
+    )
+    return rounded
+
+
+def convert(place: Path, kind: Kind, count: int = PAIRS) -> tuple[str, ...]:
+    """Measure a kind against `cp -r` of what it wrote, as cells of a table."""
+    words = prepare(place, kind)
+    found = against_copy(words, place / "made", count)
+    assert wrong(place / "made", kind) == 0
+    size = sum(path.stat().st_size for path in (place / "made").rglob("*.safetensors"))
+    return (f"{size / found.ours / 1e9:.1f} GB/s", *found.cells())
+
+
+def measure() -> Section:
+    """Measure every kind, and MindFormers' converter beside."""
+    section = Section("Names, packing and types")
+    section.say(
+        f"`convert --names` from a Hugging Face directory to {RANKS} ranks that cut rows (experts), or back to such a "
+        f"directory (taken apart), against `cp -r` of its own output, {PAIRS} alternating pairs after one that warms "
+        "up. 1.6 GB of source; one kind of rule alone."
+    )
+    section.table("kind", "written", *COMPARED)
+    for kind in KINDS:
+        with memory_backed() as place:
+            section.row(kind.name, *convert(place, kind))
+    against_mindformers(section)
+    return section
+
+
+def against_mindformers(section: Section) -> None:
+    """A Qwen3 by MindFormers' `weight_converters`, in both directions."""
+    python, wheel = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "mindformers" / MINDFORMERS
+    if not wheel.is_dir():
+        section.say("MindFormers is left out: there is no environment with it; `make conformance` makes one.")
+        return
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}
+    config.update(num_hidden_layers=LAYERS, vocab_size=8192, intermediate_size=8192)
+    told: dict[str, object] = {
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "hidden_size": 4096,
+    }
+    told["use_interleaved_weight_layout_mlp"] = True
+    section.say(
+        f"The same Qwen3 ({_qwen3_size() / 1e9:.1f} GB, one file, whole tensors) by the `weight_converters` of "
+        f"MindFormers {MINDFORMERS}, once; reshard's time is the median of {OUR_RUNS}. Theirs holds the model in "
+        "memory."
+    )
+    section.table("kind", *CONTEST)
+    with memory_backed() as place:
+        hf, named, job = place / "hf", place / "named", place / "job.json"
+        hf.mkdir()
+        shapes = qwen3()
+        arrays = (elements(name, 0, shape, "F32") for name, shape in shapes.items())
+        write_safetensors(hf / "model.safetensors", {name: ("F32", shape) for name, shape in shapes.items()}, arrays)
+        (hf / "config.json").write_text(json.dumps(config))
+        start_up = run([python, "-c", "import mindspore"]).seconds
+        for kind, way, src, dst in (
+            ("Qwen3 to MindFormers' names", "to_mindformers", hf, named),
+            ("and back", "to_huggingface", named, place / "back"),
+        ):
+            words: list[object] = [src, dst, "--to", "huggingface", "--config", hf / "config.json", "--quiet"]
+            words += ["--names", "qwen3,gate_up=interleaved,qkv=grouped,output=own", "--max-shard-size", "50GB"]
+            theirs = {"do": way, "model": "qwen3", "file": str(src / "model.safetensors"), "config": told}
+            job.write_text(json.dumps([{**theirs, "out": str(place / "theirs")}]))
+            logs = ["env", f"LOG_MF_PATH={place}", f"LOCAL_DEFAULT_PATH={place}"]
+            module = [python, "-m", "tests.conformance.workers.mindformers_names", wheel]
+            section.row(kind, *contest(reshard("convert", *words), dst, [*WITH_JOB, job, *logs, *module], start_up))
+            ours, other = (read_safetensors(path) for path in (dst / "model.safetensors", place / "theirs"))
+            assert ours.keys() == other.keys()
+            assert all(np.array_equal(array, other[name]) for name, array in ours.items())
+            (place / "theirs").unlink()
+
+
+LAYERS = 3
+
+
+def qwen3() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Qwen3 of few layers."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (8192, 4096)}
+    for number in range(LAYERS):
+        layer = f"model.layers.{number}"
+        found.update({f"{layer}.{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")})
+        found.update({f"{layer}.self_attn.{name}_norm.weight": (128,) for name in "qk"})
+        found.update({f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in _QKV.items()})
+        found[f"{layer}.self_attn.o_proj.weight"] = (4096, 4096)
+        found.update({f"{layer}.mlp.{name}_proj.weight": shape for name, shape in _MLP.items()})
+        found[f"{layer}.mlp.down_proj.weight"] = (4096, 8192)
+    found.update({"model.norm.weight": (4096,), "lm_head.weight": (8192, 4096)})
+    return found
+
+
+def _qwen3_size() -> int:
+    return sum(int(np.prod(shape)) * 4 for shape in qwen3().values())
+
+
+if __name__ == "__main__":
+    measure()
