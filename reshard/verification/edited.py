@@ -24,12 +24,15 @@ from reshard.text.report import Report
 from reshard.text.wording import quoted
 from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
-from reshard.verification.parameter import Holding, Parameter, Slice, shared
+from reshard.verification.parameter import Holding, Parameter, Shards, Slice, shared
 from reshard.verification.reading import Readable
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:
     from reshard.names import Applied, AppliedStep, Rules
+
+# What tells most of a tensor made of several comes first: what files show, then what they might.
+_TELLING = (Shards.NOT_MADE, Shards.MADE, Shards.UNDECIDED, Shards.NOT_RECORDED)
 
 
 class Edits(NamedTuple):
@@ -243,10 +246,9 @@ def _add(tree: EditedTree, name: str, made: _Made, asked: Optional[str]) -> None
         dtype, item_size = sample.dtype, base.sample(sample).item_size
     tree.recipes[name] = Recipe(name, shape, dtype, item_size, tuple(sources), step.operations, made.number, cast)
     whole_tensor = Parameter(name, dtype, shape, (Holding(Stage(0, 0, 1, {}), shared(whole(len(shape))), (0,)),))
-    if not step.operations:
-        # How optimizer shards are made is known as it is of what is cast.
-        whole_tensor = replace(whole_tensor, shards=sources[0].shards, deciding=sources[0].deciding)
-    tree.parameters[name] = whole_tensor
+    # Whether recorded optimizer shards are made, any of the sources may tell.
+    telling = min((sources[number] for number in numbers), key=lambda each: _TELLING.index(each.shards))
+    tree.parameters[name] = replace(whole_tensor, shards=telling.shards, deciding=telling.deciding)
 
 
 class _Casts:

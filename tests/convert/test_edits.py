@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
@@ -18,10 +19,14 @@ from tests.running import Argument, done
 from tests.trees import (
     Value,
     cut_ranks,
+    layout,
     read_checkpoint,
     read_tree,
     same_checkpoints,
     same_ranks,
+    single,
+    value,
+    write_checkpoint,
     write_strategy,
     write_tree,
 )
@@ -153,3 +158,45 @@ def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
         words = [*source.write(root / "src"), *target.options(root)]
         done("convert", root / "src", root / "dst", *words, "--cast", "float16", "--cast", "*norm*=Float32", "--verify")
         target.check(root / "dst")
+
+
+def test_packed_gradients_are_written_without_the_optimizer_shard_that_is_not_made(tmp_path: Path) -> None:
+    full = {
+        f"{prefix}{name}": value(prefix + name, (8, 4))
+        for prefix in ("", "adam_m.", "accu_grads.")
+        for name in ("m.q.weight", "m.k.weight")
+    }
+    cut = {"shard_size": -1, "shard_step": 2}
+    strategy = single({name: {**layout([2, 2], [0, -1]), **cut} for name in full})
+    gradients = [name for name in full if name.startswith("accu_grads.")]
+    write_tree(tmp_path / "src", cut_ranks(strategy, full, unsharded=gradients), "rank_{rank}/net.ckpt")
+    packed = {
+        f"{prefix}m.qk.weight": Value(
+            "Float32", np.concatenate([full[f"{prefix}m.{name}.weight"].array for name in "qk"])
+        )
+        for prefix in ("", "adam_m.", "accu_grads.")
+    }
+    target = single({name: {**layout([2, 2], [0, -1]), **cut} for name in packed})
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfrom = ["m.q.weight", "m.k.weight"]\nto = "m.qk.weight"\ndo = { concat = 0 }\n')
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")]
+    words += ["--dst-strategy", write_strategy(tmp_path / "dst", target, shapes_of(packed), "merged")]
+    words += ["--names", rules, "--optimizer", "keep", "--format", "ckpt", "--verify"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    same_ranks(read_tree(tmp_path / "out"), cut_ranks(target, packed, unsharded=["accu_grads.m.qk.weight"]))
+
+
+@pytest.mark.parametrize("form", ["huggingface", "ranks"])
+def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> None:
+    full = {"m.w": value("w", (3, 4)), "m.empty": value("empty", (0, 4))}
+    write_checkpoint(tmp_path / "src" / "model.safetensors", full)
+    (tmp_path / "rules.toml").write_text(
+        'others = "keep"\n[[rule]]\nfrom = "m.empty"\nto = "m.turned"\ndo = "transpose"\n'
+    )
+    words: list[Argument] = ["--to", form, "--names", tmp_path / "rules.toml", "--rename", "m.*=n.*", "--verify"]
+    if form == "ranks":
+        words += ["--dst-strategy", "none"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    (found,) = (tmp_path / "out").rglob("*.safetensors")
+    expected = {"n.w": full["m.w"], "n.turned": Value("Float32", full["m.empty"].array.T)}
+    same_checkpoints(read_checkpoint(found), expected)
