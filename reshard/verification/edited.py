@@ -15,7 +15,7 @@ from reshard.checkpoints import Tensor
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, whole
-from reshard.strategies import Stage
+from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
@@ -101,6 +101,27 @@ class EditedTree(Tree):
         """The floating point type of a parameter of which all that is no number counts as the same."""
         recipe = self.recipes.get(name)
         return recipe.dtype if recipe is not None and recipe.cast else None
+
+    def same_layouts(self, strategy: Strategy) -> Strategy:
+        """The source's strategy under the names that tensors have here.
+
+        Raises:
+            CheckpointError: tensors are packed otherwise, so that it does not say how they are cut.
+        """
+        packed = sorted(name for name, recipe in self.recipes.items() if recipe.operations)
+        if packed:
+            raise CheckpointError(
+                "how the source is cut does not say how what is packed otherwise was cut: " + listing(packed),
+                parameter=packed[0],
+                hint="name the target's strategy with --dst-strategy",
+            )
+        before = {name: self.stored_names.get(name, name) for name in self.names}
+        before.update((name, recipe.sources[0].name) for name, recipe in self.recipes.items())
+        stages = (
+            replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
+            for stage in strategy.stages
+        )
+        return replace(strategy, stages=tuple(stages))
 
     def slice_part(self, parameter: Parameter, held: Slice) -> Readable:
         """What has to be read for a slice that some rank holds."""

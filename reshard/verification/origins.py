@@ -132,7 +132,7 @@ def _shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> Iterato
     elif kind == "copy":
         yield from itertools.chain.from_iterable([shapes] * count)
     elif kind == "take":
-        yield shapes[0]
+        yield from shapes[: len(shapes) // count]
     else:
         raise AssertionError(f"{kind} is no operation")
 

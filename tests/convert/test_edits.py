@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.reference import ONE_DEVICE, Strategy
-from tests.running import Argument, done
+from tests.running import Argument, done, fails
 from tests.trees import (
     Value,
     cut_ranks,
@@ -199,4 +199,30 @@ def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> Non
     done("convert", tmp_path / "src", tmp_path / "out", *words)
     (found,) = (tmp_path / "out").rglob("*.safetensors")
     expected = {"n.w": full["m.w"], "n.turned": Value("Float32", full["m.empty"].array.T)}
+    same_checkpoints(read_checkpoint(found), expected)
+
+
+def test_what_was_renamed_is_verified_with_the_strategy_that_it_was_saved_with(tmp_path: Path) -> None:
+    full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
+    strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
+    source = write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--cast", "m.a.*=BFloat16"]
+    words += ["--rename", "m.a.*=m.b.*", "--rename", "m.b.*=m.a.*"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words)
+    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4])
+    fails(4, "verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4], "--rename", "m.*=m.*")
+
+
+def test_one_of_several_stacks_of_equal_tensors_is_taken(tmp_path: Path) -> None:
+    stacked = value("stacked", (2, 3))
+    write_checkpoint(tmp_path / "src" / "model.safetensors", {"net.a": stacked, "net.b": stacked})
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[[rule]]\nfrom = "model.{expert}.w"\nto = ["net.a", "net.b"]\ndo = ["copy", { stack = "expert" }]\n'
+    )
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--names", rules, "--verify")
+    (found,) = (tmp_path / "out").glob("*.safetensors")
+    expected = {f"model.{number}.w": Value("Float32", stacked.array[number]) for number in range(2)}
     same_checkpoints(read_checkpoint(found), expected)
