@@ -67,6 +67,13 @@ class ShardReading(NamedTuple):
     unsharded: bool = False
     undecided: tuple[int, ...] = ()
 
+    @classmethod
+    def of_all(cls, readings: Sequence[ShardReading]) -> ShardReading:
+        """What is told of a tensor that is made of several."""
+        told = [each for each in readings if not each.unsharded and not each.undecided]
+        undecided = () if told else tuple(sorted({file for each in readings for file in each.undecided}))
+        return cls(any(each.plain for each in told), not told and not undecided, undecided)
+
 
 AS_RECORDED = ShardReading()
 """Of all tensors but accumulated gradients."""

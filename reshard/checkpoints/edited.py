@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import AS_RECORDED, Addition, Checkpoint, GlobalTensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, ShardReading
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
@@ -62,7 +62,7 @@ class MadeTensors(ByName[GlobalTensor]):
                 first.item_size if dtype == first.dtype else ITEM_SIZES[dtype],
                 first.shape if made.view is None else made.view.shape,
                 tuple(itertools.chain.from_iterable(each.shardings for each in stored)),
-                first.shards if made.view is None else AS_RECORDED,
+                ShardReading.of_all([each.shards for each in stored]),
                 stored,
                 made.view,
                 made.added,

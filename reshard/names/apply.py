@@ -350,7 +350,8 @@ def _named(key: Key, sided: SidedRule, pattern: SizedPattern, value: int, number
 
 def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
     """The sources that a view needs, None for all, and the view with them numbered anew."""
-    needed = sorted({region.source for region in view.regions} - {ZEROS})
+    # What has no elements, or zeros alone, still has the type of something.
+    needed = sorted({region.source for region in view.regions} - {ZEROS}) or [0]
     if len(needed) == sources:
         return None, view
     place = {source: number for number, source in enumerate(needed)}

@@ -15,7 +15,7 @@ from reshard.checkpoints import Tensor
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, whole
-from reshard.strategies import Stage
+from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
@@ -24,12 +24,15 @@ from reshard.text.report import Report
 from reshard.text.wording import quoted
 from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
-from reshard.verification.parameter import Holding, Parameter, Slice, shared
+from reshard.verification.parameter import Holding, Parameter, Shards, Slice, shared
 from reshard.verification.parts import Readable
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:
     from reshard.names import Applied, AppliedStep, Rules
+
+# What tells most of a tensor made of several comes first: what files show, then what they might.
+_TELLING = (Shards.NOT_MADE, Shards.MADE, Shards.UNDECIDED, Shards.NOT_RECORDED)
 
 
 class Edits(NamedTuple):
@@ -103,6 +106,27 @@ class EditedTree(Tree):
         """The floating point type of a parameter of which all that is no number counts as the same."""
         recipe = self.recipes.get(name)
         return recipe.dtype if recipe is not None and recipe.cast else None
+
+    def same_layouts(self, strategy: Strategy) -> Strategy:
+        """The source's strategy under the names that tensors have here.
+
+        Raises:
+            CheckpointError: tensors are packed otherwise, so that it does not say how they are cut.
+        """
+        packed = sorted(name for name, recipe in self.recipes.items() if recipe.operations)
+        if packed:
+            raise CheckpointError(
+                "how the source is cut does not say how what is packed otherwise was cut: " + listing(packed),
+                parameter=packed[0],
+                hint="name the target's strategy with --dst-strategy",
+            )
+        before = {name: self.stored_names.get(name, name) for name in self.names}
+        before.update((name, recipe.sources[0].name) for name, recipe in self.recipes.items())
+        stages = (
+            replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
+            for stage in strategy.stages
+        )
+        return replace(strategy, stages=tuple(stages))
 
     def slice_part(self, parameter: Parameter, held: Slice) -> Readable:
         """What has to be read for a slice that some rank holds."""
@@ -248,10 +272,9 @@ def _add(tree: EditedTree, name: str, made: _Made, asked: Optional[str]) -> None
         dtype, item_size = sample.dtype, base.sample(sample).item_size
     tree.recipes[name] = Recipe(name, shape, dtype, item_size, tuple(sources), step.operations, made.number, cast)
     whole_tensor = Parameter(name, dtype, shape, (Holding(Stage(0, 0, 1, {}), shared(whole(len(shape))), (0,)),))
-    if not step.operations:
-        # How optimizer shards are made is known as it is of what is cast.
-        whole_tensor = replace(whole_tensor, shards=sources[0].shards, deciding=sources[0].deciding)
-    tree.parameters[name] = whole_tensor
+    # Whether recorded optimizer shards are made, any of the sources may tell.
+    telling = min((sources[number] for number in numbers), key=lambda each: _TELLING.index(each.shards))
+    tree.parameters[name] = replace(whole_tensor, shards=telling.shards, deciding=telling.deciding)
 
 
 class _Casts:

@@ -78,6 +78,7 @@ class Target(NamedTuple):
         files: in rank directories the converted files, by rank; of other forms the files relative to the directory,
             by number, or none where nothing tells them.
         ranks: target ranks to look at; all where None. Other forms are looked at as a whole.
+        cut_as_source: the strategy is the source's, and so are its names, whatever others tensors got.
     """
 
     directory: str
@@ -85,6 +86,7 @@ class Target(NamedTuple):
     strategy: Strategy
     files: Mapping[int, str]
     ranks: Optional[tuple[int, ...]] = None
+    cut_as_source: bool = False
 
 
 def verify_conversion(
@@ -119,21 +121,22 @@ def verify_conversion(
     def differences(tree: Tree) -> list[Difference]:
         if source.edits is None:
             warn_of_unmatched(filters, (source.strategy.parameters, target.strategy.parameters, tree.names), report)
-            return compared(tree)
+            return compared(tree, target.strategy)
         # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
         check_complete(tree, reader.strategy, Needs(Strategy.none()))
         edited = edited_tree(tree, source.edits, report)
-        warn_of_unmatched(filters, (target.strategy.parameters, edited.names), report)
-        return [*not_alike(edited, means), *compared(edited)]
+        laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
+        warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
+        return [*not_alike(edited, means), *compared(edited, laid_out)]
 
-    def compared(tree: Tree) -> list[Difference]:
+    def compared(tree: Tree, laid_out: Strategy) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy
         if target.form == RANKS:
             return compare_converted(
                 tree,
                 strategy,
                 target.files,
-                target.strategy,
+                laid_out,
                 means,
                 ranks=target.ranks,
                 admit=admit,
@@ -143,7 +146,7 @@ def verify_conversion(
         written, found = read_written(target.directory, target.form, means.handles, files)
         if written is None:
             return found
-        found += compare_with_form(tree, strategy, written, target.strategy, target.directory, means, admit)
+        found += compare_with_form(tree, strategy, written, laid_out, target.directory, means, admit)
         return found + _beside(reader.checkpoint, target, report)
 
     damaged = dict(known or {})

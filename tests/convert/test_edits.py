@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
 from tests.reference import ONE_DEVICE, Strategy
-from tests.running import Argument, done, warns
+from tests.running import Argument, done, fails, warns
 from tests.trees import (
     Value,
     cut_ranks,
+    layout,
     read_checkpoint,
     read_tree,
     same_checkpoints,
     same_ranks,
+    single,
+    value,
+    write_checkpoint,
     write_strategy,
     write_tree,
 )
@@ -167,12 +172,69 @@ def test_it_is_said_which_rules_hold_and_what_is_cast(tmp_path: Path) -> None:
     warns(planned, "cast: 1 from Float32 to BFloat16")
 
 
-def test_of_copies_of_stacked_tensors_the_first_is_taken_and_verified(tmp_path: Path) -> None:
-    stacked = Value("Float32", np.arange(4, dtype="<u4").reshape(2, 2))
-    write_tree(tmp_path / "src", {0: {"net.one": stacked, "net.two": stacked}}, "rank_{rank}/net.safetensors")
-    rule = '[[rule]]\nfrom = "model.{expert}.w"\nto = ["net.one", "net.two"]\ndo = ["copy", { stack = "expert" }]\n'
-    (tmp_path / "rules.toml").write_text(rule.replace('"expert" }', '"expert", dimension = 0 }'))
-    words: list[Argument] = ["--src-strategy", "none", "--to", "huggingface", "--names", tmp_path / "rules.toml"]
-    done("convert", tmp_path / "src", tmp_path / "dst", *words, "--verify")
-    rows = {f"model.{row}.w": Value("Float32", stacked.array[row]) for row in range(2)}
-    same_checkpoints(read_checkpoint(tmp_path / "dst" / "model.safetensors"), rows)
+def test_packed_gradients_are_written_without_the_optimizer_shard_that_is_not_made(tmp_path: Path) -> None:
+    full = {
+        f"{prefix}{name}": value(prefix + name, (8, 4))
+        for prefix in ("", "adam_m.", "accu_grads.")
+        for name in ("m.q.weight", "m.k.weight")
+    }
+    cut = {"shard_size": -1, "shard_step": 2}
+    strategy = single({name: {**layout([2, 2], [0, -1]), **cut} for name in full})
+    gradients = [name for name in full if name.startswith("accu_grads.")]
+    write_tree(tmp_path / "src", cut_ranks(strategy, full, unsharded=gradients), "rank_{rank}/net.ckpt")
+    packed = {
+        f"{prefix}m.qk.weight": Value(
+            "Float32", np.concatenate([full[f"{prefix}m.{name}.weight"].array for name in "qk"])
+        )
+        for prefix in ("", "adam_m.", "accu_grads.")
+    }
+    target = single({name: {**layout([2, 2], [0, -1]), **cut} for name in packed})
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nfrom = ["m.q.weight", "m.k.weight"]\nto = "m.qk.weight"\ndo = { concat = 0 }\n')
+    words: list[Argument] = ["--src-strategy", write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")]
+    words += ["--dst-strategy", write_strategy(tmp_path / "dst", target, shapes_of(packed), "merged")]
+    words += ["--names", rules, "--optimizer", "keep", "--format", "ckpt", "--verify"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    same_ranks(read_tree(tmp_path / "out"), cut_ranks(target, packed, unsharded=["accu_grads.m.qk.weight"]))
+
+
+@pytest.mark.parametrize("form", ["huggingface", "ranks"])
+def test_tensors_without_elements_follow_rules(tmp_path: Path, form: str) -> None:
+    full = {"m.w": value("w", (3, 4)), "m.empty": value("empty", (0, 4))}
+    write_checkpoint(tmp_path / "src" / "model.safetensors", full)
+    (tmp_path / "rules.toml").write_text(
+        'others = "keep"\n[[rule]]\nfrom = "m.empty"\nto = "m.turned"\ndo = "transpose"\n'
+    )
+    words: list[Argument] = ["--to", form, "--names", tmp_path / "rules.toml", "--rename", "m.*=n.*", "--verify"]
+    if form == "ranks":
+        words += ["--dst-strategy", "none"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    (found,) = (tmp_path / "out").rglob("*.safetensors")
+    expected = {"n.w": full["m.w"], "n.turned": Value("Float32", full["m.empty"].array.T)}
+    same_checkpoints(read_checkpoint(found), expected)
+
+
+def test_what_was_renamed_is_verified_with_the_strategy_that_it_was_saved_with(tmp_path: Path) -> None:
+    full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
+    strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
+    source = write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--cast", "m.a.*=BFloat16"]
+    words += ["--rename", "m.a.*=m.b.*", "--rename", "m.b.*=m.a.*"]
+    done("convert", tmp_path / "src", tmp_path / "out", *words)
+    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words)
+    done("verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4])
+    fails(4, "verify", tmp_path / "out", "--src", tmp_path / "src", *words[:4], "--rename", "m.*=m.*")
+
+
+def test_one_of_several_stacks_of_equal_tensors_is_taken(tmp_path: Path) -> None:
+    stacked = value("stacked", (2, 3))
+    write_checkpoint(tmp_path / "src" / "model.safetensors", {"net.a": stacked, "net.b": stacked})
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[[rule]]\nfrom = "model.{expert}.w"\nto = ["net.a", "net.b"]\ndo = ["copy", { stack = "expert" }]\n'
+    )
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--names", rules, "--verify")
+    (found,) = (tmp_path / "out").glob("*.safetensors")
+    expected = {f"model.{number}.w": Value("Float32", stacked.array[number]) for number in range(2)}
+    same_checkpoints(read_checkpoint(found), expected)
