@@ -22,7 +22,7 @@ from reshard.errors import InputError, TargetError, UsageError
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
-from reshard.strategies import Strategy
+from reshard.strategies import SAME, Strategy
 from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -179,7 +179,7 @@ def verify(
             with told if ends.form == to == RANKS and edits is None else contextlib.nullcontext():
                 found += verify_conversion(
                     Source(src, ends.form, ends.source, step, typed["file_suffix"], edits),
-                    Target(out, to, ends.target, files, ranks),
+                    Target(out, to, ends.target, files, ranks, as_source=dst_strategy == SAME),
                     filters=filters,
                     means=means,
                     report=report,

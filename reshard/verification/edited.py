@@ -15,7 +15,7 @@ from reshard.checkpoints import Tensor
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, whole
-from reshard.strategies import Stage
+from reshard.strategies import Stage, Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
@@ -159,6 +159,27 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         _add(tree, name, one, casts.of(name))
     casts.check(made)
     return tree
+
+
+def cut_alike(strategy: Strategy, tree: EditedTree) -> Strategy:
+    """The strategy that cuts tensors as another cuts those that they are made of, one of one.
+
+    Args:
+        strategy: the other, of the source's names.
+        tree: what is made of the source.
+    """
+    old = {name: name for name in tree.outside}
+    for name in tree.parameters:
+        recipe = tree.recipes.get(name)
+        if recipe is None:
+            old[name] = tree.stored_names[name]
+        elif len(recipe.sources) == 1 and recipe.shape == recipe.sources[0].shape:
+            old[name] = recipe.sources[0].name
+    stages = (
+        replace(stage, layouts={name: stage.layouts[was] for name, was in old.items() if was in stage.layouts})
+        for stage in strategy.stages
+    )
+    return replace(strategy, stages=tuple(stages))
 
 
 def _ruled(

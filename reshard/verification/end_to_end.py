@@ -40,7 +40,7 @@ from reshard.verification import (
     read_tree,
 )
 from reshard.verification.compare_forms import compare_with_form
-from reshard.verification.edited import Edits, edited_tree
+from reshard.verification.edited import Edits, cut_alike, edited_tree
 from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.tied import untied
 from reshard.verification.written import read_written
@@ -78,6 +78,7 @@ class Target(NamedTuple):
         files: in rank directories the converted files, by rank; of other forms the files relative to the directory,
             by number, or none where nothing tells them.
         ranks: target ranks to look at; all where None. Other forms are looked at as a whole.
+        as_source: the strategy speaks of the source's names, and tensors are cut as those that they are made of.
     """
 
     directory: str
@@ -85,6 +86,7 @@ class Target(NamedTuple):
     strategy: Strategy
     files: Mapping[int, str]
     ranks: Optional[tuple[int, ...]] = None
+    as_source: bool = False
 
 
 def verify_conversion(
@@ -123,10 +125,11 @@ def verify_conversion(
         # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
         check_complete(tree, reader.strategy, Needs(Strategy.none()))
         edited = edited_tree(tree, source.edits, report)
-        warn_of_unmatched(filters, (target.strategy.parameters, edited.names), report)
-        return [*untied(edited, means), *compared(edited)]
+        laid_out = cut_alike(target.strategy, edited) if target.as_source else target.strategy
+        warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
+        return [*untied(edited, means), *compared(edited, target._replace(strategy=laid_out))]
 
-    def compared(tree: Tree) -> list[Difference]:
+    def compared(tree: Tree, target: Target = target) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy
         if target.form == RANKS:
             return compare_converted(
