@@ -21,7 +21,7 @@ from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, Rules
@@ -163,6 +163,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         is_part = edits.additions.is_part
         made = {name: replace(each, added=added.get(name)) for name, each in made.items() if not is_part(name)}
         kept = {name for name in kept if not is_part(name)}
+        report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
     if edits.table is not None:
         applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
         check_tied(checkpoint, applied.tied, handles, report)
