@@ -9,18 +9,15 @@ from typing import Optional, Union
 from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
-from reshard.checkpoints.rank_tree.path_pattern import RANK
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of
 from reshard.defaults import MAX_MEMORY, usable_cpus
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
-from reshard.storage import exists
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters
-from reshard.text.near_names import path_meant
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
@@ -165,8 +162,7 @@ def _source(src: str, form: str, strategy: Optional[str], file_suffix: Optional[
     Raises:
         UsageError: rank directories need one, other forms have none.
     """
-    if RANK not in src and not exists(src):
-        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+    check_there(src)
     if form == RANKS:
         if strategy is None:
             raise UsageError(f"{src}: the strategy that it was saved with is missing", hint=_NAME_IT)
