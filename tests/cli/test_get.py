@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.running import LAUNCHER, done, fails
+from tests.running import LAUNCHER, Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import Value, scalar, text, write_checkpoint
 
@@ -144,6 +144,7 @@ def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
 
 def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved: World) -> None:
     mistyped = saved.src.with_name(saved.src.name[:-1])
-    for words in (["convert", mistyped, saved.root / "out", "--to", "unified"], ["fingerprint", mistyped]):
+    cases: list[list[Argument]] = [["convert", mistyped, saved.root / "out", "--to", "unified"], ["fingerprint", mistyped]]
+    for words in cases:
         fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
     fails(2, "fingerprint", saved.src, says=["--strategy is missing"])
