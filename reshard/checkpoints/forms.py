@@ -12,8 +12,9 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
 from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import CheckpointError, UsageError
-from reshard.storage import is_directory
+from reshard.storage import exists, is_directory
 from reshard.strategies import Strategy
+from reshard.text.near_names import path_meant
 from reshard.text.report import Report
 
 RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
@@ -40,6 +41,19 @@ def form_of(src: str) -> str:
     if is_directory(src) and recognise(src):
         return CHECKPOINT2
     return full_weights_form(src) or RANKS
+
+
+def check_there(src: str) -> None:
+    """Refuse a source that is not there, before it is asked what goes with one that is.
+
+    Args:
+        src: a directory, a file, or a path with ``{rank}`` in it, which only its readers look for.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if RANK not in src and not exists(src):
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
 
 
 def forms_among(directory: str, names: Sequence[str]) -> set[str]:

@@ -76,7 +76,8 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
         problem = f"it was given {said}, which says something else now"
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"give the options of names and types that convert was given ({_OPTIONS})",
+        hint=f"give the options of names and types that convert was given ({_OPTIONS}); what merge-lora wrote, "
+        "`reshard diff` compares with its base",
     )
 
 

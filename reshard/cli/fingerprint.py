@@ -9,7 +9,7 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
-from reshard.checkpoints.forms import RANKS, form_of
+from reshard.checkpoints.forms import RANKS, check_there, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -136,6 +136,7 @@ def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report:
     step, suffix = typed["step"], typed["file_suffix"]
     if form == RANKS:
         if strategy is None:
+            check_there(src)
             raise UsageError(
                 "--strategy is missing",
                 hint="name a strategy file or directory, or pass none for an unsharded checkpoint",

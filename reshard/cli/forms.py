@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of, read_checkpoint, strategy_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of, read_checkpoint, strategy_of
 from reshard.cli import options
 from reshard.errors import UsageError
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
@@ -48,6 +48,8 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
             hint="name a strategy with --dst-strategy, or a form with --to checkpoint2, unified or huggingface",
         )
     _check(src, form, to, typed)
+    if source_path is None:
+        check_there(src)
     if to in _WITH_STRATEGY:
         source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
     elif form == RANKS:

@@ -24,7 +24,7 @@ from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.arrays import stand_in
 from reshard.opened.indexing import select
-from reshard.storage import is_directory
+from reshard.storage import is_directory, refuse_object_store
 from reshard.storage.temporary import create, remove, rename
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
@@ -44,6 +44,7 @@ _STANDARD_OUTPUT = "-"
 def _npy_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
     # A name typed by mistake may be that of a checkpoint.
     if value is not None and value != _STANDARD_OUTPUT:
+        refuse_object_store(value)
         if not value.lower().endswith(".npy"):
             raise UsageError(f"--output {value}: the name has to end in .npy")
         if is_directory(value):

@@ -88,6 +88,8 @@ def merge_lora(
         typed["dst_strategy"] = SAME
     request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
     scale = scale_of(adapter, alpha)
+    # A wrong one shows in nothing but what the model says.
+    report.note(f"alpha is {scale.alpha:g}, " + ("as typed" if alpha is not None else f"of {scale.path}"))
     infinite: Counter[str] = Counter()
 
     def overflowed(name: str, count: int) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from reshard.errors import CheckpointError, RetryableError
-from reshard.storage import UnfitError, is_directory, is_regular_file, read_small
+from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.near_names import path_meant
 from reshard.text.wording import quoted
 
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
@@ -62,6 +63,8 @@ def scale_of(adapter: str, alpha: Optional[float]) -> Scale:
     )
     if path is None:
         if alpha is None:
+            if "{" not in adapter and not exists(adapter):
+                raise CheckpointError(f"{adapter}: does not exist", file=adapter, hint=path_meant(adapter))
             raise CheckpointError(
                 f"{adapter}: has no {_PEFT_CONFIG} or {_MINDFORMERS_CONFIG} beside it, so nothing tells alpha",
                 file=adapter,

@@ -8,7 +8,6 @@ from typing import Optional
 
 from reshard.errors import NamesError
 from reshard.text.messages import Message, block, joined, listing
-from reshard.text.names import as_pattern
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
@@ -76,14 +75,23 @@ class Problems:
             name, value = next(iter(self.options.items()))
             hints.append(f"the rules were read with {said}; --names {self.path},{name}={value} states an option")
         if self.unmatched:
-            name = as_pattern(self.unmatched[0])
-            hints.append(f'--exclude {name} leaves a tensor out; so does a rule with do = "drop"')
+            hints.append(self._dropping(self.unmatched[0]))
         return "\n".join(hints) or None
+
+    def _dropping(self, name: str) -> str:
+        """How to leave out a tensor, and those whose names differ in numbers only.
+
+        --include and --exclude are of what is made, and come too late.
+        """
+        table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
+        rule = f'[[rule]]\n    from = "{_with_numbers(name, "*")}"\n    do = "drop"'
+        return f"what is not needed is left out by another rule in {table}:\n    {rule}"
 
     def _unmatched(self) -> list[Message]:
         lines = []
         for names in _grouped(self.unmatched):
-            near = [found for found in near_names(_as_rule(names[0]), self.known) if found not in names]
+            meant_by = near_names(_with_numbers(names[0], "{number}"), self.known)
+            near = [found for found in meant_by if found not in names]
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
             lines.append("no rule speaks of " + listing(names) + meant)
         return lines
@@ -129,11 +137,11 @@ def _grouped(names: Collection[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _as_rule(name: str) -> str:
-    """A name as rules write it, so that it is near to them."""
+def _with_numbers(name: str, number: str) -> str:
+    """A name as rules write it, with something in the place of each number."""
     import re
 
-    return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", "{number}", name)
+    return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
 
 
 def _indented(line: str) -> Message:

@@ -9,22 +9,20 @@ from typing import Optional, Union
 from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
-from reshard.checkpoints.rank_tree.path_pattern import RANK
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of
 from reshard.defaults import MAX_MEMORY, usable_cpus
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
-from reshard.storage import exists
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters
-from reshard.text.near_names import path_meant
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
 Path = Union[str, "os.PathLike[str]"]
+Texts = Union[str, Sequence[str]]
 
 _NAME_IT = "name a strategy file or directory, or pass none for an unsharded checkpoint"
 
@@ -37,14 +35,14 @@ def open(
     rank: Optional[int] = None,
     step: str = "latest",
     file_suffix: Optional[str] = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: Texts = (),
+    exclude: Texts = (),
     names: Optional[Path] = None,
-    rename: Sequence[str] = (),
+    rename: Texts = (),
     config: Optional[Path] = None,
     reverse: bool = False,
     optimizer: bool = False,
-    cast: Sequence[str] = (),
+    cast: Texts = (),
     jobs: Optional[int] = None,
     max_memory: int = MAX_MEMORY,
     io: str = "auto",
@@ -64,7 +62,7 @@ def open(
         rank: whose slices, of ``dst_strategy``.
         step: which checkpoint is taken; ``latest`` is the newest complete one.
         file_suffix: take only files of ranks whose stem ends so.
-        include: take only names that fit one of these patterns.
+        include: take only names that fit this pattern, or one of these.
         exclude: leave such names out; wins.
         names: a built-in table of rules of names and packing, such as ``"qwen3"``, or the file of one; names of tensors
             are then those on its other side.
@@ -72,8 +70,8 @@ def open(
         config: what tells the sizes that the table needs; by default the config.json of ``src``.
         reverse: read the table from right to left, whichever side fits.
         optimizer: apply the table to optimizer state as well; else that is left out.
-        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of those that concern a
-            tensor the last holds.
+        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of several that concern
+            a tensor the last holds.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
@@ -85,8 +83,8 @@ def open(
         ReshardError: there is nothing to open, or a strategy cannot be read.
     """
     report = logged()
-    filters = Filters(tuple(include), tuple(exclude))
-    edits = typed_edits(os.fspath(src), _text(names), rename, _text(config), reverse, optimizer, cast)
+    filters = Filters(_texts(include), _texts(exclude))
+    edits = typed_edits(os.fspath(src), _text(names), _texts(rename), _text(config), reverse, optimizer, _texts(cast))
     if decrypt_mode is not None and decrypt_key_file is None:
         raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
     if io not in ("auto", "mmap", "pread"):
@@ -165,8 +163,7 @@ def _source(src: str, form: str, strategy: Optional[str], file_suffix: Optional[
     Raises:
         UsageError: rank directories need one, other forms have none.
     """
-    if RANK not in src and not exists(src):
-        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+    check_there(src)
     if form == RANKS:
         if strategy is None:
             raise UsageError(f"{src}: the strategy that it was saved with is missing", hint=_NAME_IT)
@@ -216,6 +213,11 @@ def _read(path: str, report: Report) -> Strategy:
     for note in strategy.notes:
         report.note(note)
     return strategy
+
+
+def _texts(said: Texts) -> tuple[str, ...]:
+    """One text or several: the letters of one are never meant."""
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 def _text(path: Optional[Path]) -> Optional[str]:

@@ -22,7 +22,7 @@ from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, Rules
@@ -164,17 +164,18 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         is_part = edits.additions.is_part
         made = {name: replace(each, added=added.get(name)) for name, each in made.items() if not is_part(name)}
         kept = {name for name in kept if not is_part(name)}
+        report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
     if edits.table is not None:
         applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
         check_tied(checkpoint, applied.tied, handles, report)
-        made, kept = _ruled(checkpoint, made, kept, applied, edits.table.path, report)
+        made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
     if edits.renames is not None:
         shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
         shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
         applied = apply_rules(edits.renames, shapes, optimizer=True)
-        made, kept = _ruled(checkpoint, made, kept, applied, edits.renames.path, report)
+        made, kept = _ruled(checkpoint, made, kept, applied, edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
     if edits.casts:
@@ -216,7 +217,7 @@ def _ruled(
     made: Mapping[str, Made],
     kept: AbstractSet[str],
     applied: Applied,
-    path: str,
+    rules: Rules,
     report: Report,
 ) -> tuple[dict[str, Made], set[str]]:
     """What rules make of tensors and values.
@@ -250,9 +251,10 @@ def _ruled(
     if applied.assumed:
         # The other choice has the same names and shapes, and a model that computes nonsense.
         said = ",".join(applied.assumed)
+        stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
         report.warn(
-            f"the rules {path} are read with {said}, as is usual, because neither they nor a configuration say so: "
-            f"state it with --names {path},{said}"
+            f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say "
+            f"so: state it with --names {stated}"
         )
     return found, still
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.running import LAUNCHER, done, fails
+from tests.running import LAUNCHER, Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import Value, scalar, text, write_checkpoint
 
@@ -124,6 +124,7 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytes
         (["--slice", "8"], "out of bounds"),
         (["-o", "w.ckpt"], "has to end in .npy"),
         (["-o", "w.npy", "--json"], "do not go together"),
+        (["-o", "s3://bucket/w.npy"], "to which this is not written"),
     ],
 )
 def test_what_cannot_be_meant_is_wrong_usage(more: list[str], says: str, saved: World) -> None:
@@ -139,3 +140,11 @@ def test_too_much_to_read_is_not_printed(tmp_path: Path) -> None:
 def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
     fails(2, "get", saved.src, "w", says=["the strategy that it was saved with is missing", "pass none"])
     fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", says=["does not exist"])
+
+
+def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved: World) -> None:
+    mistyped = saved.src.with_name(saved.src.name[:-1])
+    cases: list[list[Argument]] = [["convert", mistyped, saved.root / "out", "--to", "unified"], ["fingerprint", mistyped]]
+    for words in cases:
+        fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
+    fails(2, "fingerprint", saved.src, says=["--strategy is missing"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -213,6 +214,16 @@ def test_what_would_happen_can_be_seen_before(tmp_path: Path) -> None:
     for target in planned["targets"]:
         held = cut_ranks(world.strategy, world.made)[target["rank"]]
         assert sum(source["bytes"] for source in target["sources"]) == sum(each.array.nbytes for each in held.values())
+
+
+def test_a_warning_of_what_is_usual_can_be_typed_and_loses_nothing_that_was_stated(tmp_path: Path) -> None:
+    source: list[Argument] = [FIXTURES / "models" / "qwen3", tmp_path / "out", "--to", "unified", "--names"]
+
+    warned = done("plan", *source, "qwen3,gate_up=halves").err
+    (stated,) = re.findall("state it with --names (.*)", warned)
+
+    assert stated == "qwen3,gate_up=halves,qkv=grouped"
+    assert "warning" not in done("plan", *source, stated).err
 
 
 def test_the_model_of_the_pages_is_what_its_script_makes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
 Array = npt.NDArray[Any]
@@ -200,8 +200,19 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, change: Any, sa
     assert not (tmp_path / "out").exists()
 
 
+def test_what_was_merged_is_said(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", matrices(), lora_alpha=24)
+    words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
+    told = done(*words)
+    warns(told, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
+    warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
+    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["`reshard diff` compares"])
+    assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
+
+
 def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices())
+    fails(3, "merge-lora", base(tmp_path / "b", weights()), f"{adapter}s", tmp_path / "out", says=["does not exist"])
     (adapter / "adapter_config.json").unlink()
     fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["--alpha"])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,18 @@ def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() 
             "missing: 'model.layers.1.mlp.up_proj.weight'; is it 'model.layers.1.mlp.upproj.weight'?",
         ],
     )
+
+
+def test_the_rule_that_is_shown_leaves_out_what_is_unknown(tmp_path: Path) -> None:
+    unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
+    table = tmp_path / "mine.toml"
+    for named, said in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "in the table:")):
+        with pytest.raises(NamesError, match=re.escape(said)) as caught:
+            apply_rules(rules_named(named), {**SHAPES, **unknown}, QWEN3)
+        table.write_text(rules_named(named).text)
+    rule = str(caught.value)[str(caught.value).index("[[rule]]") :]
+    table.write_text(table.read_text() + rule)
+    assert set(apply_rules(rules_named(str(table)), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
 
 
 def test_thousands_of_unknown_names_are_few_lines() -> None:

@@ -441,6 +441,20 @@ def test_names_and_steps_can_be_chosen(plain: World) -> None:
         assert "w" not in opened and same(opened["v"][...], old["v"].array)
 
 
+@pytest.mark.parametrize(
+    "options", [{"include": "w*"}, {"exclude": "v*"}, {"rename": "w=w.*"}, {"rename": "w=x"}, {"cast": "w=Float16"}]
+)
+def test_one_text_is_as_good_as_a_list_of_one(options: dict[str, str], plain: World) -> None:
+    def opened(**said: Any) -> Any:
+        try:
+            with reshard.open(plain.src, src_strategy=plain.old, **said) as tensors:
+                return {name: tensor.dtype for name, tensor in tensors.items()}
+        except UsageError as error:
+            return str(error)
+
+    assert opened(**options) == opened(**{name: [said] for name, said in options.items()})
+
+
 def test_casts_are_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
     array = np.array([[1.0, 1e6], [-2.5, 3.14159]] * 12, "f4").reshape(8, 6)
     plain.save({"w": Value("Float32", array.view("u4")), "v": value("v", (4,))})

@@ -159,6 +159,29 @@ def test_what_is_right_is_verified(models: Models) -> None:
     assert "no differences" in said.err
 
 
+def test_what_is_cut_as_the_source_is_verified_under_other_names(models: Models) -> None:
+    as_source: list[Argument] = ["--src-strategy", models.old, "--dst-strategy", "same"]
+    # Two names change places, and these two are cut differently.
+    swapped: list[Argument] = ["--rename", "model.q=model.down", "--rename", "model.down=model.q"]
+    swapped += ["--rename", "model.norm=net.norm", "--cast", "*.norm=Float16"]
+    ranks, iterations, back = models.dst, models.root / "iterations", models.root / "back"
+    done("convert", models.src, ranks, *as_source, *swapped, "--verify")
+    done("convert", models.src, iterations, "--to", "checkpoint2", *as_source, *swapped, "--verify")
+    for converted in (ranks, iterations):
+        verify: list[Argument] = ["verify", converted, "--src", models.src, *as_source]
+        assert "names and types that are recorded" in done(*verify).err
+        one_less = found(fails(4, *verify, *swapped[:4], "--cast", "*.norm=Float16", "--json"))
+        assert {name for _, name in one_less} == {"model.norm", "net.norm"}
+    # Checkpoint 2.0 tells itself how it is cut.
+    renamed: list[Argument] = ["--dst-strategy", "same", "--rename", "net.*=model.*"]
+    done("convert", iterations, back, *renamed, "--verify")
+    done("verify", back, "--src", iterations, "--dst-strategy", "same")
+    path = next((back / "rank_1").iterdir())
+    write_checkpoint(path, {**read_checkpoint(path), "model.k": flipped(read_checkpoint(path)["model.k"])})
+    result = fails(4, "verify", back, "--src", iterations, *renamed, "--json")
+    assert ("content", "model.k") in found(result)
+
+
 # Mistakes of tables: verified with the right one, what the wrong one makes is found.
 
 WRONG_TABLES = {
