@@ -1,9 +1,10 @@
 """Serves a directory as a bucket of an object store, read only, with a delay before every answer.
 
-usage: python -m benchmarks.object_server DIRECTORY MILLISECONDS
+usage: python -m benchmarks.object_server DIRECTORY MILLISECONDS BYTES_A_SECOND
 
-Only what reading takes is there: HEAD, GET of a range, lists. Prints its port. Delays of several requests pass at the
-same time, as on a network. Files are sent by the kernel, so that little of the machine is taken from what is measured.
+Only what reading takes is there: HEAD, GET of a range, lists. Prints its port. Delays of several requests pass at
+the same time, as on a network, and all answers share so many bytes a second. Files are sent by the kernel, so that
+little of the machine is taken from what is measured.
 """
 
 from __future__ import annotations
@@ -20,10 +21,28 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+_PIECE = 256 << 10
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]*)")
 
 
-def handler(root: Path, delay: float) -> type[BaseHTTPRequestHandler]:
+class Link:
+    """Lets so many bytes a second pass, whoever sends them."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free = 0.0
+        self._lock = threading.Lock()
+
+    def pass_through(self, count: int) -> None:
+        """Wait until so many bytes have passed."""
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now) + count / self._rate
+            wait = self._free - now
+        time.sleep(max(0.0, wait))
+
+
+def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler]:
     """Answers requests for what lies in a directory."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,7 +88,12 @@ def handler(root: Path, delay: float) -> type[BaseHTTPRequestHandler]:
                 return None
             with path.open("rb") as file:
                 while first <= last:
-                    first += os.sendfile(self.connection.fileno(), file.fileno(), first, last - first + 1)
+                    count = min(_PIECE, last - first + 1)
+                    link.pass_through(count)
+                    sent = 0
+                    while sent < count:
+                        sent += os.sendfile(self.connection.fileno(), file.fileno(), first + sent, count - sent)
+                    first += count
             return None
 
         def _list(self, query: dict[str, list[str]]) -> None:
@@ -109,8 +133,9 @@ class Server(ThreadingHTTPServer):
 
 def main() -> None:
     """Serve until standard input ends."""
-    directory, milliseconds = sys.argv[1:]
-    server = Server(("127.0.0.1", 0), handler(Path(directory), float(milliseconds) / 1000))
+    directory, milliseconds, rate = sys.argv[1:]
+    answers = handler(Path(directory), float(milliseconds) / 1000, Link(float(rate)))
+    server = Server(("127.0.0.1", 0), answers)
     print(server.server_port, flush=True)
 
     def end() -> None:

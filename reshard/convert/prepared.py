@@ -292,8 +292,9 @@ class Prepared:
         if self._options.dry_run:
             written = sum(state.sizes.values())
         else:
-            # Every thread may have a whole group of targets open, beside its sources.
-            most_open = self._preparation.handles.limit // (4 * state.execution.threads)
+            # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
+            limit = self._preparation.handles.limit // 4
+            most_open = MOST_MEMBERS if len(work) <= limit else limit // state.execution.threads
             writing = Writing(
                 plan,
                 work,

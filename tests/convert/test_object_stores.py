@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -244,3 +246,39 @@ def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), timeout=60)
     assert result.returncode == 3
     assert "pip install 'reshard[s3]'" in result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_any_faults_in_any_order_change_nothing(
+    seed: int, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
+    chance = random.Random(seed)
+    kind = KINDS[chance.choice(list(KINDS))]
+    kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 12]
+    objects.faults.choose = lambda *_: chance.choice(kinds)
+    found = from_store(kind, objects, tmp_path / "out", "--verify", "--jobs", chance.choice([1, 2, 4]))
+    assert found == locally(kind, tmp_path / "local")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4])
+def test_the_same_command_goes_on_after_a_kill(seconds: float, objects: Objects, tmp_path: Path) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    words: list[Argument] = [
+        "convert",
+        source,
+        tmp_path / "out",
+        "--src-strategy",
+        DEMO / "src_strategy.ckpt",
+        *TO_DEMO,
+    ]
+    objects.faults.delay = 0.1
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, *map(str, words)], stderr=subprocess.DEVNULL) as process:
+        time.sleep(seconds)
+        process.kill()
+    objects.faults.delay = 0.0
+    done(*words)
+    assert tree(tmp_path / "out") == locally(KINDS["ranks to ranks"], tmp_path / "local")
+    assert not list((tmp_path / "out").rglob(".reshard-tmp-*"))
