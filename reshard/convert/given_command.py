@@ -8,7 +8,7 @@ from reshard.convert.options import Options
 from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
-from reshard.storage import absolute, exists
+from reshard.storage import absolute
 from reshard.strategies import NONE, SAME, Strategy
 from reshard.text.wording import number_ranges
 
@@ -61,8 +61,6 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     several = options.adding or options.share is not None
     try:
         src, source, target = absolute(request.src), _path(request.source), _path(request.target)
-        # A built-in table has no file.
-        names = absolute(words.names) if words.names is not None and exists(words.names) else words.names
         config = None if words.config is None else absolute(words.config)
     except FileNotFoundError:
         # The working directory is gone.
@@ -87,7 +85,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         lost_only=options.lost_only,
         to=request.to,
         max_shard_size=request.max_shard_size,
-        names=names,
+        names=words.names,
         rename=words.rename,
         config=config,
         reverse=words.reverse,

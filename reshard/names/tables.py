@@ -14,7 +14,7 @@ from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
-from reshard.storage import UnfitError, exists, read_small
+from reshard.storage import UnfitError, exists, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.near_names import near_names
 
@@ -44,7 +44,7 @@ def rules_named(named: str) -> Rules:
         NamesError: there is neither, or the file says something that rules cannot say.
         UsageError: the table has no such option, or the option no such value.
     """
-    options = None if exists(named) else _OPTIONS.search(named)
+    options = None if is_regular_file(named) else _OPTIONS.search(named)
     table = named if options is None else named[: options.start()]
     stated: dict[str, str] = {}
     for said in options[0][1:].split(",") if options is not None else ():
@@ -57,7 +57,8 @@ def rules_named(named: str) -> Rules:
 
 def _table(named: str) -> Rules:
     known = builtin_names()
-    if named in known and not exists(named):
+    if named in known:
+        # Whatever lies here: a model's directory is often called so. A file of the name is ./NAME.
         return builtin_table(named)
     if not exists(named) and not named.endswith(_ENDING):
         near = near_names(named, known)

@@ -8,7 +8,7 @@ from typing import Optional
 
 from reshard.errors import UsageError
 from reshard.plan.edits import CastAsked, Edits, Words
-from reshard.storage import is_regular_file
+from reshard.storage import absolute, is_regular_file
 
 _CONFIG = "config.json"
 
@@ -45,10 +45,13 @@ def typed_edits(
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
-    from reshard.names import parse_renames, read_config, rules_named
+    from reshard.names import builtin_names, parse_renames, read_config, rules_named
 
+    table = None if names is None else rules_named(names)
+    if names is not None and table is not None and table.path not in builtin_names():
+        names = absolute(names)
     return Edits(
-        table=None if names is None else rules_named(names),
+        table=table,
         renames=parse_renames(rename) if rename else None,
         config=None if config is None else read_config(config),
         reverse=True if reverse else None,

@@ -144,7 +144,7 @@ def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
 
 def test_a_source_that_is_not_there_is_told_before_a_strategy_is_asked_for(saved: World) -> None:
     mistyped = saved.src.with_name(saved.src.name[:-1])
-    cases: list[list[Argument]] = [["convert", mistyped, saved.root / "out", "--to", "unified"], ["fingerprint", mistyped]]
-    for words in cases:
+    converted: list[Argument] = ["convert", mistyped, saved.root / "out", "--to", "unified"]
+    for words in (converted, ["fingerprint", mistyped]):
         fails(3, *words, says=["does not exist", f"did you mean {saved.src}"])
     fails(2, "fingerprint", saved.src, says=["--strategy is missing"])

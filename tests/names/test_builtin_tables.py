@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,3 +207,10 @@ def test_padding_is_said() -> None:
     assert there.made["lm_head.weight"].view.shape == (16, 6)
     assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(there.notes)
     assert "left out" in " ".join(back.notes)
+
+
+def test_a_directory_of_the_name_does_not_hide_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3").mkdir()
+    assert rules_named("qwen3").path == "qwen3"
+    assert rules_named("qwen3,gate_up=halves").chosen == (("gate_up", "halves"),)

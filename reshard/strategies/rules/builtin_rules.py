@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from reshard.errors import StrategyError
-from reshard.storage import exists
+from reshard.storage import exists, is_regular_file
 from reshard.strategies.rules.model import Rules
 from reshard.strategies.rules.toml_file import read_rules
 from reshard.text.near_names import near_names
@@ -28,7 +28,7 @@ def builtin_title(name: str) -> str:
 
 def is_builtin(named: str) -> bool:
     """Whether a name is one of built-in rules, and no file's."""
-    return named in builtin_names() and not exists(named)
+    return named in builtin_names() and not is_regular_file(named)
 
 
 def rules_named(named: str) -> Rules:
