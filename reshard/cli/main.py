@@ -19,7 +19,7 @@ _COMMANDS = {
     "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
     "merge-lora": ("merge_lora", "merge_lora", "Add a low-rank adapter to the weights it was trained beside."),
     "plan": ("plan", "plan", "Print what convert would do: ranks, files, bytes, memory."),
-    "rank-list": ("strategy", "rank_list", "Print the source ranks that a target rank needs."),
+    "rank-list": ("rank_list", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
     "inspect": ("inspect", "inspect", "Show what is in a checkpoint file or rank tree."),

@@ -2,61 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import Group, argument, command, option
+from reshard.cli.command import Group, command
 from reshard.cli.output import echo_json, say, show_notes
-from reshard.errors import UsageError
-from reshard.strategies import read_strategy
-from reshard.text.wording import one_line, plural, rank_ranges
-
-
-@command("rank-list", "reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt")
-@argument("rank", type=int)
-@options.strategies
-@option(
-    "Source",
-    "--available",
-    show_default="all",
-    type=options.Ranks(),
-    metavar="0,2-5",
-    help="Only these source ranks can be read.",
-)
-@options.json_output
-@options.names_in_full
-@options.common
-def rank_list(
-    rank: int,
-    src_strategy: Optional[str],
-    dst_strategy: Optional[str],
-    available: Optional[tuple[int, ...]],
-    as_json: bool,
-) -> None:
-    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous."""
-    from reshard.plan.replicas import ReplicaChoice
-
-    source, target = map(read_strategy, options.required_strategies(src_strategy, dst_strategy))
-    if not 0 <= rank < target.device_count:
-        raise UsageError(
-            f"rank {rank} is out of range: the target strategy ({target.path}) has "
-            f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
-            rank=rank,
-        )
-    beyond = [number for number in available or () if number >= source.device_count]
-    if beyond:
-        raise UsageError(
-            f"--available: {rank_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
-            f"{plural(source.device_count, 'rank')}"
-        )
-    show_notes((*source.notes, *target.notes))
-    ranks = ReplicaChoice(source, target).ranks(rank, available)
-    if as_json:
-        echo_json({"rank": rank, "ranks": list(ranks)})
-    else:
-        click.echo(" ".join(map(str, ranks)))
+from reshard.text.wording import one_line
 
 
 @command("merge-pipeline", "reshard merge-pipeline output/strategy merged/src_strategy.ckpt")

@@ -1,0 +1,145 @@
+"""rank-list: what of a source a target rank, or a target file, is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import click
+
+from reshard.cli import completion, options
+from reshard.cli.command import Choice, argument, command, option
+from reshard.cli.output import echo_json, show_notes
+from reshard.defaults import DEFAULT_PREFIX
+from reshard.errors import UsageError
+from reshard.strategies import read_strategy
+from reshard.text.wording import plural, rank_ranges
+
+_WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
+
+
+@command(
+    "rank-list",
+    """
+reshard rank-list 1 --src-strategy src.ckpt --dst-strategy dst.ckpt
+
+Files of a checkpoint that is no rank directories, or under other names:
+reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
+""",
+)
+@argument("rank", type=int)
+@options.strategies
+@option(
+    "Source",
+    "--available",
+    show_default="all",
+    type=options.Ranks(),
+    metavar="0,2-5",
+    help="Only these source ranks can be read.",
+)
+@option(
+    "Source",
+    "--src",
+    metavar="SRC",
+    shell_complete=completion.paths,
+    help="The checkpoint: strategies alone tell nothing of other forms than ranks, nor of names.",
+)
+@options.source
+@option(
+    "Target",
+    "--to",
+    type=Choice(["ranks", "checkpoint2", "unified", "huggingface"]),
+    show_default="ranks, with --dst-strategy",
+    help="Form of the target, whose files are numbered from 0.",
+)
+@option(
+    "Target",
+    "--max-shard-size",
+    type=options.ShardSize(),
+    metavar="SIZE",
+    show_default="that of the form",
+    help="Bytes in a file of full weights.",
+)
+@options.edits
+@options.json_output
+@options.names_in_full
+@options.common
+def rank_list(
+    rank: int,
+    src_strategy: Optional[str],
+    dst_strategy: Optional[str],
+    available: Optional[tuple[int, ...]],
+    src: Optional[str],
+    as_json: bool,
+    **typed: Any,
+) -> None:
+    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
+
+    With --src, what of that checkpoint a conversion reads for it: ranks, or files by number where a form has
+    no ranks; RANK is then the number of a target file where the target has none.
+    """
+    if src is None:
+        given = [name for name in _WITH_SRC if typed[name]]
+        if given:
+            option = "--" + given[0].replace("_", "-")
+            raise UsageError(f"{option} is given without the checkpoint", hint="name it: --src SRC")
+        ranks = _of_strategies(rank, src_strategy, dst_strategy, available)
+    elif available is not None:
+        raise UsageError("--available goes with strategies alone; with --src, what is there counts")
+    else:
+        ranks = _of_checkpoint(rank, src, {**typed, "src_strategy": src_strategy, "dst_strategy": dst_strategy})
+    if as_json:
+        echo_json({"rank": rank, "ranks": list(ranks)})
+    else:
+        click.echo(" ".join(map(str, ranks)))
+
+
+def _of_strategies(
+    rank: int, src_strategy: Optional[str], dst_strategy: Optional[str], available: Optional[tuple[int, ...]]
+) -> Sequence[int]:
+    """What strategies alone tell.
+
+    Raises:
+        ReshardError: they cannot be read, have no such rank, or something is on no available rank.
+    """
+    from reshard.plan.replicas import ReplicaChoice
+
+    source, target = map(read_strategy, options.required_strategies(src_strategy, dst_strategy))
+    if not 0 <= rank < target.device_count:
+        raise UsageError(
+            f"rank {rank} is out of range: the target strategy ({target.path}) has "
+            f"{plural(target.device_count, 'rank')}, 0 to {target.device_count - 1}",
+            rank=rank,
+        )
+    beyond = [number for number in available or () if number >= source.device_count]
+    if beyond:
+        raise UsageError(
+            f"--available: {rank_ranges(beyond)} is out of range: the source strategy ({source.path}) has "
+            f"{plural(source.device_count, 'rank')}"
+        )
+    show_notes((*source.notes, *target.notes))
+    return ReplicaChoice(source, target).ranks(rank, available)
+
+
+def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
+    """What a conversion reads for one target file.
+
+    Raises:
+        ReshardError: the conversion cannot be made.
+    """
+    # Loaded only here: strategies alone are read in loops.
+    from reshard.checkpoints import FileHandles
+    from reshard.checkpoints.forms import RANKS
+    from reshard.cli.conversion import request_between
+    from reshard.convert import check_target_ranks
+    from reshard.plan.planner import make_plan
+
+    others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False, "quiet": False}
+    request, report = request_between(src, "", (rank,), {**typed, **others})
+    if request.to == RANKS and not request.target.is_untold:
+        check_target_ranks(request)
+    decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
+    with FileHandles(decryption=decryption) as handles:
+        plan = make_plan(request, handles, report)
+        read = plan.target_file(rank).source_paths
+        return sorted(holder for holder, path in plan.checkpoint.files.items() if path in read)
