@@ -93,7 +93,8 @@ def _check_anything(plan: Plan, values: CopiedValues) -> None:
         raise CheckpointError(
             f"none of the {plural(len(tensors), 'parameter')} of the checkpoint is in the target "
             f"strategy ({plan.request.target.path})",
-            hint="pass the target strategy of the same model",
+            hint="pass the target strategy of the same model; where only the names differ, as between Hugging Face's "
+            "and MindFormers', --names gives the others (`reshard names list`)",
         )
     # By all target files: where only some are asked for, one that gets nothing is written empty.
     resharded = any(admit(name) and name in everywhere for name in tensors)
