@@ -57,8 +57,8 @@ def rules_named(named: str) -> Rules:
 
 def _table(named: str) -> Rules:
     known = builtin_names()
-    if named in known:
-        # Whatever lies here: a model's directory is often called so. A file of the name is ./NAME.
+    # A model's directory is often called like its table.
+    if named in known and not is_regular_file(named):
         return builtin_table(named)
     if not exists(named) and not named.endswith(_ENDING):
         near = near_names(named, known)

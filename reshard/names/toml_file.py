@@ -13,6 +13,7 @@ from reshard.names.pattern import pattern
 from reshard.names.sizes import Size
 from reshard.names.toml_values import RuleFile
 from reshard.storage import UnfitError, read_small
+from reshard.storage.toml_tables import TomlError, parse_toml
 from reshard.text.wording import quoted
 
 LARGEST = 1 << 20
@@ -118,15 +119,9 @@ def content_of(rules: Rules) -> dict[str, Any]:
 
 
 def _loaded(text: str, path: str) -> dict[str, Any]:
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return parse_toml(text)
+    except TomlError as error:
         hint = "reshard names list names built-in rules; one of them, shown, is an example"
         raise NamesError(f"{path} is no TOML: {error}", file=path, hint=hint) from error
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import UnfitError, read_small
+from reshard.storage.toml_tables import TableReader, TomlError, parse_toml
 from reshard.strategies.one_file import read_error
 from reshard.strategies.rules.model import (
     DEFAULT_MATRIX,
@@ -23,7 +24,6 @@ from reshard.strategies.rules.model import (
     Shown,
 )
 from reshard.strategies.rules.sizes import Condition, ExpressionError, condition, parse_sizes, product
-from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
 LARGEST = 1 << 22
@@ -93,15 +93,9 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
 
 
 def _loaded(text: str, path: str) -> dict[str, Any]:
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return parse_toml(text)
+    except TomlError as error:
         hint = "reshard strategy rules --list names built-in rules; one of them, shown, is an example"
         raise StrategyError(f"{path} is no TOML: {error}", file=path, hint=hint) from error
 
@@ -149,42 +143,11 @@ def _rule(
     )
 
 
-class _Reader:
-    """Takes values out of tables, and refuses those that are of another kind."""
+class _Reader(TableReader):
+    """Takes values out of the tables of a file of rules."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-
-    def wrong(self, where: str, problem: str) -> StrategyError:
-        """The error about a place in the file."""
-        return StrategyError(f"{self.path}: {where}: {problem}", file=self.path)
-
-    def keys(self, table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-        for key in table:
-            if key not in known:
-                near = near_names(key, known)
-                meant = f". Did you mean {near[0]}?" if near else ""
-                raise self.wrong(where, f"{quoted(key)} is unknown{meant or '; known: ' + ', '.join(known)}")
-
-    def text(self, table: Mapping[str, Any], key: str, where: str) -> Optional[str]:
-        value = table.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(where, f"{key} is no text")
-        return value
-
-    def texts(self, table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-        """One text or a list of them."""
-        value = table.get(key, [])
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-            raise self.wrong(where, f"{key} is no text, nor a list of texts")
-        return tuple(found)
-
-    def flag(self, table: Mapping[str, Any], key: str, where: str, default: bool) -> bool:
-        value = table.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(where, f"{key} is neither true nor false")
-        return value
+        super().__init__(path, lambda message: StrategyError(message, file=path))
 
     def condition(self, text: str, where: str) -> Condition:
         try:
