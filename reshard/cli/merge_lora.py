@@ -22,6 +22,7 @@ from reshard.storage import is_regular_file
 from reshard.strategies import NONE, SAME
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
+from reshard.text.report import Report
 from reshard.text.wording import plural
 
 
@@ -77,7 +78,7 @@ def merge_lora(
     --dst-strategy say otherwise.
     """
     # Loaded only here: the others do without.
-    from reshard.lora import read_adapter, scale_of
+    from reshard.lora import check_beside, read_adapter, scale_of, whole_weights
 
     form = form_of(base)
     if typed["to"] is None:
@@ -87,7 +88,7 @@ def merge_lora(
             raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
         typed["dst_strategy"] = SAME
     request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
-    scale = scale_of(adapter, alpha)
+    scale = scale_of(adapter, alpha, report)
     # A wrong one shows in nothing but what the model says.
     report.note(f"alpha is {scale.alpha:g}, " + ("as typed" if alpha is not None else f"of {scale.path}"))
     infinite: Counter[str] = Counter()
@@ -100,6 +101,13 @@ def merge_lora(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
+        another = os.path.realpath(base) != os.path.realpath(place) or typed["step"] != adapter_step
+        if another and whole_weights(tensors.keys()):
+            whole = reading_request(
+                base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
+            )
+            with open_requested(whole, effort_of(typed, 4), decryption) as weights:
+                check_beside(tensors, adapter, weights)
         carry_out(replace(request, edits=Edits(additions=additions, words=None)), report, typed, options_of(typed))
         tensors.check_unchanged()
     if infinite:

@@ -13,12 +13,15 @@ from reshard.errors import CheckpointError, RetryableError
 from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.near_names import path_meant
+from reshard.text.report import Report
 from reshard.text.wording import quoted
 
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
 _LARGEST = 1 << 22
 _ALPHA = "give it with --alpha"
 _MOST = 1e9
+# Ways to begin that take from the weights what the matrices begin with.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,13 @@ class Scale:
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
-def scale_of(adapter: str, alpha: Optional[float]) -> Scale:
+def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
     """The scale that is typed, or that lies beside an adapter.
 
     Args:
         adapter: its directory or file.
         alpha: what was typed, if anything.
+        report: warned of what the base has to be.
 
     Raises:
         CheckpointError: nothing tells it, or what does cannot be understood.
@@ -76,6 +80,12 @@ def scale_of(adapter: str, alpha: Optional[float]) -> Scale:
         raise CheckpointError(f"{path}: says use_dora, which cannot be merged here", file=path)
     if said.get("bias") not in (None, "none"):
         raise CheckpointError(f"{path}: says bias {said['bias']!r}; biases cannot be merged here", file=path)
+    start = said.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
+        report.warn(
+            f"{path}: says init_lora_weights {quoted(start)}: training began by changing the base, too, and the "
+            "adapter fits only the base that was saved after that"
+        )
     if alpha is None:
         alpha = _number(path, "lora_alpha", said.get("lora_alpha"))
     alphas = said.get("alpha_pattern") or {}

@@ -223,3 +223,25 @@ def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
 def test_a_configuration_that_is_not_understood_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), **config)
     fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["adapter_config"])
+
+
+def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> None:
+    full, pairs = weights(), matrices()
+    src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
+    saved = tmp_path / "saved" / "net.safetensors"
+    saved.parent.mkdir()
+    beside = {f"{name[: -len('.weight')]}.lora_{side}": m for name, ab in pairs.items() for side, m in zip("ab", ab)}
+    save_file({**beside, **full}, saved)
+    done("merge-lora", src, saved, tmp_path / "out", "--alpha", 16)
+    done("merge-lora", src, adapter, tmp_path / "other")
+    both = [load_file(tmp_path / out / "model.safetensors") for out in ("out", "other")]
+    assert all(np.array_equal(both[0][name], both[1][name]) for name in SHAPES)
+    trained = {**full, "model.norm.weight": full["model.norm.weight"] + np.float32(1)}
+    save_file({**beside, **trained}, saved)
+    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "give it as BASE"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_adapter_that_began_by_changing_its_base_is_warned_of(tmp_path: Path) -> None:
+    adapter = peft(tmp_path / "adapter", matrices(), init_lora_weights="pissa_niter_4")
+    warns(done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"), "pissa", "the base")
