@@ -334,9 +334,9 @@ def _cast(checkpoint: Checkpoint, made: Mapping[str, Made], casts: Sequence[Cast
     found = {}
     refused: dict[tuple[str, str], list[str]] = {}
     for name, tensor in made.items():
-        dtype = wanted.of(name)
         types = {checkpoint.tensors[source].dtype for source in tensor.sources}
-        if dtype is None or types == {dtype} or all(_is_no_float(each) for each in types):
+        dtype = None if all(_is_no_float(each) for each in types) else wanted.of(name)
+        if dtype is None or types == {dtype}:
             found[name] = tensor
             continue
         for each in types:
@@ -389,9 +389,10 @@ class _Wanted:
         """
         for (glob, dtype), met in zip(self._casts, self._met):
             if not met and glob is not None:
-                near = near_names(glob.pattern, names)
+                others = [name for name in names if not glob.matches(name)]
+                near = near_names(glob.pattern, others)
                 raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: no tensor that is written has such a name",
+                    f"--cast {glob.pattern}={dtype}: no floating point tensor that is written has such a name",
                     hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
                 )
 

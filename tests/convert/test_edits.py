@@ -238,3 +238,12 @@ def test_one_of_several_stacks_of_equal_tensors_is_taken(tmp_path: Path) -> None
     (found,) = (tmp_path / "out").glob("*.safetensors")
     expected = {f"model.{number}.w": Value("Float32", stacked.array[number]) for number in range(2)}
     same_checkpoints(read_checkpoint(found), expected)
+
+
+@pytest.mark.parametrize("dtype", ["Int8", "Complex64"])
+def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path, dtype: str) -> None:
+    full = {"m.scale.weight": value("scale", (4, 4), dtype), "m.w.weight": value("w", (4, 4))}
+    write_checkpoint(tmp_path / "src" / "model.safetensors", full)
+    words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
+    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "no floating point tensor"])
+    done(*words, "--cast", "m.*=BFloat16", "--verify")
