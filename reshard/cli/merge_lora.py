@@ -78,7 +78,7 @@ def merge_lora(
     --dst-strategy say otherwise.
     """
     # Loaded only here: the others do without.
-    from reshard.lora import check_beside, read_adapter, scale_of, whole_weights
+    from reshard.lora import check_beside, read_adapter, scale_of
 
     form = form_of(base)
     if typed["to"] is None:
@@ -101,8 +101,7 @@ def merge_lora(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
-        another = os.path.realpath(base) != os.path.realpath(place) or typed["step"] != adapter_step
-        if another and whole_weights(tensors.keys()):
+        if os.path.realpath(base) != os.path.realpath(place) or typed["step"] != adapter_step:
             whole = reading_request(
                 base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
             )

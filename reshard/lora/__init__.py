@@ -7,7 +7,6 @@ weights beside the matrices.
 
 from reshard.lora.adapter import Adapter, read_adapter
 from reshard.lora.beside import check_beside
-from reshard.lora.pairs import whole_weights
 from reshard.lora.scale import Scale, scale_of
 
-__all__ = ["Adapter", "Scale", "check_beside", "read_adapter", "scale_of", "whole_weights"]
+__all__ = ["Adapter", "Scale", "check_beside", "read_adapter", "scale_of"]

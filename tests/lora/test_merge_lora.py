@@ -245,3 +245,13 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
 def test_an_adapter_that_began_by_changing_its_base_is_warned_of(tmp_path: Path) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), init_lora_weights="pissa_niter_4")
     warns(done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"), "pissa", "the base")
+
+
+def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) -> None:
+    full, pairs = weights(), matrices()
+    beside = {f"{name[: -len('.weight')]}.lora_{side}": m for name, ab in pairs.items() for side, m in zip("ab", ab)}
+    src, adapter = base(tmp_path / "base", {**full, **beside}), peft(tmp_path / "adapter", pairs)
+    fails(3, "merge-lora", src, adapter, tmp_path / "out", says=["another adapter", "lora_a"])
+    save_file({**beside, **full}, tmp_path / "saved.safetensors")
+    done("merge-lora", src, tmp_path / "saved.safetensors", tmp_path / "out", "--alpha", 16)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == full.keys()
