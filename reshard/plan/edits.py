@@ -246,7 +246,7 @@ def _ruled(
             raise CheckpointError(
                 f"{quoted(name)} is to be made of {quoted(loose)}, but nothing says how that is laid out",
                 parameter=loose,
-                hint=f"values keep their names; if it is not needed, leave it out with a rule that drops {loose}",
+                hint=f"values keep their names: let no OLD of --rename and no rule but one that drops it fit {loose}",
             )
         if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
             found[name] = made[sources[0]]
