@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Optional
 
 import click
 from click.shell_completion import CompletionItem
@@ -64,6 +65,40 @@ def parameters(ctx: click.Context, _: click.Parameter, typed: str) -> list[Compl
         names = read_strategy(path).parameters if path else ()
     begin = [name for name in names if name.startswith(typed)]
     return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
+
+
+def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The tensors of the checkpoint that was typed, else of a rank: those that begin so, or else hold it."""
+    from reshard.errors import ReshardError
+
+    names: list[str] = []
+    src, strategy = ctx.params.get("src"), ctx.params.get("strategy")
+    # What cannot be read is told of when the command is run; a store may take too long to answer.
+    with contextlib.suppress(OSError, ReshardError):
+        names = _names_in(src, strategy) if src and "://" not in src else []
+    begin = [name for name in names if name.startswith(typed)]
+    return [CompletionItem(name) for name in begin or (name for name in names if typed in name)]
+
+
+def _names_in(src: str, strategy: Optional[str]) -> list[str]:
+    from reshard.checkpoints import FileHandles, find_checkpoints, read_index
+    from reshard.checkpoints.forms import RANKS, form_of
+    from reshard.opened import open
+
+    if strategy is None and form_of(src) == RANKS:
+        tree = find_checkpoints(src)
+        files = next(tree.candidates()).files
+        with FileHandles() as handles:
+            return [*read_index(handles, files[min(files)]).tensors]
+    with open(src, src_strategy=strategy) as opened:
+        return [*opened]
+
+
+def types(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+    """What elements can be cast to."""
+    from reshard.checkpoints.formats.dtypes import CAST_TO
+
+    return [CompletionItem(name) for name in CAST_TO if name.lower().startswith(typed.lower())]
 
 
 def _begins_a_name(typed: str) -> bool:

@@ -61,7 +61,7 @@ reshard get iterations/ lm_head.weight -o head.npy
 """,
 )
 @argument("src", shell_complete=completion.paths)
-@click.argument("name")
+@click.argument("name", shell_complete=completion.tensors)
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.source
 @option("Parameters", "--slice", "index", metavar="INDEX", help="Only this part, as NumPy writes it: '0:4,:', '-1'.")

@@ -341,6 +341,7 @@ def edits(command: F) -> F:
                 "--cast",
                 multiple=True,
                 metavar="[GLOB=]DTYPE",
+                shell_complete=completion.types,
                 show_default="types stay",
                 help="Cast all floating weights, or such tensors, to Float32, Float16 or BFloat16 (repeatable; of "
                 "those that concern a tensor the last holds).",

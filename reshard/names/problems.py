@@ -85,7 +85,7 @@ class Problems:
         """
         table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
         rule = f'[[rule]]\n    from = "{_with_numbers(name, "*")}"\n    do = "drop"'
-        return f"what is not needed is left out by another rule in {table}:\n    {rule}"
+        return f"what the model does not need is left out by another rule in {table}:\n    {rule}"
 
     def _unmatched(self) -> list[Message]:
         lines = []

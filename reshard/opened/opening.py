@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Optional, Union
 
 from reshard.checkpoints import Decryption, FileHandles
@@ -195,15 +196,16 @@ def _target(
         with FileHandles() as handles:
             target = strategy_of(read_checkpoint2(src, step, handles, Report(), wanted=lambda name: False))
     elif form == RANKS:
-        target = source
+        # As the source is cut, under whatever names.
+        target = replace(source, path=SAME)
     else:
         raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the slices")
     count = target.device_count
     if rank is None and count > 1:
-        raise UsageError(f"the target strategy ({target.path}) has {plural(count, 'rank')}", hint="say which: rank=...")
+        raise UsageError(f"the target strategy ({strategy}) has {plural(count, 'rank')}", hint="say which: rank=...")
     if rank is not None and not 0 <= rank < count:
         raise UsageError(
-            f"rank {rank} is out of range: the target strategy ({target.path}) has {plural(count, 'rank')}", rank=rank
+            f"rank {rank} is out of range: the target strategy ({strategy}) has {plural(count, 'rank')}", rank=rank
         )
     return target, rank or 0
 

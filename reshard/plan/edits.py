@@ -50,7 +50,11 @@ class CastAsked(NamedTuple):
         pattern, equals, dtype = text.rpartition("=")
         known = {name.lower(): name for name in CAST_TO}
         found = known.get(dtype.strip().lower())
-        if found is None or (equals and not pattern):
+        if equals and not pattern:
+            raise UsageError(
+                f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
+            )
+        if found is None:
             near = near_names(dtype, CAST_TO)
             raise UsageError(
                 f"--cast {text}: {dtype!r} is no type to cast to",
@@ -345,8 +349,9 @@ def _cast(checkpoint: Checkpoint, made: Mapping[str, Made], casts: Sequence[Cast
     refused: dict[tuple[str, str], list[str]] = {}
     for name, tensor in made.items():
         types = {checkpoint.tensors[source].dtype for source in tensor.sources}
-        dtype = None if all(_is_no_float(each) for each in types) else wanted.of(name)
-        if dtype is None or types == {dtype}:
+        floating = not all(_is_no_float(each) for each in types)
+        dtype = wanted.of(name, floating)
+        if dtype is None or types == {dtype} or not floating:
             found[name] = tensor
             continue
         for each in types:
@@ -382,12 +387,12 @@ class _Wanted:
         self._casts = [(None if asked.pattern is None else Glob(asked.pattern), asked.dtype) for asked in casts]
         self._met = [False] * len(casts)
 
-    def of(self, name: str) -> Optional[str]:
-        """The type for a tensor of this name; None where none is asked for."""
+    def of(self, name: str, floating: bool = True) -> Optional[str]:
+        """The type for a tensor of this name; None where none is asked for. What is not floating meets no pattern."""
         found = None
         for number, (glob, dtype) in enumerate(self._casts):
             if is_weight(name) if glob is None else glob.matches(name):
-                self._met[number] = True
+                self._met[number] |= floating
                 found = dtype
         return found
 
@@ -399,10 +404,17 @@ class _Wanted:
         """
         for (glob, dtype), met in zip(self._casts, self._met):
             if not met and glob is not None:
-                others = [name for name in names if not glob.matches(name)]
-                near = near_names(glob.pattern, others)
+                others = [name for name in names if glob.matches(name)]
+                if others:
+                    raise CheckpointError(
+                        f"--cast {glob.pattern}={dtype}: only floating numbers are cast, and these are none: "
+                        + listing(others),
+                        parameter=others[0],
+                        hint="leave it out: they stay as they are",
+                    )
+                near = near_names(glob.pattern, names)
                 raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: no floating point tensor that is written has such a name",
+                    f"--cast {glob.pattern}={dtype}: no tensor that is written has such a name",
                     hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
                 )
 

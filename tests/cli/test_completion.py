@@ -78,6 +78,10 @@ def test_the_tab_key_completes_what_is_typed(shell: str, place: Path, world: Wor
         "reshard by-rank 0 --src_ckpt x --src-strategy no": "reshard by-rank 0 --src_ckpt x --src-strategy none",
         f"reshard rank-list 0 --dst-strategy {str(strategy)[:-1]}": f"reshard rank-list 0 --dst-strategy {strategy}",
         f"reshard strategy show {strategy} m": f"reshard strategy show {strategy} m.w",
+        f"reshard get {source} m": f"reshard get {source} m.w",
+        f"reshard get --strategy {strategy} {source} m": f"reshard get --strategy {strategy} {source} m.w",
+        "reshard get nothing m": "reshard get nothing m",
+        "reshard convert a b --cast b": "reshard convert a b --cast BFloat16",
         "reshard help fing": "reshard help fingerprint",
         "reshard -v help strategy sh": "reshard -v help strategy show",
     }

@@ -245,5 +245,27 @@ def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path,
     full = {"m.scale.weight": value("scale", (4, 4), dtype), "m.w.weight": value("w", (4, 4))}
     write_checkpoint(tmp_path / "src" / "model.safetensors", full)
     words: list[Argument] = ["convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface"]
-    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "no floating point tensor"])
+    fails(3, *words, "--cast", "m.scale.*=Float16", says=["m.scale.*=Float16", "only floating numbers are cast"])
     done(*words, "--cast", "m.*=BFloat16", "--verify")
+
+
+@pytest.mark.parametrize(
+    ("status", "cast", "says"),
+    [
+        (3, "steps=Float32", ["only floating numbers are cast", "'steps'"]),
+        (3, "step=Float32", ["no tensor that is written has such a name", "did you mean 'steps'?"]),
+        (2, "=Float32", ["no pattern of names before the ="]),
+        (2, "Float32=", ["no type to cast to"]),
+        (2, "w=Float33", ["did you mean Float32?"]),
+    ],
+)
+def test_a_cast_that_nothing_gets_is_an_error(status: int, cast: str, says: list[str], tmp_path: Path) -> None:
+    floats, integers = {"w": np.ones((2, 3)), "v": np.ones(4)}, {"steps": np.ones((2, 2))}
+    source = write_checkpoint(tmp_path / "src.safetensors", {**values(floats, "Float32"), **values(integers, "Int64")})
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--src-strategy", "none"]
+    words += ["--to", "huggingface", "--cast"]
+    fails(status, *words, cast, says=says)
+    # Among others that are cast it stays as it is.
+    done(*words, "*=BFloat16", "--cast", "Float16")
+    found = read_checkpoint(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {"w": "Float16", "v": "Float16", "steps": "Int64"}

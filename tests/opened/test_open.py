@@ -29,6 +29,7 @@ from tests.trees import (
     Value,
     cut_ranks,
     layout,
+    read_tree,
     scalar,
     single,
     text,
@@ -442,17 +443,35 @@ def test_names_and_steps_can_be_chosen(plain: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"include": "w*"}, {"exclude": "v*"}, {"rename": "w=w.*"}, {"rename": "w=x"}, {"cast": "w=Float16"}]
+    "options", [{"include": "w*"}, {"exclude": "v*"}, {"rename": "w*=x*"}, {"cast": "w=BFloat16"}, {"cast": "Float16"}]
 )
 def test_one_text_is_as_good_as_a_list_of_one(options: dict[str, str], plain: World) -> None:
-    def opened(**said: Any) -> Any:
-        try:
-            with reshard.open(plain.src, src_strategy=plain.old, **said) as tensors:
-                return {name: tensor.dtype for name, tensor in tensors.items()}
-        except UsageError as error:
-            return str(error)
+    plain.save(small_tensors(names=["w", "v"]))
 
-    assert opened(**options) == opened(**{name: [said] for name, said in options.items()})
+    def opened(**said: Any) -> dict[str, str]:
+        with reshard.open(plain.src, src_strategy=plain.old, **said) as tensors:
+            return {name: tensor.dtype_name for name, tensor in tensors.items()}
+
+    assert opened(**options) == opened(**{name: [said] for name, said in options.items()}) != opened()
+
+
+@pytest.mark.parametrize("form", ["ranks", "checkpoint2"])
+def test_what_is_cut_as_the_source_under_other_names_is_what_a_conversion_writes(form: str, world: World) -> None:
+    world.save(small_tensors())
+    source = world.src
+    source_strategy: dict[str, Any] = {"src_strategy": world.old}
+    strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", "same"]
+    if form == "checkpoint2":
+        done("convert", world.src, world.root / "iterations", "--to", form, *strategies)
+        source, source_strategy, strategies = world.root / "iterations", {}, ["--dst-strategy", "same"]
+    renames = ["w=n.w", "v=w"]
+    done("convert", source, world.dst, *strategies, *(word for each in renames for word in ("--rename", each)))
+    for rank, written in read_tree(world.dst).items():
+        with reshard.open(source, dst_strategy="same", rank=rank, rename=renames, **source_strategy) as opened:
+            assert {name: tensor.shape for name, tensor in opened.items()} == {
+                name: each.array.shape for name, each in written.items()
+            }
+            assert all(same(tensor[...], written[name].array) for name, tensor in opened.items())
 
 
 def test_casts_are_those_of_a_conversion(plain: World, caplog: pytest.LogCaptureFixture) -> None:
