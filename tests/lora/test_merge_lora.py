@@ -258,5 +258,6 @@ def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) ->
 
 
 def test_which_weights_are_changed_is_said(tmp_path: Path) -> None:
-    result = done("merge-lora", base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices()), tmp_path / "o")
+    adapter = peft(tmp_path / "adapter", matrices())
+    result = done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "o")
     warns(result, "added to 2 weights", *CHANGED)

@@ -258,9 +258,9 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
 @pytest.mark.parametrize(
     "words",
     [
-        ("--headers-only", "--src", "x"),
+        ("--headers-only", "--src", "SRC"),
         ("--headers-only", "--replicas"),
-        ("--src", "x"),
+        ("--src", "SRC"),
         ("--replicas",),
         ("--strategy", "x"),
         ("--src-strategy", "x"),
@@ -269,7 +269,7 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
 def test_options_that_do_not_go_together_are_wrong_usage(world: World, words: Sequence[str]) -> None:
     world.save(FULL)
     world.convert()
-    fails(2, "verify", world.dst, *words)
+    fails(2, "verify", world.dst, *(world.src if word == "SRC" else word for word in words))
 
 
 def slice_moved_by_one(patch: pytest.MonkeyPatch) -> None:
