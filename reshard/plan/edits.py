@@ -190,16 +190,6 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
     return EditedCheckpoint(checkpoint, made, kept)
 
 
-def tell_changed(checkpoint: EditedCheckpoint, report: Report) -> None:
-    """Say what is done to elements of tensors that are written."""
-    casts = Counter(made.dtype for made in checkpoint.made.values() if made.dtype is not None)
-    for dtype, count in sorted(casts.items()):
-        report.note(f"{plural(count, 'tensor')} cast to {dtype}")
-    added = sorted(name for name, made in checkpoint.made.items() if made.added is not None)
-    if added:
-        report.note(f"added to {plural(len(added), 'weight')}: " + listing(added))
-
-
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
     """The strategy that cuts what was made as that was cut which it is made of.
 

@@ -9,13 +9,13 @@ from typing import Callable, Optional
 
 from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
+from reshard.checkpoints.formats.dtypes import TEXT
 from reshard.checkpoints.forms import RANKS, counted_as, read_checkpoint, strategy_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
 from reshard.plan.cuts import Cuts
-from reshard.plan.edits import Edits, edited, same_layouts, tell_changed
+from reshard.plan.edits import Edits, edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
@@ -84,8 +84,6 @@ def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Repo
     if request.target.is_untold:
         request = replace(request, target=strategy_of(base))
     checkpoint = edited(base, edits, handles, report)
-    if request.format != MEMORY:
-        tell_changed(checkpoint, report)
     if request.target.path == SAME:
         told = strategy_of(base) if request.target.is_untold else request.target
         request = replace(request, target=same_layouts(told, checkpoint))

@@ -255,9 +255,3 @@ def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) ->
     save_file({**beside, **full}, tmp_path / "saved.safetensors")
     done("merge-lora", src, tmp_path / "saved.safetensors", tmp_path / "out", "--alpha", 16)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == full.keys()
-
-
-def test_which_weights_are_changed_is_said(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "adapter", matrices())
-    result = done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "o")
-    warns(result, "added to 2 weights", *CHANGED)
