@@ -22,8 +22,8 @@ from reshard.opened import OpenedCheckpoint
 from reshard.text.messages import listing
 from reshard.text.wording import quoted
 
-# Pairs that are held at a time: as many as threads can be busy with, and some more.
-_HELD = 32
+# Bytes of pairs that are held for other blocks of their weights; the one that was used last is held in any case.
+_HELD_BYTES = 48 << 20
 
 
 class Adapter:
@@ -131,8 +131,10 @@ class Adapter:
             made = (np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)) if self._scale.transposed else (up, down)
             with self._lock:
                 self._held[pair] = made
-                while len(self._held) > _HELD:
-                    self._held.popitem(last=False)
+                held = sum(up.nbytes + down.nbytes for up, down in self._held.values())
+                while held > _HELD_BYTES and len(self._held) > 1:
+                    _, (up, down) = self._held.popitem(last=False)
+                    held -= up.nbytes + down.nbytes
             return made
 
         return read

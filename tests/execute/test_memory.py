@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.measure import Run, reshard, run
 from benchmarks.synthetic import Model, Scheme, strategy_bytes, write_checkpoint, write_strategy, wrong_slices
@@ -214,3 +215,19 @@ def test_one_tensor_beyond_four_gibibytes(cut: int, place: Path) -> None:
                     found.add(number)
                 position += size // 4
     assert found == set(places)
+
+
+def test_memory_of_an_adapter_of_many_ranks_stays_under_the_limit(place: Path) -> None:
+    layers, size = 24, 1024
+    weights = {f"model.layers.{layer}.w.weight": np.ones((size, size), np.float16) for layer in range(layers)}
+    matrix = np.full((size, size), 1 / size, np.float32)
+    matrices = {name.replace("weight", f"lora_{side}"): matrix for name in weights for side in "ab"}
+    for name, tensors in (("base", weights), ("adapter", matrices)):
+        (place / name).mkdir()
+        save_file(tensors, place / name / "model.safetensors")
+    words = ["merge-lora", place / "base", place / "adapter", place / "dst", "--alpha", size, "--max-memory", "16M"]
+    found = peaks([*words, "--jobs", 2])
+    assert found.anonymous < 16 * MIB + 100 * MIB
+    merged = load_file(place / "dst" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(np.allclose(tensor, 1 + 1 / size, rtol=2**-10) for tensor in merged.values())
