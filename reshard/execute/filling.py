@@ -17,7 +17,7 @@ from reshard.execute.boxes import boxes_of_range
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, Reader
-from reshard.layout import Box, Loop, Region, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
@@ -64,7 +64,7 @@ class BlockFiller:
                 continue
             cast = None if piece.dtype is None else Cast(piece.dtype, str(tensor.dtype), tensor.name, self._overflowed)
             if piece.region is None:
-                self._fill_region(piece.source, common, view[_inside(common, box)], tensor.item_size, cast)
+                self._fill_region(piece.source, common, view[inside(common, box)], tensor.item_size, cast)
                 continue
             for region in piece.region.within_box(common):
                 self._fill_loops(piece.source, region, box, view, tensor.item_size, cast)
@@ -103,8 +103,8 @@ class BlockFiller:
             for member, box in taken:
                 common = intersection(box, region)
                 if common is not None:
-                    out = views[member][_inside(common, boxes[member])]
-                    put(data[_inside(common, region)], out, cast)
+                    out = views[member][inside(common, boxes[member])]
+                    put(data[inside(common, region)], out, cast)
         for tensor, box, view in zip(shared.tensors, boxes, views):
             if tensor.added is not None:
                 tensor.added.add(box, view)
@@ -220,11 +220,6 @@ class BlockFiller:
         head = tuple((0, 1) for _ in counts[:axis])
         tail = tuple((0, count) for count in counts[axis + 1 :])
         return [(*head, (first, min(first + rows, counts[axis])), *tail) for first in range(0, counts[axis], rows)]
-
-
-def _inside(box: Box, around: Box) -> tuple[slice, ...]:
-    """A box as an index into the array of a box around it."""
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around))
 
 
 def byte_strides(shape: Sequence[int], item_size: int) -> list[int]:

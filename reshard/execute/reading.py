@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import errno
 import mmap
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Optional, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles, cut_short
+from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import RetryableError
 from reshard.plan.pieces import StoredSlice
 from reshard.storage import fill
@@ -80,7 +79,7 @@ class ExplicitReader:
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
         done = 0
-        for offset, length in file_ranges(source, start, len(out)):
+        for offset, length in file_ranges(source.extents, start, len(out)):
             part = out[done : done + length]
             if length > self._small or not self._read_small(source, offset, part):
                 self._read(source, offset, part)
@@ -145,7 +144,7 @@ class MappedReader:
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """The bytes in the map, or None where they are not in one piece."""
-        ranges = list(file_ranges(source, start, length))
+        ranges = list(file_ranges(source.extents, start, length))
         if len(ranges) != 1:
             return None
         offset = ranges[0][0]
@@ -198,26 +197,6 @@ class _Maps:
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._looked_at = 0
-
-
-def file_ranges(source: StoredSlice, start: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where a range of a stored slice's bytes lies in the file: (offset, length) runs in order."""
-    if len(source.extents) == 1:
-        yield source.extents[0][0] + start, length
-        return
-    starts = [0]
-    for _, size in source.extents:
-        starts.append(starts[-1] + size)
-    number = bisect_right(starts, start) - 1
-    while length > 0:
-        offset, size = source.extents[number]
-        skip = start - starts[number]
-        count = min(length, size - skip)
-        if count > 0:
-            yield offset + skip, count
-        start += count
-        length -= count
-        number += 1
 
 
 def make_reader(

@@ -46,6 +46,11 @@ def intersection(one: Box, other: Box) -> Optional[Box]:
     return tuple(common)
 
 
+def inside(box: Box, around: Box) -> tuple[slice, ...]:
+    """A box as an index into the array of a box around it."""
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around))
+
+
 def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
     """The position along every dimension of what counts in C order.
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute.casts import Cast, cast_words
-from reshard.layout import Box, intersection
+from reshard.layout import Box, inside, intersection
 
 Matrix = npt.NDArray[np.float32]
 
@@ -62,15 +62,11 @@ class LowRank:
                     continue
                 product = up[slice(*tile[0])] @ down[:, slice(*tile[1])]
                 product *= self._scale
-                here = words[_inside(common, box)]
+                here = words[inside(common, box)]
                 if self._dtype == "Float32":
                     values = here.view("f4")[..., 0]
-                    values += product[_inside(common, tile)]
+                    values += product[inside(common, tile)]
                     continue
                 wide = cast_words(here, self._dtype, "Float32").view("f4")
-                wide[..., 0] += product[_inside(common, tile)]
+                wide[..., 0] += product[inside(common, tile)]
                 self._cast.put(wide.view("u4"), here)
-
-
-def _inside(box: Box, around: Box) -> tuple[slice, ...]:
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(box, around))

@@ -170,15 +170,15 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         kept = {name for name in kept if not is_part(name)}
         report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
     if edits.table is not None:
-        applied = apply_rules(edits.table, _shapes(checkpoint, kept), edits.config, edits.reverse, edits.optimizer)
+        applied = apply_rules(
+            edits.table, _shapes(checkpoint, made, kept), edits.config, edits.reverse, edits.optimizer
+        )
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
         check_tied(checkpoint, applied.tied, handles, report)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
     if edits.renames is not None:
-        shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
-        shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
-        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        applied = apply_rules(edits.renames, _shapes(checkpoint, made, kept), optimizer=True)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
@@ -294,9 +294,9 @@ def _exactly(
     return found, still
 
 
-def _shapes(checkpoint: Checkpoint, kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(checkpoint: Checkpoint, made: Mapping[str, Made], kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
     """Of tensors and values."""
-    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
     shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
     return shapes
 

@@ -7,6 +7,7 @@ from itertools import product
 
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.formats.tensors import file_ranges
 from reshard.errors import CheckpointError
 from reshard.storage import read_range
 from reshard.text.report import Report
@@ -68,22 +69,12 @@ def _places(tensor: Tensor) -> Iterable[int]:
 
 def _read(tensor: Tensor, start: int, path: str, handles: FileHandles) -> bytes:
     """A sample of a tensor's bytes, however it is spread over extents."""
-    found = []
-    left = min(_BYTES, tensor.nbytes - start)
-    for offset, length in tensor.extents:
-        if start >= length:
-            start -= length
-            continue
-        count = min(left, length - start)
-        try:
-            with handles.borrow(path) as file:
-                found.append(read_range(file, offset + start, count))
-        except OSError as error:
-            raise reading_error(path, error) from error
-        start, left = 0, left - count
-        if not left:
-            break
-    return b"".join(found)
+    ranges = file_ranges(tensor.extents, start, min(_BYTES, tensor.nbytes - start))
+    try:
+        with handles.borrow(path) as file:
+            return b"".join(read_range(file, offset, length) for offset, length in ranges)
+    except OSError as error:
+        raise reading_error(path, error) from error
 
 
 def _differ(one: str, other: str, path: str) -> CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
@@ -108,3 +109,29 @@ def content_size(dtype: str, dims: Sequence[int], nbytes: int) -> Optional[int]:
     if item_size is None:
         return None
     return item_size * math.prod(logical_shape(dtype, dims, nbytes))
+
+
+def file_ranges(extents: Sequence[tuple[int, int]], start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where a range of a tensor's bytes lies in its file: (offset, length) runs in order.
+
+    Args:
+        extents: (offset, bytes) runs that make up the tensor.
+        start: first byte, counted from the tensor's first.
+        length: bytes.
+    """
+    if len(extents) == 1:
+        yield extents[0][0] + start, length
+        return
+    starts = [0]
+    for _, size in extents:
+        starts.append(starts[-1] + size)
+    number = bisect_right(starts, start) - 1
+    while length > 0:
+        offset, size = extents[number]
+        skip = start - starts[number]
+        count = min(length, size - skip)
+        if count > 0:
+            yield offset + skip, count
+        start += count
+        length -= count
+        number += 1
