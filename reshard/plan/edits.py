@@ -3,64 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
-from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.tied import check_tied
+from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
-from reshard.text.globs import Glob
 from reshard.text.messages import listing
-from reshard.text.names import as_pattern, is_weight
-from reshard.text.near_names import near_names
+from reshard.text.names import as_pattern
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, Rules
-
-
-class CastAsked(NamedTuple):
-    """A type that is asked for.
-
-    Attributes:
-        pattern: of the names, as they are written, of the tensors that get it; None for all weights.
-        dtype: the type.
-    """
-
-    pattern: Optional[str]
-    dtype: str
-
-    @classmethod
-    def parse(cls, text: str) -> CastAsked:
-        """What ``DTYPE`` or ``GLOB=DTYPE`` asks for.
-
-        Raises:
-            UsageError: it names no type that elements can be cast to.
-        """
-        # A pattern may hold the sign, a type may not.
-        pattern, equals, dtype = text.rpartition("=")
-        known = {name.lower(): name for name in CAST_TO}
-        found = known.get(dtype.strip().lower())
-        if equals and not pattern:
-            raise UsageError(
-                f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
-            )
-        if found is None:
-            near = near_names(dtype, CAST_TO)
-            raise UsageError(
-                f"--cast {text}: {dtype!r} is no type to cast to",
-                hint=f"did you mean {near[0]}?" if near else f"the types are {', '.join(CAST_TO)}",
-            )
-        return cls(pattern if equals else None, found)
 
 
 @dataclass(frozen=True)
@@ -183,9 +145,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
     if edits.casts:
-        made = _cast(checkpoint, made, edits.casts)
-        _tell_casts(checkpoint, made, report)
-        _warn_of_uncast(checkpoint, kept, edits.casts, report)
+        made = cast(checkpoint, made, edits.casts)
+        tell_casts(checkpoint, made, report)
+        warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept)
 
@@ -326,104 +288,3 @@ def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
                     parameter=name,
                     hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
                 )
-
-
-def _cast(checkpoint: Checkpoint, made: Mapping[str, Made], casts: Sequence[CastAsked]) -> dict[str, Made]:
-    """The same tensors with the types that are asked for.
-
-    Raises:
-        CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
-    """
-    wanted = _Wanted(casts)
-    found = {}
-    refused: dict[tuple[str, str], list[str]] = {}
-    for name, tensor in made.items():
-        types = {checkpoint.tensors[source].dtype for source in tensor.sources}
-        floating = not all(_is_no_float(each) for each in types)
-        dtype = wanted.of(name, floating)
-        if dtype is None or types == {dtype} or not floating:
-            found[name] = tensor
-            continue
-        for each in types:
-            if each != dtype and each not in CASTABLE:
-                refused.setdefault((each, dtype), []).append(name)
-        found[name] = replace(tensor, dtype=dtype)
-    if refused:
-        (stored, dtype), names = min(refused.items())
-        raise CheckpointError(
-            listing(names) + f": elements of type {stored} cannot be cast to {dtype}",
-            parameter=names[0],
-            hint="name those that are to be cast with --cast 'GLOB=DTYPE'; the others stay as they are",
-        )
-    wanted.check(found)
-    return found
-
-
-def _tell_casts(checkpoint: Checkpoint, made: Mapping[str, Made], report: Report) -> None:
-    """Say how many tensors get which other type."""
-    counts = Counter(
-        (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
-        for tensor in made.values()
-        if tensor.dtype is not None
-    )
-    said = [f"{count} from {stored} to {dtype}" for (stored, dtype), count in sorted(counts.items())]
-    report.note("cast: " + (", ".join(said) if said else "nothing, all have the types that were asked for"))
-
-
-class _Wanted:
-    """Which type each tensor is to get."""
-
-    def __init__(self, casts: Sequence[CastAsked]) -> None:
-        self._casts = [(None if asked.pattern is None else Glob(asked.pattern), asked.dtype) for asked in casts]
-        self._met = [False] * len(casts)
-
-    def of(self, name: str, floating: bool = True) -> Optional[str]:
-        """The type for a tensor of this name; None where none is asked for. What is not floating meets no pattern."""
-        found = None
-        for number, (glob, dtype) in enumerate(self._casts):
-            if is_weight(name) if glob is None else glob.matches(name):
-                self._met[number] |= floating
-                found = dtype
-        return found
-
-    def check(self, names: Mapping[str, object]) -> None:
-        """Refuse patterns that no name fitted: what was meant would silently keep another type.
-
-        Raises:
-            CheckpointError: there is one.
-        """
-        for (glob, dtype), met in zip(self._casts, self._met):
-            if not met and glob is not None:
-                others = [name for name in names if glob.matches(name)]
-                if others:
-                    raise CheckpointError(
-                        f"--cast {glob.pattern}={dtype}: only floating numbers are cast, and these are none: "
-                        + listing(others),
-                        parameter=others[0],
-                        hint="leave it out: they stay as they are",
-                    )
-                near = near_names(glob.pattern, names)
-                raise CheckpointError(
-                    f"--cast {glob.pattern}={dtype}: no tensor that is written has such a name",
-                    hint=f"did you mean {' or '.join(map(quoted, near))}?" if near else None,
-                )
-
-
-def _is_no_float(dtype: str) -> bool:
-    return "Float" not in dtype
-
-
-def _warn_of_uncast(checkpoint: Checkpoint, kept: AbstractSet[str], casts: Sequence[CastAsked], report: Report) -> None:
-    """Say which weights keep their type because they are copied as they are."""
-    wanted = _Wanted(casts)
-    uncast = []
-    for name in sorted(kept):
-        dtype = wanted.of(name) if is_weight(name) else None
-        stored = _stored(checkpoint, name)
-        if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
-            uncast.append(name)
-    if uncast:
-        report.warn(
-            "not cast, because nothing says how they are laid out, so that they are copied as they are: "
-            + listing(uncast)
-        )

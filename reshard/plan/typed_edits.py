@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Optional
 
 from reshard.errors import UsageError
-from reshard.plan.edits import CastAsked, Edits, Words
+from reshard.plan.edits import Edits, Words
+from reshard.plan.wanted_types import CastAsked
 from reshard.storage import absolute, is_regular_file
 
 _CONFIG = "config.json"
