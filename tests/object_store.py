@@ -58,15 +58,12 @@ class Faults:
             ``lost``, which does what is asked and gives no answer; None for nothing.
         requests: how many there were, by method.
         asked: every request, as method and path.
-        most_at_once: most requests that were under way at a time.
     """
 
     delay: float = 0.0
     choose: Callable[[int, str, str], Optional[str]] = lambda number, method, path: None
     requests: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, str]] = field(default_factory=list)
-    most_at_once: int = 0
-    under_way: int = 0
 
 
 class Proxy:
@@ -97,14 +94,8 @@ class Proxy:
                     number = sum(faults.requests.values())
                     faults.requests[self.command] += 1
                     faults.asked.append((self.command, self.path))
-                    faults.under_way += 1
-                    faults.most_at_once = max(faults.most_at_once, faults.under_way)
-                try:
-                    time.sleep(faults.delay)
-                    self.pass_on(faults.choose(number, self.command, self.path))
-                finally:
-                    with lock:
-                        faults.under_way -= 1
+                time.sleep(faults.delay)
+                self.pass_on(faults.choose(number, self.command, self.path))
 
             def pass_on(self, fault: Optional[str]) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -259,11 +258,9 @@ def test_nothing_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lay_out", [lay_out_ckpt, lay_out_safetensors])
-def test_thousands_of_tensors_of_many_records_are_cheap(lay_out: Any) -> None:
+def test_files_of_thousands_of_tensors_of_many_records_are_never_laid_out_whole(lay_out: Any) -> None:
     tensors = [OutputTensor(f"layers.{n}.weight", "Float32", (1 << 40,), 4 << 40) for n in range(5000)]
-    start = time.perf_counter()
     layout = lay_out(tensors)
-    assert time.perf_counter() - start < 2
     assert layout.size > 5000 * (4 << 40)
     first = list(itertools.islice(layout.segments(), 2))
     assert isinstance(first[0], Literal) and isinstance(first[1], Data)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -97,13 +99,26 @@ def test_a_network_that_fails_changes_nothing(
 
 
 @pytest.mark.parametrize("delay", [0.02, 0.1])
-def test_requests_are_made_at_the_same_time_where_they_take_long(
-    delay: float, objects: Objects, tmp_path: Path
-) -> None:
+def test_a_store_that_is_far_away_changes_nothing(delay: float, objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = delay
-    found = from_store(KINDS["ranks to ranks"], objects, tmp_path / "out")
-    assert objects.faults.most_at_once >= 8
-    assert found == locally(KINDS["ranks to ranks"], tmp_path / "local")
+    assert from_store(KINDS["ranks to ranks"], objects, tmp_path / "out") == locally(
+        KINDS["ranks to ranks"], tmp_path / "local"
+    )
+
+
+def test_headers_are_asked_for_at_the_same_time(objects: Objects, tmp_path: Path) -> None:
+    # The first header tells what the others are to be; those are held back here until all have been asked for.
+    others = threading.Barrier(7)
+    headers = itertools.count()
+
+    def hold(number: int, method: str, path: str) -> None:
+        if method == "GET" and path.endswith(".ckpt") and "/rank_" in path and 1 <= next(headers) <= 7:
+            others.wait(timeout=60)
+
+    objects.faults.delay = 0.02
+    objects.faults.choose = hold
+    from_store(KINDS["ranks to ranks"], objects, tmp_path / "out")
+    assert next(headers) >= 8 and not others.broken
 
 
 def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None:
