@@ -12,6 +12,7 @@ from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
+from reshard.storage import real
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.text.report import Report
 
@@ -77,7 +78,7 @@ def transform_checkpoint_by_rank(
     request = Request(
         src={int(rank): str(path) for rank, path in checkpoint_files_map.items()},
         # The directory may be a link here; in a tree of ranks it may not.
-        dst=os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name)),
+        dst=os.path.join(real(os.path.dirname(name)), os.path.basename(name)),
         source=read_strategy(path_of(src_strategy_file)),
         target=read_strategy(path_of(dst_strategy_file)),
         ranks=(rank_id,),

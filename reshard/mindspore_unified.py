@@ -13,6 +13,7 @@ from reshard.errors import UsageError
 from reshard.mindspore_api import LOG, checked_format, logged, path_of
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
+from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
 from reshard.text.globs import pattern_of
 from reshard.text.messages import listing
@@ -153,9 +154,7 @@ def load_distributed_checkpoint(
     for rank in ranks:
         request = Request(
             src=src,
-            dst=os.path.join(
-                os.path.realpath(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}"
-            ),
+            dst=os.path.join(real(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}"),
             source=Strategy.none(),
             target=target,
             ranks=(0 if target.is_none else rank,),

@@ -27,6 +27,7 @@ from reshard.convert import Options, Summary, prepare
 from reshard.errors import UsageError
 from reshard.execute import Progress
 from reshard.plan.request import Request
+from reshard.storage import real
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
 
@@ -176,10 +177,7 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
         by_rank = request.to == RANKS
         files = summary.target_files
         if not by_rank:
-            files = {
-                number: os.path.relpath(os.path.realpath(path), os.path.realpath(request.dst))
-                for number, path in files.items()
-            }
+            files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         found = verify_conversion(
             Source(request.src, request.form, request.source, step, request.file_suffix, compared_edits(request.edits)),
             Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import math
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Optional, Union
@@ -24,8 +25,7 @@ from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.arrays import stand_in
 from reshard.opened.indexing import select
-from reshard.storage import is_directory, refuse_object_store
-from reshard.storage.temporary import create, remove, rename
+from reshard.storage import NewFile, is_directory, new_file
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -44,7 +44,6 @@ _STANDARD_OUTPUT = "-"
 def _npy_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
     # A name typed by mistake may be that of a checkpoint.
     if value is not None and value != _STANDARD_OUTPUT:
-        refuse_object_store(value)
         if not value.lower().endswith(".npy"):
             raise UsageError(f"--output {value}: the name has to end in .npy")
         if is_directory(value):
@@ -236,24 +235,38 @@ def _write(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool, path
         if path == _STANDARD_OUTPUT:
             _put(sys.stdout.buffer, header.getvalue(), first, blocks)
             return
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        descriptor, unnamed = create(os.path.dirname(path) or ".")
-        try:
-            with os.fdopen(descriptor, "wb", closefd=False) as file:
-                _put(file, header.getvalue(), first, blocks)
-            os.fsync(descriptor)
-            rename(unnamed, path)
-        except BaseException:
-            remove(unnamed)
-            raise
-        finally:
-            os.close(descriptor)
+        size = len(header.getvalue()) + math.prod(shape) * dtype.itemsize
+        with contextlib.closing(new_file(path, size)) as file:
+            try:
+                _put(_InOrder(file), header.getvalue(), first, blocks)
+                if file.finish().size != size:
+                    raise OSError(errno.EIO, f"it is not of the {size:,} bytes that it should have")
+                file.publish()
+            finally:
+                file.discard()
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
     report.note(f"wrote {path}: {dtype} {shape_words(shape)}")
 
 
-def _put(file: BinaryIO, header: bytes, first: Optional[Array], blocks: Iterator[Array]) -> None:
+class _InOrder:
+    """A new file that is written from its beginning to its end."""
+
+    def __init__(self, file: NewFile) -> None:
+        self._file = file
+        self._offset = 0
+
+    def write(self, data: Union[bytes, memoryview]) -> None:
+        """Write what comes next."""
+        view = memoryview(data).cast("B")
+        self._file.write(self._offset, view)
+        self._offset += len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _put(file: Union[BinaryIO, _InOrder], header: bytes, first: Optional[Array], blocks: Iterator[Array]) -> None:
     file.write(header)
     if first is not None:
         file.write(first.view(np.uint8).data)

@@ -18,7 +18,7 @@ from reshard.cli.opened import effort_of
 from reshard.errors import UsageError
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import Edits
-from reshard.storage import is_regular_file
+from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
@@ -101,7 +101,7 @@ def merge_lora(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
-        if os.path.realpath(base) != os.path.realpath(place) or typed["step"] != adapter_step:
+        if real(base) != real(place) or typed["step"] != adapter_step:
             whole = reading_request(
                 base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()
             )

@@ -13,7 +13,7 @@ from reshard.cli.errors import set_debug, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
-from reshard.storage import is_directory, refuse_object_store, use_endpoint
+from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
@@ -190,8 +190,6 @@ def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Op
     # A name typed by mistake may be that of a strategy or a checkpoint.
     if value is not None and not value.lower().endswith(".svg"):
         raise UsageError(f"--svg {value}: the name has to end in .svg")
-    if value is not None:
-        refuse_object_store(value)
     if value is not None and is_directory(value):
         raise UsageError(f"--svg {value}: is a directory", hint="name a file to write")
     return value

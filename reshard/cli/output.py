@@ -121,10 +121,10 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
     Raises:
         UnwritableError: it cannot be written.
     """
-    from reshard.storage.temporary import write_whole
+    from reshard.storage import make_directory, write_whole
 
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        make_directory(os.path.dirname(path) or ".")
         write_whole(path, picture)
     except OSError as error:
         raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error

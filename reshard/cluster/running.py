@@ -19,6 +19,7 @@ from reshard._version import __version__
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
+from reshard.storage import in_object_store, remove_file
 from reshard.text.report import Report
 
 _RETRIES = 2
@@ -123,7 +124,8 @@ class Running:
         if self._sign is not None:
             # Untouched for long it would be taken for a dead run's, where locks tell nothing.
             with contextlib.suppress(OSError):
-                os.utime(self._sign)
+                if not in_object_store(self._sign):
+                    os.utime(self._sign)
         if self._client.status != "running":
             raise gone(self._address)
         with contextlib.suppress(*LOST):
@@ -156,7 +158,7 @@ class Running:
         """End the tasks that are under way, so that whoever comes next does not meet their last writes."""
         assert self._sign is not None
         with contextlib.suppress(OSError):
-            os.unlink(self._sign)
+            remove_file(self._sign)
         if self._client.status != "running":
             return
         with contextlib.suppress(*LOST, RuntimeError):

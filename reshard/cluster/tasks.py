@@ -21,7 +21,7 @@ from reshard.convert.source_crcs import damaged_files
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.plan.request import Request
-from reshard.storage import status_at
+from reshard.storage import status_at, store_of
 from reshard.text.report import Report
 from reshard.text.wording import some_names
 
@@ -124,7 +124,7 @@ def write_targets(
             # Planning may have taken long.
             telling.see_client()
             summary = prepared.carry_out(telling)
-        return {rank: os.stat(path).st_size for rank, path in summary.target_files.items()}
+        return {rank: store_of(path).status(path).size for rank, path in summary.target_files.items()}
 
     return _answer(version, write)
 
@@ -183,11 +183,9 @@ class _Telling(Progress):
             _ClientGone: it is not.
         """
         # Where it cannot be told, it is there.
-        with contextlib.suppress(OSError):
-            try:
-                os.stat(self._work.sign)
-            except FileNotFoundError:
-                raise _ClientGone(self._work.sign) from None
+        with contextlib.suppress(RetryableError, InputError):
+            if status_at(self._work.sign) is None:
+                raise _ClientGone(self._work.sign)
 
     def _tell(self) -> None:
         self._last = time.monotonic()

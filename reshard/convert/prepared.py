@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Optional
 
@@ -33,10 +33,13 @@ from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.source_replicas.swapped import SwapTest
-from reshard.storage import refuse_object_store, storage_of
+from reshard.storage import storage_of, store_of
 from reshard.storage.costs import LOCAL
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
+
+# Groups of target files that are worth writing at a time, where what a store holds of them takes the memory.
+_GROUPS = 8
 
 
 def transform(
@@ -81,7 +84,6 @@ def prepare(
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
-    refuse_object_store(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles(decryption=options.decryption) as handles:
@@ -177,7 +179,7 @@ class _Preparation:
                 hint="wait until nothing writes the source any more, then give the same command again",
             )
         work = asked if directory is None else tuple(directory.survey())
-        return State(plan, self.execution(plan), asked, work, directory)
+        return State(plan, self._writing(plan, work), asked, work, directory)
 
     def _plan(self) -> Plan:
         """The plan; that of a recovery is made of files that are sound, as far as they record a CRC."""
@@ -236,6 +238,34 @@ class _Preparation:
         storage = storage_of(example) if example is not None else LOCAL
         return ExecutionOptions(options.jobs, options.max_memory, options.io, storage, options.checksum == "crc32")
 
+    def _writing(self, plan: Plan, work: Sequence[int]) -> ExecutionOptions:
+        """How the bytes of some target files are moved.
+
+        Raises:
+            UsageError: memory does not suffice for what the target's store holds.
+        """
+        execution = self.execution(plan)
+        # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
+        limit = self.handles.limit // 4
+        together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
+        store = store_of(plan.request.dst)
+        # Threads meet in the middle of a part, so there may be two of each file.
+        held = 2 * max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
+        if held:
+            together = min(together, execution.max_memory // (_GROUPS * held))
+        together = max(1, min(MOST_MEMBERS, together))
+        if held:
+            together = max(map(len, plan.reading_groups(work, together)))
+        found = replace(execution, target=store.costs(plan.request.dst), together=together, held=held)
+        if found.max_memory < found.least_memory:
+            needed = -(-found.least_memory // (1 << 20))
+            raise UsageError(
+                f"--max-memory {found.max_memory:,} bytes: the object store takes parts of {held // 2:,} bytes, which "
+                "are held until they are uploaded",
+                hint=f"give at least --max-memory {needed}M; some hundred MB are quicker",
+            )
+        return found
+
     def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
         """What checks CRCs: this process, or those that write the targets."""
         if workers is not None:
@@ -292,13 +322,9 @@ class Prepared:
         if self._options.dry_run:
             written = sum(state.sizes.values())
         else:
-            # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
-            limit = self._preparation.handles.limit // 4
-            most_open = MOST_MEMBERS if len(work) <= limit else limit // state.execution.threads
             writing = Writing(
                 plan,
                 work,
-                max(1, min(MOST_MEMBERS, most_open)),
                 state.execution,
                 state.directory,
                 self._preparation.handles,

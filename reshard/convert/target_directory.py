@@ -41,13 +41,17 @@ from reshard.records.refusals import Refusals
 from reshard.storage import (
     FileStatus,
     UnfitError,
+    absolute,
     exists,
+    in_object_store,
     is_directory,
     is_regular_file,
     names_in,
     read_small,
+    remove_file,
     status_at,
-    temporary,
+    status_of_each,
+    write_whole,
 )
 from reshard.target import TargetForm
 from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT, marks_of, unfinished_mark
@@ -181,7 +185,7 @@ class TargetDirectory:
         if self._plan.form.name != RANKS:
             self._destination.check(_marks(self._ledger.identity))
         if not seen.going_on and not self._overwrite:
-            marks = {name for name in _marks(self._ledger.identity) if exists(os.path.join(self._root, name))}
+            marks = self._there(_marks(self._ledger.identity))
             if marks:
                 raise self._refusals.foreign(marks, set())
         done = self._done()
@@ -232,12 +236,13 @@ class TargetDirectory:
         return {name for other in others for name, _ in self._targets_of(other)}
 
     def _targets_of(self, other: Ledger) -> Iterator[tuple[str, DoneRecord]]:
-        for rank, records in sorted(other.done().items()):
+        recorded = sorted(other.done().items())
+        there = self._destination.files(other.identity.file_of(rank) for rank, _ in recorded)
+        for rank, records in recorded:
             name = other.identity.file_of(rank)
-            for record in records:
-                if self._destination.holds(name, record.matches):
-                    yield name, record
-                    break
+            record = next((record for record in records if record.matches(there.get(name))), None)
+            if record is not None:
+                yield name, record
 
     def begin(self) -> list[int]:
         """Say that this run writes, until `end`; the ranks that are still to be written, looked at once more.
@@ -290,7 +295,13 @@ class TargetDirectory:
             return False
         if self._unfinished is not None and exists(self._unfinished):
             return False
-        return all(exists(os.path.join(self._root, file.name)) for file in self._plan.form.finishing())
+        names = [file.name for file in self._plan.form.finishing()]
+        return len(self._there(names)) == len(names)
+
+    def _there(self, names: Sequence[str]) -> set[str]:
+        """Those of some names, relative to the directory, where something stands."""
+        found = status_of_each([os.path.join(self._root, name) for name in names], through_links=False)
+        return {name for name, status in zip(names, found) if status is not None}
 
     @property
     def manifest(self) -> Optional[str]:
@@ -309,7 +320,7 @@ class TargetDirectory:
     def sign_of_life(self) -> Iterator[str]:
         """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
         with self._ledger.sign_of_life() as path:
-            yield os.path.abspath(path)
+            yield absolute(path)
 
     def end(self) -> None:
         """This run writes no more."""
@@ -357,10 +368,13 @@ class TargetDirectory:
     def _mark_unfinished(self) -> None:
         """See that no loader takes the directory for a complete one, before a target gets its name there."""
         path = self._unfinished
-        if path is None or exists(path) or not is_directory(os.path.dirname(path)):
+        if path is None or exists(path):
+            return
+        # On disks a directory comes before what is in it.
+        if not in_object_store(path) and not is_directory(os.path.dirname(path)):
             return
         try:
-            temporary.write_whole(path, UNFINISHED_CONTENT)
+            write_whole(path, UNFINISHED_CONTENT)
         except OSError as error:
             raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
 
@@ -442,11 +456,13 @@ class TargetDirectory:
             # Every rank may have a mark: one of many runs does not look for all of them where there are none.
             if complete or identity.form != RANKS:
                 marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
-                if identity == self._ledger.identity and any(map(exists, marks)):
+                there = status_of_each(marks, through_links=False)
+                if identity == self._ledger.identity and any(there):
                     # Some file may be gone: what is left shall not be taken for all there was.
                     self._mark_unfinished()
-                for mark in marks:
-                    _remove(mark)
+                for mark, status in zip(marks, there):
+                    if status is not None:
+                        _remove(mark)
         Manifest.remove(self._root)
 
     def _finish(self) -> tuple[FinishingRecord, ...]:
@@ -471,7 +487,7 @@ class TargetDirectory:
                             f"{path}: was there already and is kept; the source's is another (--overwrite takes that)"
                         )
                     continue
-                temporary.write_whole(path, content)
+                write_whole(path, content)
             except OSError as error:
                 raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
             # Trainings go on writing in rank directories.
@@ -513,7 +529,7 @@ class TargetDirectory:
 
     def _all_done(self) -> Optional[dict[int, DoneRecord]]:
         """The record of every rank of the target strategy, or None where some target is not there."""
-        statuses = {rank: self._status(rank) for rank in self._everything}
+        statuses = self._statuses(self._everything)
         records = self._ledger.done()
         found = {}
         for rank, status in statuses.items():
@@ -541,6 +557,10 @@ class TargetDirectory:
     def _status(self, rank: int) -> Optional[FileStatus]:
         return status_at(self._plan.path(rank))
 
+    def _statuses(self, ranks: Iterable[int]) -> dict[int, Optional[FileStatus]]:
+        wanted = list(ranks)
+        return dict(zip(wanted, status_of_each([self._plan.path(rank) for rank in wanted])))
+
     def _done(self) -> set[int]:
         """Ranks asked for whose targets are there as this conversion recorded them."""
         return set() if self._anew else self.recorded(self._asked)
@@ -548,7 +568,7 @@ class TargetDirectory:
     def recorded(self, ranks: Sequence[int]) -> set[int]:
         """Those of these ranks whose targets are there as this conversion recorded them."""
         # Targets first: another run that finishes one meanwhile has recorded it before it was there.
-        statuses = {rank: self._status(rank) for rank in ranks}
+        statuses = self._statuses(ranks)
         records = self._ledger.done(frozenset(ranks))
         return {rank for rank, found in records.items() if any(record.matches(statuses[rank]) for record in found)}
 
@@ -609,8 +629,7 @@ def _unfinished(root: str, identity: Identity) -> Optional[str]:
 def _remove(path: Optional[str]) -> None:
     """Remove a small file of ours, if it is there."""
     if path is not None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(path)
+        remove_file(path)
 
 
 def _holds(path: str, content: bytes) -> bool:

@@ -60,7 +60,6 @@ class Writing:
     Args:
         plan: what targets are made of.
         work: target files that are to be written, ascending.
-        most_together: target files that are written together at the most.
         execution: how bytes are moved.
         directory: where they are recorded; None where nothing is.
         handles: open source files.
@@ -77,7 +76,6 @@ class Writing:
         self,
         plan: Plan,
         work: Sequence[int],
-        most_together: int,
         execution: ExecutionOptions,
         directory: Optional[TargetDirectory],
         handles: FileHandles,
@@ -88,7 +86,6 @@ class Writing:
         self.manifest: Optional[str] = None
         self.work = tuple(work)
         self._plan = plan
-        self._most_together = most_together
         self._execution = execution
         self._directory = directory
         self._handles = handles
@@ -116,7 +113,7 @@ class Writing:
             self._directory.end()
 
     def _write_here(self, progress: Progress) -> None:
-        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._most_together)
+        groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
         if self._directory is None:
             convert(groups, self._handles, self._execution, progress)
         else:

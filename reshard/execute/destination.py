@@ -17,14 +17,18 @@ from reshard.errors import RetryableError, TargetError, UnwritableError, UsageEr
 from reshard.storage import (
     FileStatus,
     exists,
+    for_each,
     in_object_store,
     is_directory,
     is_regular_file,
-    link_at,
     look_error,
     names_in,
+    names_in_each,
     real,
+    remove_file,
     status_at,
+    status_of_each,
+    store_of,
     temporary,
 )
 from reshard.target.marks import UNFINISHED
@@ -62,10 +66,12 @@ class Destination:
             entries = {name for name in entries if not _RANK_DIRECTORY.fullmatch(name)}
             entries.update(filter(_RANK_DIRECTORY.fullmatch, names_in(self.path)))
         # A directory that another run which gave up has removed meanwhile holds nothing.
+        ordered = sorted(entries)
+        listed = names_in_each([os.path.join(self.path, entry) if entry else self.path for entry in ordered])
         return sorted(
             os.path.join(entry, name)
-            for entry in entries
-            for name in names_in(os.path.join(self.path, entry))
+            for entry, names in zip(ordered, listed)
+            for name in names
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
@@ -78,8 +84,15 @@ class Destination:
         Raises:
             TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
         """
-        for name in writing:
-            path = os.path.join(self.path, name)
+        paths = [os.path.join(self.path, name) for name in writing]
+        there = status_of_each(paths, through_links=False) if in_object_store(self.path) else [None] * len(paths)
+        for path, status in zip(paths, there):
+            if in_object_store(path):
+                if status is not None and not status.regular:
+                    raise TargetError(
+                        f"{path} is a directory: keys of other objects begin so", file=path, hint="choose another DST"
+                    )
+                continue
             if not self._inside(os.path.dirname(path)):
                 raise TargetError(
                     f"{path}: its directory is a link that leads elsewhere",
@@ -95,9 +108,20 @@ class Destination:
         Raises:
             ReshardError: it cannot be looked at.
         """
-        path = os.path.join(self.path, name)
-        status = link_at(path) if self._inside(os.path.dirname(path)) else None
-        return status is not None and status.regular and same(status)
+        return any(same(status) for status in self.files([name]).values())
+
+    def files(self, names: Iterable[str]) -> dict[str, FileStatus]:
+        """The status of those of some names, relative to it, that are files there, not through links.
+
+        Raises:
+            ReshardError: one cannot be looked at.
+        """
+        inside: list[str] = []
+        for name in names:
+            if in_object_store(self.path) or self._inside(os.path.dirname(os.path.join(self.path, name))):
+                inside.append(name)
+        found = status_of_each([os.path.join(self.path, name) for name in inside], through_links=False)
+        return {name: status for name, status in zip(inside, found) if status is not None and status.regular}
 
     def remove(self, name: str, same: Callable[[FileStatus], bool]) -> None:
         """Remove a file if it `holds`, for good, and its directories that hold nothing else.
@@ -109,6 +133,9 @@ class Destination:
             return
         path = os.path.join(self.path, name)
         try:
+            if in_object_store(path):
+                remove_file(path)
+                return
             # What becomes a link meanwhile leads nowhere.
             directory_fd = temporary.open_directory(os.path.realpath(os.path.dirname(path)))
             try:
@@ -132,9 +159,8 @@ class Destination:
             directories: relative to it.
             complete: nothing is left to be written, so that what nobody holds is nobody's, of other machines too.
         """
-        temporary.remove_dead(os.path.realpath(self.path), complete)
-        for name in directories:
-            temporary.remove_dead(os.path.join(self.path, name), complete)
+        places = [real(self.path), *(os.path.join(self.path, name) for name in directories if name)]
+        for_each(lambda place: store_of(place).remove_dead(place, complete), places)
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""
@@ -214,7 +240,7 @@ def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) 
     Destination(os.path.dirname(target)).check([os.path.basename(target)])
 
 
-_Place = Optional[tuple[int, int]]
+_Place = Union[None, str, tuple[int, int]]
 
 
 class _Places:
@@ -224,7 +250,9 @@ class _Places:
         self._known: dict[str, _Place] = {}
 
     def of(self, path: str) -> _Place:
-        """The place of a path; None where there is nothing."""
+        """The place of a path; None where there is nothing. In an object store that is the path."""
+        if in_object_store(path):
+            return path.rstrip("/")
         if path not in self._known:
             status = status_at(path)
             self._known[path] = None if status is None else (status.device, status.inode)
@@ -277,6 +305,8 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     totals: Counter[int] = Counter()
     devices: dict[str, int] = {}
     for directory, count in needed:
+        if in_object_store(directory):
+            continue
         existing = os.path.abspath(directory)
         while not is_directory(existing):
             existing = os.path.dirname(existing)

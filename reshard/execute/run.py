@@ -36,6 +36,8 @@ from reshard.text.wording import rank_ranges
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20
 LEAST_BLOCK_BYTES = 4 << 10
+# Of smaller ones there are more requests and calls.
+_FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
 # So many files that fail are no accident of theirs.
 _MOST_FAILURES = 8
@@ -51,6 +53,9 @@ class ExecutionOptions:
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
         storage: what the source files lie on.
         checksum: compute a CRC-32 of every target file.
+        target: what the target files lie on.
+        together: target files that are written together at the most.
+        held: bytes that the target's store holds of each file that a thread writes, until they are written.
     """
 
     jobs: int
@@ -58,11 +63,30 @@ class ExecutionOptions:
     io: str = "auto"
     storage: Storage = LOCAL
     checksum: bool = False
+    target: Storage = LOCAL
+    together: int = 1
+    held: int = 0
 
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        return max(self.jobs, min(_MOST_WAITING, self.jobs * self.storage.in_flight))
+        in_flight = max(self.storage.in_flight, self.target.in_flight)
+        wanted = max(self.jobs, min(_MOST_WAITING, self.jobs * in_flight))
+        return min(wanted, max(1, self.max_memory // self._least_share)) if self.held else wanted
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes that the buffers take at least."""
+        return 2 * LEAST_BLOCK_BYTES + self._held_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return self.storage.held + self.together * self.held
+
+    @property
+    def _least_share(self) -> int:
+        """Bytes of a thread with blocks that are large enough to be quick."""
+        return self._held_bytes + 2 * _FAIR_BLOCK_BYTES
 
     @property
     def mapped(self) -> bool:
@@ -72,18 +96,18 @@ class ExecutionOptions:
     @property
     def window_bytes(self) -> int:
         """Bytes of a thread's windows for small reads: an eighth of its share."""
-        return self.max_memory // (8 * self.threads)
+        return max(0, self.max_memory // self.threads - self.together * self.held) // 8
 
     @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = (self.max_memory // self.threads - self.window_bytes - self.storage.held) // 2
+        share = (self.max_memory // self.threads - self.window_bytes - self._held_bytes) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        return self.threads * (2 * self.block_bytes + self.window_bytes + self.storage.held)
+        return self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
 
 
 class Progress:

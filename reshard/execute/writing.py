@@ -1,12 +1,12 @@
-"""Target files: written once under a temporary name, flushed to disk, recorded, renamed."""
+"""Target files: written once, seen by nobody until they are whole, on disk or in their store, and recorded."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 import zlib
+from collections.abc import Iterator
 from typing import Callable, Optional
 
 import numpy as np
@@ -15,12 +15,10 @@ import numpy.typing as npt
 from reshard.errors import ReshardError, RetryableError, UnwritableError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import FileStatus, is_directory, temporary, too_long
+from reshard.storage import FileStatus, NewFile, new_file, too_long
 
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
-
-_TIMES = 4
 
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
@@ -42,19 +40,15 @@ class TargetWriter:
         self.target = target
         self._finish = finish
         self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
-        self._fd: Optional[int] = None
-        # Of the directory that the file is in, whatever is put in its place meanwhile.
-        self._directory_fd: Optional[int] = None
-        self._temporary = ""
+        self._file: Optional[NewFile] = None
         self._lock = threading.Lock()
         self._open_parts = 0
         self._sealed = False
         self._closed = False
-        # Threads that are writing at this moment: the descriptor is closed when none is, because its
-        # number would else be given to another file under their hands.
+        # Threads that are writing at this moment: the file is closed when none is, because the number of its
+        # descriptor would else be given to another one under their hands.
         self._users = 0
         self.error: Optional[ReshardError] = None
-        self._made_directory = False
 
     def add_part(self) -> None:
         """A part will be written."""
@@ -81,21 +75,11 @@ class TargetWriter:
         if self.error is not None:
             return
         try:
-            fd = self._enter()
+            with self._used() as file:
+                file.write(offset, data)
         except OSError as error:
             self._fail(error)
             return
-        try:
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], offset + done)
-            # The disk begins at once, not when everything waits for the flush; see docs/performance.md.
-            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            self._fail(error)
-            return
-        finally:
-            self._leave()
         if self._checksums is not None:
             self._checksums.append((offset, len(data), zlib.crc32(data)))
 
@@ -109,20 +93,15 @@ class TargetWriter:
         if self.error is not None:
             return
         try:
-            fd = self._enter()
-            try:
-                self._finish_file(fd)
-            finally:
-                self._leave()
+            with self._used() as file:
+                self._publish(file)
         except OSError as error:
             self._fail(error)
         finally:
             self.discard()
 
-    def _finish_file(self, fd: int) -> None:
-        directory = os.path.dirname(self.target.path) or "."
-        os.fsync(fd)
-        status = FileStatus.of(os.fstat(fd))
+    def _publish(self, file: NewFile) -> None:
+        status = file.finish()
         if status.size != self.target.layout.size:
             raise RetryableError(
                 f"{self.target.path}: {status.size} bytes were written where {self.target.layout.size} were planned "
@@ -131,78 +110,47 @@ class TargetWriter:
                 rank=self.target.rank,
             )
         crc = None if self._checksums is None else joined_crc(self._checksums)
-        if self._made_directory:
-            temporary.sync_directory(os.path.dirname(directory) or ".")
         self._finish(self.target, status, crc, False)
-        assert self._directory_fd is not None
-        temporary.rename(self._temporary, self.target.path, self._directory_fd)
-        self._temporary = ""
-        temporary.sync(self._directory_fd)
+        file.publish()
         self._finish(self.target, status, crc, True)
 
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
         with self._lock:
             self._closed = True
-            path, self._temporary = self._temporary, ""
+            file = self._file
             self._users += 1
-        if path:
-            with contextlib.suppress(OSError):
-                temporary.remove(path, self._directory_fd)
-                if self._made_directory:
-                    os.rmdir(os.path.dirname(path))
-        self._leave()
+        try:
+            if file is not None:
+                file.discard()
+        finally:
+            self._leave()
 
-    def _enter(self) -> int:
-        """The descriptor, to be used until `_leave`.
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[NewFile]:
+        """The file, made when it is first asked for; not closed while the block runs.
 
         Raises:
             OSError: there is none.
         """
         with self._lock:
-            fd = self._descriptor()
+            if self._closed:
+                raise OSError(errno.ECANCELED, "was given up")
+            if self._file is None:
+                self._file = new_file(self.target.path, self.target.layout.size)
+            file = self._file
             self._users += 1
-            return fd
+        try:
+            yield file
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
-            idle = self._idle_descriptors()
-        for fd in idle:
-            _close(fd)
-
-    def _idle_descriptors(self) -> tuple[Optional[int], ...]:
-        """The descriptors that are to be closed now; the caller has the lock."""
-        if not self._closed or self._users:
-            return ()
-        idle = self._fd, self._directory_fd
-        self._fd = self._directory_fd = None
-        return idle
-
-    def _descriptor(self) -> int:
-        """The file's descriptor, opened when it is first asked for; the caller has the lock."""
-        if self._closed:
-            raise OSError(errno.ECANCELED, "was given up")
-        if self._fd is None:
-            self._fd, self._temporary = self._create(os.path.dirname(self.target.path) or ".")
-        return self._fd
-
-    def _create(self, directory: str) -> tuple[int, str]:
-        """A temporary file in a directory, which is made where it is not there."""
-        for _ in range(_TIMES):
-            self._made_directory = not is_directory(directory)
-            # Another run that gave up may remove the directory between the two.
-            with contextlib.suppress(FileNotFoundError):
-                os.makedirs(directory, exist_ok=True)
-                directory_fd = temporary.open_directory(directory)
-                try:
-                    created = temporary.create(directory, directory_fd)
-                except BaseException:
-                    os.close(directory_fd)
-                    raise
-                self._directory_fd = directory_fd
-                return created
-        raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
+            idle, self._file = (self._file, None) if self._closed and not self._users else (None, self._file)
+        if idle is not None:
+            idle.close()
 
     def fail(self, error: ReshardError) -> None:
         """Give the file up; the first reason counts."""
@@ -282,9 +230,3 @@ class PartBuffer:
             self._writer.write(self._offset, self._memory[: self._used])
             self._offset += self._used
             self._used = 0
-
-
-def _close(fd: Optional[int]) -> None:
-    if fd is not None:
-        with contextlib.suppress(OSError):
-            os.close(fd)

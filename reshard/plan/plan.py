@@ -27,6 +27,7 @@ from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
+from reshard.storage import real
 from reshard.target import Section, TargetForm
 from reshard.text.wording import quoted
 
@@ -105,7 +106,7 @@ class Plan:
             return self.request.dst
         name = f"{self.form.names.of(file)}.{self.form.format}"
         # The target directory may be a link, a directory in it may not.
-        return os.path.join(self.request.dst if os.path.dirname(name) else os.path.realpath(self.request.dst), name)
+        return os.path.join(self.request.dst if os.path.dirname(name) else real(self.request.dst), name)
 
     def groups(
         self, files: Sequence[int], most: int = MOST_MEMBERS, names: Optional[Collection[str]] = None

@@ -24,7 +24,7 @@ from reshard.checkpoints.forms import FORMS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
-from reshard.storage import is_absolute, names_in, read_small, temporary
+from reshard.storage import in_object_store, is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE, SAME
 from reshard.text.wording import number_ranges
@@ -134,10 +134,14 @@ class Given:
         host = said.pop("host")
         digest = short_digest(json.dumps(said, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
+        content = (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode()
+        if in_object_store(path):
+            write_whole(path, content)
+            return
         try:
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
-            temporary.write_whole(path, (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode())
+            write_whole(path, content)
 
 
 def given_in(directory: str) -> list[Given]:
@@ -152,7 +156,7 @@ def given_in(directory: str) -> list[Given]:
         if len(names) > _MOST:
             raise TargetError(f"{directory}: holds {len(names)} records of commands", file=directory, hint=_AGAIN)
         paths = [os.path.join(directory, name) for name in names]
-        read = [(os.stat(path).st_mtime_ns, path, _read(path)) for path in paths]
+        read = [(store_of(path).status(path).modified, path, _read(path)) for path in paths]
     except OSError as error:
         path = error.filename or directory
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error

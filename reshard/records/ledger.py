@@ -30,20 +30,34 @@ from typing import Callable, NamedTuple, Optional
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
-from reshard.records.locks import Lock, Tell, locked, try_alone
+from reshard.records.locks import OBJECTS_OF_THE_LIVING, Lock, Tell, locked, shared, sign_in, try_alone
 from reshard.records.record_files import (
     DIRECTORY,
+    check_directory,
     check_file,
+    listed,
     make_directory,
     make_empty,
     names_in,
-    opened,
     remove,
     remove_directory,
     unwritable,
 )
 from reshard.records.sources import SourceFile
-from reshard.storage import FileStatus, UnfitError, exists, is_regular_file, read_small, temporary
+from reshard.storage import (
+    FileStatus,
+    UnfitError,
+    exists,
+    for_each,
+    in_object_store,
+    is_regular_file,
+    read_small,
+    remove_file,
+    store_of,
+    temporary,
+    write_whole,
+)
+from reshard.storage import make_directory as make_directories
 from reshard.storage.json_text import JsonError
 
 _OURS = re.compile(r"[0-9a-f]{16}")
@@ -147,9 +161,7 @@ class Ledger:
             RetryableError: it cannot be written, or another run takes too long.
         """
         try:
-            with contextlib.suppress(FileExistsError):
-                os.makedirs(self._destination)
-                self._made_destination = True
+            self._made_destination = make_directories(self._destination) or self._made_destination
             self._make_root()
             self._check_own()
             with locked(os.path.join(self._root, "lock"), self._make_root, self._tell):
@@ -167,7 +179,7 @@ class Ledger:
         Raises:
             OSError: it cannot be looked at, or is not found, though it was made.
         """
-        return not any(map(_parsed, _listed(os.path.join(self._own, "done"))))
+        return not any(map(_parsed, listed(os.path.join(self._own, "done"))))
 
     def _make_own(self) -> None:
         for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
@@ -177,6 +189,8 @@ class Ledger:
         return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
 
     def _make_root(self) -> None:
+        if in_object_store(self._root):
+            return
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, at any moment before it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -186,14 +200,14 @@ class Ledger:
 
     def _check_own(self) -> None:
         """Refuse links and the like in the place of records, of this conversion or of others."""
-        with contextlib.suppress(FileNotFoundError), opened(self._root):
-            pass
+        if in_object_store(self._root):
+            return
+        check_directory(self._root)
         check_file(os.path.join(self._root, "lock"))
         for conversion in filter(_OURS.fullmatch, names_in(self._root)):
             path = os.path.join(self._root, conversion)
             for directory in _RECORDS:
-                with contextlib.suppress(FileNotFoundError), opened(os.path.join(path, directory)):
-                    pass
+                check_directory(os.path.join(path, directory))
             for name in _FILES:
                 check_file(os.path.join(path, name))
 
@@ -217,7 +231,7 @@ class Ledger:
                 self._refuse_alive(name)
             for name in others:
                 # What has no plan wrote nothing that is to be replaced.
-                if replacing and "plan.json" in _listed(os.path.join(self._root, name)):
+                if replacing and "plan.json" in listed(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
                 else:
                     _remove_records(os.path.join(self._root, name))
@@ -230,11 +244,11 @@ class Ledger:
                 else:
                     _remove_records(self._own)
                     self._make_own()
-            self._writing = Lock.shared(os.path.join(self._own, "lock"), self._tell)
-            temporary.remove_dead(self._own)
+            self._writing = shared(os.path.join(self._own, "lock"), self._tell)
+            store_of(self._own).remove_dead(self._own, complete=False)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):
-                temporary.write_whole(path, (self.identity.to_json() + "\n").encode())
+                write_whole(path, (self.identity.to_json() + "\n").encode())
         except OSError as error:
             raise unwritable(self._root, error) from error
 
@@ -248,15 +262,13 @@ class Ledger:
             RetryableError: it cannot be made.
         """
         try:
-            fd, path = temporary.create(self._own)
+            sign = sign_in(self._own)
         except OSError as error:
             raise unwritable(self._own, error) from error
         try:
-            yield path
+            yield sign.path
         finally:
-            with contextlib.suppress(OSError):
-                temporary.remove(path)
-            os.close(fd)
+            sign.release()
 
     def end(self) -> None:
         """This run writes no more. Records of nothing are removed, unless another run is writing."""
@@ -273,10 +285,10 @@ class Ledger:
                     _remove_records(self._own)
                 if any(name != "lock" for name in names_in(self._root)):
                     return
-                os.unlink(os.path.join(self._root, "lock"))
-                os.rmdir(self._root)
+                remove_file(os.path.join(self._root, "lock"))
+                store_of(self._root).remove_directory(self._root)
             if self._made_destination:
-                os.rmdir(self._destination)
+                store_of(self._destination).remove_directory(self._destination)
 
     def only(self) -> Optional[set[int]]:
         """The ranks that alone were asked for; None where all were."""
@@ -286,13 +298,11 @@ class Ledger:
     def ask_only(self, ranks: Collection[int]) -> None:
         """Remember that these ranks were asked for; once all were, it makes no difference."""
         if self.only() is not None or not self.done():
-            for rank in ranks:
-                self._mark("", f"{_ONLY}{rank}")
+            self._mark_each("", [f"{_ONLY}{rank}" for rank in ranks])
 
     def ask_all(self) -> None:
         """Remember that all ranks were asked for."""
-        for rank in self.only() or ():
-            remove(os.path.join(self._own, f"{_ONLY}{rank}"))
+        self._remove_each("", [f"{_ONLY}{rank}" for rank in self.only() or ()])
 
     def compare_sources(self, sources: Iterable[SourceFile]) -> SourceChanges:
         """Compare source files with what earlier runs of this conversion read."""
@@ -319,13 +329,15 @@ class Ledger:
         known: dict[int, list[SourceFile]] = {}
         for found in _sources_in(os.path.join(self._own, "sources")):
             known.setdefault(found.rank, []).append(found)
+        new: list[str] = []
+        old: list[str] = []
         for source in sources:
             others = known.get(source.rank, [])
             if source not in others:
-                self._mark("sources", source.record)
-            for other in others:
-                if other.content != source.content:
-                    remove(os.path.join(self._own, "sources", other.record))
+                new.append(source.record)
+            old.extend(other.record for other in others if other.content != source.content)
+        self._mark_each("sources", new)
+        self._remove_each("sources", old)
 
     def damaged(self) -> set[SourceFile]:
         """Source files that a conversion into this directory found damaged, be it one of an older step."""
@@ -337,9 +349,10 @@ class Ledger:
 
     def add_damaged(self, sources: Iterable[SourceFile]) -> None:
         """Remember source files whose contents are damaged."""
-        for source in sources:
+        names = [source.record for source in sources]
+        if names:
             make_directory(os.path.join(self._own, "damaged"))
-            self._mark("damaged", source.record)
+            self._mark_each("damaged", names)
 
     def add_given(self, given: Given) -> None:
         """Remember what a run was given.
@@ -368,8 +381,7 @@ class Ledger:
 
     def forget_sources(self) -> None:
         """Everything is made anew, perhaps of other files."""
-        for name in names_in(os.path.join(self._own, "sources")):
-            remove(os.path.join(self._own, "sources", name))
+        self._remove_each("sources", names_in(os.path.join(self._own, "sources")))
 
     def done(self, ranks: Optional[Collection[int]] = None) -> dict[int, list[DoneRecord]]:
         """Records of finished targets, by rank; several where several runs have made the same."""
@@ -393,7 +405,7 @@ class Ledger:
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
-        if flush:
+        if flush and not in_object_store(self._own):
             try:
                 temporary.sync_directory(os.path.join(self._own, "done"))
             except OSError as error:
@@ -402,10 +414,8 @@ class Ledger:
     def forget(self, ranks: Collection[int]) -> None:
         """Forget that targets are finished, because they are to be made again."""
         chosen = set(ranks)
-        for name in names_in(os.path.join(self._own, "done")):
-            record = _parsed(name)
-            if record is None or record.rank in chosen:
-                remove(os.path.join(self._own, "done", name))
+        found = {name: _parsed(name) for name in names_in(os.path.join(self._own, "done"))}
+        self._remove_each("done", [name for name, one in found.items() if one is None or one.rank in chosen])
 
     def replacing(self, ranks: Collection[int], sources: Iterable[SourceFile]) -> bool:
         """Whether a run that replaces targets of these ranks, from these sources, was begun and has not ended."""
@@ -435,6 +445,12 @@ class Ledger:
 
     def _mark(self, directory: str, name: str) -> None:
         make_empty(os.path.join(self._own, directory, name))
+
+    def _mark_each(self, directory: str, names: Iterable[str]) -> None:
+        for_each(make_empty, [os.path.join(self._own, directory, name) for name in names])
+
+    def _remove_each(self, directory: str, names: Iterable[str]) -> None:
+        for_each(remove, [os.path.join(self._own, directory, name) for name in names])
 
     def _refuse_alive(self, name: str) -> None:
         path = os.path.join(self._root, name)
@@ -505,25 +521,19 @@ def _remove_records(path: str) -> None:
         TargetError: a link or something else stands in the place of records.
     """
     for name, ours in _RECORDS.items():
-        temporary.remove_dead(os.path.join(path, name))
+        store_of(path).remove_dead(os.path.join(path, name), complete=False)
         remove_directory(os.path.join(path, name), ours)
-    temporary.remove_dead(path)
+    store_of(path).remove_dead(path, complete=False)
     remove_directory(path, _is_own)
-
-
-def _listed(path: str) -> list[str]:
-    """The names in a directory of records that is there: nothing is removed because a file server does not find it.
-
-    Raises:
-        OSError: it cannot be listed, or is not found.
-    """
-    with opened(path) as fd:
-        return os.listdir(fd)
 
 
 def _is_own(name: str) -> bool:
     """Whether a file of a conversion's own directory is one of its records."""
-    return name in _FILES or name.startswith((_REPLACING, _ONLY)) or IS_GIVEN.fullmatch(name) is not None
+    return (
+        name in _FILES
+        or name.startswith((_REPLACING, _ONLY, *OBJECTS_OF_THE_LIVING))
+        or IS_GIVEN.fullmatch(name) is not None
+    )
 
 
 def _long_untouched(path: str) -> bool:

@@ -1,7 +1,8 @@
-"""Locks on files, which the kernel gives up when a process dies.
+"""Locks on files, which the kernel gives up when a process dies, and what stands for them in object stores.
 
 Some file systems have none, and on some they do not reach other machines; so there are three answers
-to whether somebody else holds a lock: yes, no, and nobody knows.
+to whether somebody else holds a lock: yes, no, and nobody knows. In an object store every process that shares
+a lock has an object beside it, see `reshard.storage.s3.leases`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.errors import RetryableError
-from reshard.storage import look_error
+from reshard.storage import in_object_store, look_error, temporary
+
+if TYPE_CHECKING:
+    from reshard.storage.s3 import S3Store
 
 TOLD_AFTER = 2.0
 """Seconds of waiting for a lock until somebody is told."""
@@ -25,6 +29,11 @@ GIVEN_UP_AFTER = 120.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _LEAST_PAUSE = 0.005
 _MOST_PAUSE = 0.1
+
+_HINT_OF_OBJECTS = "its content begins with a digest of the machine and the process that has it; end that if it hangs"
+
+OBJECTS_OF_THE_LIVING = ("lock.", "sign.")
+"""What the names of objects in directories of records begin with that say that somebody lives."""
 
 Tell = Callable[[str], None]
 """Told, once, what is waited for."""
@@ -50,7 +59,9 @@ class _Wait:
             raise RetryableError(
                 f"{self._path}: another process has held this lock for {GIVEN_UP_AFTER:.0f} s",
                 file=self._path,
-                hint=f"`fuser {self._path}` on each machine that writes there tells which; end it if it hangs",
+                hint=_HINT_OF_OBJECTS
+                if in_object_store(self._path)
+                else f"`fuser {self._path}` on each machine that writes there tells which; end it if it hangs",
             )
         if waited > TOLD_AFTER and self._tell is not None:
             self._tell(f"waiting for {self._path}, which another process has locked")
@@ -59,50 +70,93 @@ class _Wait:
         self._pause = min(2 * self._pause, _MOST_PAUSE)
 
 
-class Lock:
+class Lock(Protocol):
     """A lock that is held."""
 
+    def release(self) -> None:
+        """Give it up."""
+
+
+class Sign(Lock, Protocol):
+    """A file that is there until it is released."""
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+
+
+class _FileSign:
+    def __init__(self, directory: str) -> None:
+        self._fd, self.path = temporary.create(directory)
+
+    def release(self) -> None:
+        """Remove it."""
+        with contextlib.suppress(OSError):
+            temporary.remove(self.path)
+        os.close(self._fd)
+
+
+def sign_in(directory: str) -> Sign:
+    """A file in a directory that is there until it is released, or this process has died.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return _objects(directory).lease(f"{directory}/sign") if in_object_store(directory) else _FileSign(directory)
+
+
+class _FileLock:
     def __init__(self, fd: int) -> None:
         self._fd = fd
-
-    @classmethod
-    def shared(cls, path: str, tell: Tell) -> Lock:
-        """Hold a lock beside others who share it, waiting for it; the file is made if need be.
-
-        Where there are no locks, nothing is held.
-
-        Args:
-            path: the file to lock.
-            tell: told when it takes long.
-
-        Raises:
-            RetryableError: another holds it alone for too long.
-            OSError: the file cannot be made.
-        """
-        wait = _Wait(path, tell)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            while _is_busy(fd, fcntl.LOCK_SH):
-                wait.pause()
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(fd)
 
     def release(self) -> None:
         """Give it up."""
         os.close(self._fd)
 
 
+def shared(path: str, tell: Tell) -> Lock:
+    """Hold a lock beside others who share it, waiting for it; the file is made if need be.
+
+    Where there are no locks, nothing is held.
+
+    Args:
+        path: the file to lock.
+        tell: told when it takes long.
+
+    Raises:
+        RetryableError: another holds it alone for too long.
+        OSError: the file cannot be made.
+    """
+    if in_object_store(path):
+        return _objects(path).lease(path)
+    wait = _Wait(path, tell)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        while _is_busy(fd, fcntl.LOCK_SH):
+            wait.pause()
+    except BaseException:
+        os.close(fd)
+        raise
+    return _FileLock(fd)
+
+
 @contextlib.contextmanager
 def try_alone(path: str) -> Iterator[Optional[bool]]:
     """Hold a lock alone: True where it is held, False where another has it, None where nobody knows.
 
-    A file that does not exist is locked by nobody.
+    A file that does not exist is locked by nobody. In an object store it is only looked who has it.
 
     Raises:
         ReshardError: it cannot be opened.
     """
+    if in_object_store(path):
+        try:
+            directory, _, name = path.rpartition("/")
+            alone = not any(_objects(path).leases_in(directory, f"{name}."))
+        except OSError as error:
+            raise look_error(path, error) from error
+        yield alone
+        return
     try:
         fd = _open(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -135,6 +189,10 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
         OSError: it cannot be had.
     """
     wait = _Wait(path, tell)
+    if in_object_store(path):
+        with _objects(path).held_alone(path, wait.pause, tell):
+            yield
+        return
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -152,6 +210,13 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
             return
         finally:
             os.close(fd)
+
+
+def _objects(path: str) -> S3Store:
+    # Loaded where it is needed: it takes half a second.
+    from reshard.storage.s3 import s3_store
+
+    return s3_store(path)
 
 
 def _is_busy(fd: int, kind: int) -> bool:

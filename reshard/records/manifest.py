@@ -5,7 +5,6 @@ It is the same whichever runs made the files, in whatever order, so it holds no 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -19,7 +18,7 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
-from reshard.storage import UnfitError, is_directory, read_small, temporary, too_long
+from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.near_names import path_meant
 from reshard.text.wording import quoted
@@ -93,7 +92,7 @@ class Manifest:
             "finishing": [file._asdict() for file in self.finishing],
         }
         try:
-            temporary.write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
+            write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
         except OSError as error:
             raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
         return path
@@ -101,8 +100,7 @@ class Manifest:
     @staticmethod
     def remove(directory: str) -> None:
         """Remove the manifest of a directory that is complete no more."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(directory, MANIFEST_NAME))
+        remove_file(os.path.join(directory, MANIFEST_NAME))
 
 
 def read_manifest(directory: str) -> Manifest:

@@ -2,7 +2,8 @@
 
 Whoever may write to a target directory could put a link there in the place of a directory of records,
 and have files elsewhere listed, made and removed. So every step down is taken from the descriptor of
-the directory above; a link, or anything else that no run of ours makes, is refused by name.
+the directory above; a link, or anything else that no run of ours makes, is refused by name. Object stores
+have no links.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Iterator
 from typing import Callable
 
 from reshard.errors import ReshardError, RetryableError, TargetError
-from reshard.storage import look_error, too_long
+from reshard.storage import for_each, in_object_store, look_error, remove_file, store_of, too_long, write_whole
 
 DIRECTORY = ".reshard"
+IN_ORDER = ("plan.json", "replaced")
+"""What goes last when records are removed, in this order: what says which conversion it is, and that it is replaced."""
 
 
 @contextlib.contextmanager
@@ -61,6 +64,31 @@ def not_ours(path: str) -> TargetError:
     )
 
 
+def check_directory(path: str) -> None:
+    """Insist that a directory of records is one of its own, if it is there.
+
+    Raises:
+        TargetError: as `opened`.
+        OSError: it cannot be opened.
+    """
+    if not in_object_store(path):
+        with contextlib.suppress(FileNotFoundError), opened(path):
+            pass
+
+
+def listed(path: str) -> list[str]:
+    """The names in a directory of records that is there: nothing is removed because a file server does not find it.
+
+    Raises:
+        TargetError: as `opened`.
+        OSError: it cannot be listed, or is not found.
+    """
+    if in_object_store(path):
+        return [entry.name for entry in store_of(path).entries(path)]
+    with opened(path) as fd:
+        return os.listdir(fd)
+
+
 def names_in(path: str) -> list[str]:
     """The names in a directory of records, sorted; none where it is not there.
 
@@ -69,8 +97,7 @@ def names_in(path: str) -> list[str]:
         ReshardError: it cannot be listed.
     """
     try:
-        with opened(path) as fd:
-            return sorted(os.listdir(fd))
+        return sorted(listed(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -84,6 +111,8 @@ def check_file(path: str) -> None:
         TargetError: it, or a directory that it is in, is a link or something else.
         OSError: it cannot be looked at.
     """
+    if in_object_store(path):
+        return
     try:
         with opened(os.path.dirname(path)) as fd:
             status = os.stat(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
@@ -100,6 +129,9 @@ def make_directory(path: str) -> None:
         TargetError: as `opened`.
         OSError: it cannot be made.
     """
+    if in_object_store(path):
+        store_of(path).make_directory(path)
+        return
     with opened(os.path.dirname(path)) as fd, contextlib.suppress(FileExistsError):
         os.mkdir(os.path.basename(path), dir_fd=fd)
     with opened(path):
@@ -113,6 +145,9 @@ def make_empty(path: str) -> None:
         ReshardError: it cannot be made.
     """
     try:
+        if in_object_store(path):
+            write_whole(path, b"")
+            return
         with opened(os.path.dirname(path)) as fd:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             os.close(os.open(os.path.basename(path), flags, 0o666, dir_fd=fd))
@@ -127,6 +162,9 @@ def remove(path: str) -> None:
         ReshardError: it cannot be removed.
     """
     try:
+        if in_object_store(path):
+            remove_file(path)
+            return
         with opened(os.path.dirname(path)) as fd:
             os.unlink(os.path.basename(path), dir_fd=fd)
     except FileNotFoundError:
@@ -143,10 +181,20 @@ def remove_directory(path: str, ours: Callable[[str], bool]) -> None:
     Raises:
         TargetError: as `opened`.
     """
+    if in_object_store(path):
+        with contextlib.suppress(OSError):
+            # Those that tell nothing by their order go together.
+            names = list(filter(ours, names_in(path)))
+            together = [name for name in names if name not in IN_ORDER]
+            for_each(remove_file, [f"{path}/{name}" for name in together])
+            for name in names:
+                if name in IN_ORDER:
+                    remove_file(f"{path}/{name}")
+            store_of(path).remove_directory(path)
+        return
     with contextlib.suppress(OSError):
         with opened(path) as fd:
-            # In order of names: a conversion's plan goes before the mark that it is being replaced.
-            for name in filter(ours, sorted(os.listdir(fd))):
+            for name in sorted(filter(ours, os.listdir(fd)), key=lambda name: (name in IN_ORDER, name)):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=fd)
         with opened(os.path.dirname(path)) as above:

@@ -12,7 +12,7 @@ from reshard.records.given import Given, asked_ranks
 from reshard.records.identity import Identity
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard.storage import exists, refuse_object_store, status_at
+from reshard.storage import exists, status_of_each
 from reshard.text.near_names import path_meant
 
 
@@ -64,7 +64,6 @@ def status_of(directory: str) -> Status:
         CheckpointError: the manifest is damaged.
         RetryableError: it cannot be read.
     """
-    refuse_object_store(directory)
     begun = current(ledgers_in(directory))
     path = os.path.join(directory, MANIFEST_NAME)
     if len(begun) > 1:
@@ -84,11 +83,8 @@ def status_of(directory: str) -> Status:
         )
     (ledger,) = begun
     identity = ledger.identity
-    statuses = {}
-    for rank in range(identity.ranks):
-        status = status_at(os.path.join(directory, identity.file_of(rank)))
-        if status is not None:
-            statuses[rank] = status
+    found_there = status_of_each([os.path.join(directory, identity.file_of(rank)) for rank in range(identity.ranks)])
+    statuses = {rank: status for rank, status in enumerate(found_there) if status is not None}
     records = ledger.done()
     done: list[int] = []
     changed: list[int] = []
@@ -130,8 +126,8 @@ def _by_manifest(directory: str) -> Status:
     done: list[int] = []
     changed: list[int] = []
     size = 0
-    for file in manifest.files:
-        status = status_at(os.path.join(directory, file.file))
+    there = status_of_each([os.path.join(directory, file.file) for file in manifest.files])
+    for file, status in zip(manifest.files, there):
         if status is not None and status.size == file.size:
             done.append(file.rank)
             size += file.size

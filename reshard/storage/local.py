@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Optional
 
+from reshard.storage import temporary
 from reshard.storage.costs import Storage, storage_on
+from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry, Store
 
@@ -72,6 +74,40 @@ class LocalStore:
     def costs(self, path: str) -> Storage:
         """What requests cost on the file system that a path lies on."""
         return storage_on(path)
+
+    def new_file(self, path: str, size: int) -> NewLocalFile:
+        """Begin to write a file under a temporary name, in a directory that is made where it is not there."""
+        return NewLocalFile(path)
+
+    def part_bytes(self, size: int) -> int:
+        """Nothing is held."""
+        return 0
+
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Write a small file whole, in a directory that is there."""
+        temporary.write_whole(path, data)
+
+    def make_directory(self, path: str) -> bool:
+        """Make a directory."""
+        try:
+            os.makedirs(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise
+            return False
+        return True
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory that is empty."""
+        os.rmdir(path)
+
+    def remove_dead(self, directory: str, complete: bool) -> None:
+        """Remove temporary files that no living process is writing."""
+        temporary.remove_dead(directory, complete)
 
 
 LOCAL_STORE: Store = LocalStore()

@@ -7,11 +7,12 @@ a second looks like a checkpoint that is not there. Here absence is an answer an
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import Callable, Optional
 
 from reshard.errors import InputError, ReshardError, RetryableError, UsageError
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, store_of
+from reshard.storage.store import Entry, for_each, store_of
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _SHOWN = 300
@@ -51,6 +52,25 @@ def link_at(path: str) -> Optional[FileStatus]:
         if error.errno == errno.ELOOP:
             return None
         raise look_error(path, error) from error
+
+
+def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
+    """What is at each of several paths, as `status_at` or `link_at` say; asked at a time where it takes a round trip.
+
+    Raises:
+        ReshardError: as `status_at`.
+    """
+    look = status_at if through_links else link_at
+    return for_each(look, paths)
+
+
+def names_in_each(directories: Sequence[str]) -> list[list[str]]:
+    """The names in each of several directories, as `names_in` says; likewise.
+
+    Raises:
+        ReshardError: as `names_in`.
+    """
+    return for_each(names_in, directories)
 
 
 def exists(path: str) -> bool:

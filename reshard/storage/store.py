@@ -1,4 +1,4 @@
-"""Where files lie: on file systems, or in an object store; the one protocol through which sources are reached.
+"""Where files lie: on file systems, or in an object store; the one protocol through which they are reached.
 
 A path says by itself which store it is of: ``s3://bucket/prefix`` lies in an object store, everything else on
 a file system. Stores say what goes wrong in the words of the system, as `OSError`, whatever they are.
@@ -6,10 +6,11 @@ a file system. Stores say what goes wrong in the words of the system, as `OSErro
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Optional, Protocol
+from typing import Callable, Optional, Protocol, TypeVar
 
 from reshard.errors import UsageError
 from reshard.storage.costs import Storage
@@ -19,8 +20,11 @@ from reshard.storage.status import FileStatus
 OBJECTS = "s3://"
 """What paths in an object store begin with."""
 
-# Listings that are worth having under way, where each takes a round trip.
-_LISTINGS = 32
+_NEARLY = "s3:/"
+T = TypeVar("T")
+
+# Looks and listings that are worth having under way, where each takes a round trip.
+_AT_A_TIME = 32
 
 
 class Entry(Protocol):
@@ -56,8 +60,33 @@ class OpenFile(ReadableFile, Protocol):
         """Read no more."""
 
 
+class NewFile(Protocol):
+    """A file that is being written and has no name yet: nobody sees any of it, and what is left of it is removed.
+
+    Several threads may write. Whatever fails is an `OSError`.
+    """
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset; each byte of the file once, in any order."""
+
+    def finish(self) -> FileStatus:
+        """See that all bytes are where they outlast this machine; the status that the file will have under its name.
+
+        Nobody writes any more.
+        """
+
+    def publish(self) -> None:
+        """Give the file its name, in place of another of that name; at once and for good. After `finish`."""
+
+    def discard(self) -> None:
+        """Remove what has got no name, as far as possible. Others may be writing at this moment."""
+
+    def close(self) -> None:
+        """Nobody uses it any more."""
+
+
 class Store(Protocol):
-    """Looks at files and opens them, by path.
+    """Looks at files, opens and writes them, by path.
 
     All methods raise `FileNotFoundError` or `NotADirectoryError` where there is nothing, `PermissionError` where
     one may not, `ValueError` for what can be no path, and another `OSError` for what may pass.
@@ -80,6 +109,37 @@ class Store(Protocol):
     def costs(self, path: str) -> Storage:
         """What requests cost there, as far as that is known by now."""
 
+    def new_file(self, path: str, size: int) -> NewFile:
+        """Begin to write a file, in a directory that is made where it is not there.
+
+        Args:
+            path: the name that it is to get.
+            size: bytes that it will have.
+        """
+
+    def part_bytes(self, size: int) -> int:
+        """Bytes of a new file of a size that are held until they are written together; 0 where none are."""
+
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Write a small file in place of another of its name, so that it is whole or not there; for good."""
+
+    def make_directory(self, path: str) -> bool:
+        """Make a directory, and those above it, unless it is there; whether it was made by this."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file. An object store may not tell that there was none."""
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory that is empty, and be it of marks that it is there."""
+
+    def remove_dead(self, directory: str, complete: bool) -> None:
+        """Remove what dead runs left of new files in a directory, as far as possible.
+
+        Args:
+            directory: where.
+            complete: nothing is left to be written there.
+        """
+
 
 _endpoint: Optional[str] = None
 
@@ -95,18 +155,6 @@ def endpoint() -> Optional[str]:
     return _endpoint
 
 
-def refuse_object_store(path: str) -> None:
-    """Refuse to write to an object store.
-
-    Raises:
-        UsageError: the path leads there.
-    """
-    if in_object_store(path):
-        raise UsageError(
-            f"{path}: lies in an object store, to which this is not written", file=path, hint="name a local path"
-        )
-
-
 def in_object_store(path: str) -> bool:
     """Whether a path leads to an object store."""
     return path.startswith(OBJECTS)
@@ -119,6 +167,9 @@ def store_of(path: str) -> Store:
         UsageError: the path is none that its store can have.
         InputError: a package is missing.
     """
+    if not in_object_store(path) and path.startswith(_NEARLY):
+        # A name that was put together, or typed, with one slash: nothing is to be written to a directory of that name.
+        raise UsageError(f"{path}: an object's path is s3://bucket/key, with two slashes", file=path)
     if in_object_store(path):
         # Loaded where it is needed: it takes half a second.
         from reshard.storage.s3 import s3_store
@@ -145,13 +196,15 @@ def entries_of_each(directories: Iterable[str]) -> Iterator[list[Entry]]:
     Raises:
         OSError: one cannot be listed.
     """
-    paths = list(directories)
-    if not paths or not in_object_store(paths[0]):
-        for path in paths:
-            yield store_of(path).entries(path)
-        return
-    with ThreadPoolExecutor(min(_LISTINGS, len(paths))) as pool:
-        yield from pool.map(lambda path: store_of(path).entries(path), paths)
+    return iter(for_each(lambda path: store_of(path).entries(path), list(directories)))
+
+
+def for_each(ask: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    """What is said of each of several paths, in their order; asked at a time where a request takes a round trip."""
+    if len(paths) < 2 or not in_object_store(paths[0]):
+        return [ask(path) for path in paths]
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(paths))) as pool:
+        return list(pool.map(ask, paths))
 
 
 def absolute(path: str) -> str:
@@ -175,3 +228,40 @@ def common_directory(directories: Iterable[str]) -> str:
 def real(path: str) -> str:
     """A path without links."""
     return path.rstrip("/") if in_object_store(path) else os.path.realpath(path)
+
+
+def new_file(path: str, size: int) -> NewFile:
+    """Begin to write a file, in a directory that is made where it is not there; see `Store.new_file`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return store_of(path).new_file(path, size)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a small file so that under its name it is whole, or not there; for good. Its directory has to be there.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    store_of(path).write_whole(path, data)
+
+
+def make_directory(path: str) -> bool:
+    """Make a directory, and those above it, unless it is there; whether it was made. Object stores need none.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return not in_object_store(path) and store_of(path).make_directory(path)
+
+
+def remove_file(path: str) -> None:
+    """Remove a file, if it is there.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        store_of(path).remove(path)

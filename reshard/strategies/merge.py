@@ -12,8 +12,7 @@ import os
 from dataclasses import replace
 
 from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
-from reshard.storage import exists, is_directory, refuse_object_store
-from reshard.storage.temporary import write_whole
+from reshard.storage import exists, is_directory, make_directory, real, write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
@@ -44,7 +43,6 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
         RetryableError: writing failed.
     """
     form = _form_of(target_file)
-    refuse_object_store(target_file)
     if not is_directory(directory):
         raise StrategyError(
             f"{directory} is not a directory",
@@ -52,7 +50,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
             hint="pass the directory that holds the strategy files of all stages",
         )
     # A link is written through, so that the rename does not replace the link itself.
-    target = os.path.realpath(target_file)
+    target = real(target_file)
     _check_replaceable(target)
     found = find_stages(directory, leave_out=target)
     notes = list(found.notes)
@@ -128,7 +126,7 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
 
 def _write_at_once(target: str, data: bytes) -> None:
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        make_directory(os.path.dirname(target))
         write_whole(target, data)
     except OSError as error:
         raise RetryableError(f"{target} cannot be written: {error.strerror}", file=target) from error

@@ -5,11 +5,17 @@ Whoever writes files and reads them back with code of his own may misunderstand 
 
 from __future__ import annotations
 
+import contextlib
+import struct
+import tempfile
 from collections.abc import Iterator
 
 from reshard.checkpoints import CheckpointIndex
+from reshard.storage import UnfitError, in_object_store, opened_regular, read_range
 from reshard.text.wording import one_line, plural, quoted, some_names
 
+# Bytes in which a file says how long its header is.
+_LENGTH = 8
 # Types that every version of the library knows; said once more, so that a mistake in what the writer goes by is seen.
 _TYPES = {
     "Bool": "BOOL",
@@ -43,16 +49,37 @@ def library_differences(index: CheckpointIndex) -> Iterator[str]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(index.path, "np") as file:
+        with _on_disk(index.path) as path, safe_open(path, "np") as file:
             names = set(file.keys())
             wrong = sorted(names.symmetric_difference(tensors))
             for name in sorted(names.intersection(tensors)):
                 entry, tensor = file.get_slice(name), tensors[name]
                 if (entry.get_dtype(), tuple(entry.get_shape())) != (_TYPES[tensor.dtype], tensor.dims):
                     wrong.append(name)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnfitError) as error:
         yield f"{index.path}: the safetensors library does not open it: {one_line(str(error))}"
         return
     if wrong:
         told = some_names([quoted(name) for name in wrong], 3)
         yield f"{index.path}: the safetensors library finds {plural(len(wrong), 'tensor')} otherwise: {told}"
+
+
+@contextlib.contextmanager
+def _on_disk(path: str) -> Iterator[str]:
+    """A file that the library can open: of an object one of its size, with its header and nothing else.
+
+    Raises:
+        UnfitError: it is no object of its own.
+        OSError: the object cannot be read, or the file not be written.
+    """
+    if not in_object_store(path):
+        yield path
+        return
+    with opened_regular(path) as source, tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        size = source.size()
+        (length,) = struct.unpack("<Q", read_range(source, 0, _LENGTH))
+        file.write(read_range(source, 0, _LENGTH + min(length, size - _LENGTH)))
+        # Takes no room: nothing is written there.
+        file.truncate(size)
+        file.flush()
+        yield file.name

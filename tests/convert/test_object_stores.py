@@ -246,14 +246,6 @@ def test_what_is_not_in_the_store_does_not_exist(key: str, objects: Objects) -> 
     fails(2, "inspect", "s3://", says=["names no bucket"])
 
 
-def test_only_checkpoints_are_written_to_a_store(objects: Objects, tmp_path: Path) -> None:
-    said = "to which this is not written"
-    words: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
-    fails(2, "plan", DEMO / "src_checkpoints", tmp_path, *words, "--svg", objects.path("x.svg"), says=[said])
-    fails(2, "merge-pipeline", FIXTURES / "10_dp2mp2pp2/strategy", objects.path("merged.ckpt"), says=[said])
-    assert objects.content() == {}
-
-
 def test_without_the_extra_its_name_is_said(tmp_path: Path) -> None:
     """As where the packages are not installed; in a process that has not loaded them."""
     script = f"import sys; sys.modules['boto3'] = None; {LAUNCHER}"

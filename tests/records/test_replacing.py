@@ -244,12 +244,11 @@ def killed_while_replacing(world: World) -> None:
     """Begin to replace all in another format, until the first new file is there."""
     code = (
         "import os\n"
-        "from reshard.execute import writing\n"
         "def rename(old, new, **places):\n"
         "    plain(old, new, **places)\n"
         "    if new.endswith('.safetensors'):\n"
         "        os._exit(9)\n"
-        "plain, writing.os.rename = os.rename, rename\n"
+        "plain, os.rename = os.rename, rename\n"
         "from reshard.cli.main import main\n"
         "main()\n"
     )

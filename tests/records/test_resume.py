@@ -172,13 +172,12 @@ def test_a_run_that_replaces_targets_goes_on_with_the_same_command(world: World)
     target = blocked.read_bytes()
     code = (
         "import os, sys\n"
-        "from reshard.execute import writing\n"
         "plain = os.rename\n"
         "def rename(old, new, **where):\n"
         "    if str(new).endswith('checkpoint_1.ckpt'):\n"
         "        os._exit(9)\n"
         "    plain(old, new, **where)\n"
-        "writing.os.rename = rename\n"
+        "os.rename = rename\n"
         "from reshard.cli.main import main\n"
         "main()\n"
     )

@@ -13,6 +13,7 @@ TIMES = 9
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _LONGEST_TEXT = 200
+_NOT_IMPLEMENTED = 501
 # Refusals of services that have too much to do, whatever status they give them.
 _BUSY = (
     "SlowDown",
@@ -20,6 +21,9 @@ _BUSY = (
     "ThrottlingException",
     "RequestTimeout",
     "RequestTimeTooSkewed",
+    # Another one writes the same object under a condition at this moment.
+    "ConditionalRequestConflict",
+    "OperationAborted",
     "TooManyRequests",
     "429",
 )
@@ -58,14 +62,14 @@ def of_client(error: Exception, path: str) -> OSError:
 
 def may_pass(error: Exception) -> bool:
     """Whether what boto3 raised may be gone when the same is asked again."""
-    from botocore.exceptions import ClientError, HTTPClientError
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return status >= 500 or error.response.get("Error", {}).get("Code") in _BUSY
+        return (status >= 500 and status != _NOT_IMPLEMENTED) or error.response.get("Error", {}).get("Code") in _BUSY
     # An answer that was cut off is one that cannot be parsed.
-    return isinstance(error, (HTTPClientError, ResponseParserError))
+    return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseParserError))
 
 
 def _of_response(response: dict[str, Any], path: str) -> OSError:
@@ -77,6 +81,8 @@ def _of_response(response: dict[str, Any], path: str) -> OSError:
         return FileNotFoundError(errno.ENOENT, text, path)
     if status in (401, 403):
         return PermissionError(errno.EACCES, text, path)
+    if status == _NOT_IMPLEMENTED:
+        return OSError(errno.ENOTSUP, text, path)
     if status == 412:
         return OSError(errno.ESTALE, CHANGED, path)
     return OSError(errno.EIO, text or f"status {status}", path)

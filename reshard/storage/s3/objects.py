@@ -10,6 +10,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, number_of
+from reshard.storage.s3.metadata import modified_at
 from reshard.storage.s3.service import Service
 from reshard.storage.s3.windows import Jumps, Windows
 from reshard.storage.status import FileStatus
@@ -37,7 +38,7 @@ class Version(NamedTuple):
         path: its name, for messages.
         size: bytes.
         etag: what the service tells its versions by.
-        modified: time of its upload, in nanoseconds.
+        modified: time that it says it was written, or else of its upload, in nanoseconds.
     """
 
     address: Address
@@ -86,7 +87,7 @@ class ObjectReader:
 
             begun = time.perf_counter()
             found = obstore.get(self._of(address, path), address.key, options={"range": (0, HEAD)})
-            version = _version(found.meta, address, path)
+            version = _version(found, address, path)
             data = bytes(found.bytes())
             if len(data) != min(HEAD, version.size):
                 raise OSError(errno.EIO, f"{len(data)} bytes came of {min(HEAD, version.size)}", path)
@@ -120,7 +121,7 @@ class ObjectReader:
             options = {"range": (offset + done, offset + len(out)), "if_match": version.etag or None}
             found = obstore.get(self._of(version.address, version.path), version.address.key, options=options)
             # Not every service heeds the condition.
-            if _version(found.meta, version.address, version.path) != version:
+            if _version(found, version.address, version.path) != version:
                 raise OSError(errno.ESTALE, failures.CHANGED, version.path)
             self.measured.request(time.perf_counter() - begun)
             for chunk in found.stream(min_chunk_size=_CHUNK):
@@ -172,12 +173,13 @@ class ObjectReader:
 
 def version_of_head(head: Any, address: Address, path: str) -> Version:
     """An object by what boto3 gives for a look at it."""
-    modified = round(head["LastModified"].timestamp()) * 1_000_000_000
+    modified = modified_at(head["LastModified"], head.get("Metadata", {}))
     return Version(address, path, head["ContentLength"], head.get("ETag", ""), modified)
 
 
-def _version(meta: Any, address: Address, path: str) -> Version:
-    modified = round(meta["last_modified"].timestamp()) * 1_000_000_000
+def _version(found: Any, address: Address, path: str) -> Version:
+    meta = found.meta
+    modified = modified_at(meta["last_modified"], found.attributes)
     return Version(address, path, meta["size"], meta["e_tag"] or "", modified)
 
 

@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
-from typing import Any, Callable, Optional, TypeVar
+from email.utils import parsedate_to_datetime
+from typing import Any, Callable, NamedTuple, Optional, TypeVar
 
 from reshard.errors import InputError
 from reshard.storage.s3 import failures
+from reshard.storage.s3.address import Address
 from reshard.storage.store import endpoint
 
 T = TypeVar("T")
@@ -34,6 +36,27 @@ _READ_SECONDS = 60
 _CREDENTIALS_FOR = timedelta(minutes=10)
 _NO_REGION = ("", "aws-global")
 _USUAL_REGION = "us-east-1"
+
+
+class SmallObject(NamedTuple):
+    """An object that was read whole.
+
+    Attributes:
+        content: of the object.
+        etag: what the service tells its versions by.
+        age: seconds since it was put, by the service's clock.
+    """
+
+    content: bytes
+    etag: str
+    age: float
+
+
+def age_of(modified: datetime, answer: Any) -> float:
+    """Seconds since an object was put, by the clock of the service that tells so in an answer."""
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
+    return (now - modified).total_seconds()
 
 
 def service(path: str) -> Service:
@@ -98,9 +121,8 @@ class Service:
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "user_agent_extra": "reshard",
         }
-        # Checksums in trailers, which newer versions send unasked, are known to few services but Amazon's.
-        unasked = ("request_checksum_calculation", "response_checksum_validation")
-        settings.update({name: "when_required" for name in unasked if name in Config.OPTION_DEFAULTS})
+        # Checksums in trailers, which are sent unasked, are known to few services but Amazon's.
+        settings.update(request_checksum_calculation="when_required", response_checksum_validation="when_required")
         config = Config(**settings)
         try:
             session = boto3.session.Session()
@@ -127,18 +149,63 @@ class Service:
         Raises:
             OSError: it refuses, or does not answer.
         """
+        return self.again(path, lambda: getattr(self.client, operation)(**wanted))
+
+    def again(self, path: str, call: Callable[[], T]) -> T:
+        """What a call of boto3 returns, which is made again where it fails in a way that may pass.
+
+        Raises:
+            OSError: it goes on to fail.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
 
         times = 0
         while True:
             try:
-                return getattr(self.client, operation)(**wanted)
+                return call()
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 times += 1
                 if times == failures.TIMES or not failures.may_pass(error):
                     raise failures.of_client(error, path) from error
             time.sleep(failures.pause(times))
+
+    def read(self, path: str) -> SmallObject:
+        """A small object.
+
+        Raises:
+            OSError: as `ask`.
+        """
+        bucket, key = Address.parse(path)
+
+        def get() -> SmallObject:
+            found = self.client.get_object(Bucket=bucket, Key=key)
+            return SmallObject(found["Body"].read(), found["ETag"], age_of(found["LastModified"], found))
+
+        return self.again(path, get)
+
+    def put(self, path: str, content: bytes, **more: Any) -> Any:
+        """Put a small object in place of another; the answer.
+
+        Args:
+            path: of the object.
+            content: of the object.
+            more: arguments of ``put_object``.
+
+        Raises:
+            OSError: as `ask`.
+        """
+        bucket, key = Address.parse(path)
+        return self.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **more)
+
+    def delete(self, path: str) -> None:
+        """Delete an object; nothing where there is none.
+
+        Raises:
+            OSError: as `ask`.
+        """
+        bucket, key = Address.parse(path)
+        self.ask(path, "delete_object", Bucket=bucket, Key=key)
 
     def pages(self, path: str, bucket: str, prefix: str, delimiter: str = "") -> Iterator[Any]:
         """A list of objects, page by page.

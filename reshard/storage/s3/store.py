@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
-from typing import NamedTuple, Optional
+from contextlib import AbstractContextManager
+from typing import Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, number_of
+from reshard.storage.s3.leases import Lease, held_alone, holder, is_alive
+from reshard.storage.s3.metadata import metadata_now
+from reshard.storage.s3.new_object import NewObject, part_bytes, remove_dead
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of_head
-from reshard.storage.s3.service import Service, service
+from reshard.storage.s3.service import Service, age_of, service
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry
 
@@ -99,6 +104,71 @@ class S3Store:
     def costs(self, path: str) -> Storage:
         """What requests cost, by those that were made."""
         return self._reader.measured.storage(HELD)
+
+    def new_file(self, path: str, size: int) -> NewObject:
+        """Begin to write an object."""
+        Address.parse(path)
+        return NewObject(self._service, path, size)
+
+    def part_bytes(self, size: int) -> int:
+        """Bytes of a part of an upload."""
+        return min(size, part_bytes(size))
+
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Put an object."""
+        self._service.put(path, data, Metadata=metadata_now())
+
+    def make_directory(self, path: str) -> bool:
+        """Put what stands for a directory that is empty."""
+        bucket, key = Address.parse(path)
+        self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
+        return False
+
+    def remove(self, path: str) -> None:
+        """Delete an object."""
+        self._service.delete(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Delete what stands for an empty directory."""
+        bucket, key = Address.parse(path)
+        self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
+
+    def remove_dead(self, directory: str, complete: bool) -> None:
+        """Abort uploads of dead processes."""
+        with contextlib.suppress(OSError):
+            remove_dead(self._service, directory)
+
+    def leases_in(self, directory: str, start: str) -> list[bool]:
+        """Of the objects whose names begin so, each of which says that a process lives, whether it does.
+
+        Args:
+            directory: where.
+            start: of their names; what follows tells who.
+
+        Raises:
+            OSError: the service does not answer as it should.
+        """
+        bucket, key = Address.parse(directory)
+        found = []
+        for page in self._service.pages(directory, bucket, f"{key}/{start}", "/"):
+            for entry in page.get("Contents", ()):
+                name = entry["Key"][len(key) + 1 + len(start) :]
+                found.append(is_alive(name, age_of(entry["LastModified"], page)))
+        return found
+
+    def lease(self, path: str) -> Lease:
+        """An object beside a path that says that this process lives, until it is released; its name begins so.
+
+        Raises:
+            OSError: it cannot be put.
+        """
+        return Lease(self._service, f"{path}.{holder()}")
+
+    def held_alone(
+        self, path: str, wait: Callable[[], None], tell: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Hold a lock alone; see `leases.held_alone`."""
+        return held_alone(self._service, path, wait, tell)
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
         try:

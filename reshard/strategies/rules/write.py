@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory, names_in, refuse_object_store
-from reshard.storage.temporary import write_whole
+from reshard.storage import exists, is_directory, make_directory, names_in, real, write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
@@ -46,11 +45,10 @@ def write_strategy(
         TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
         RetryableError: writing failed.
     """
-    refuse_object_store(out)
     files = _files(out, stages)
     for path in files:
         _check_no_source(path, sources)
-        _check_replaceable(os.path.realpath(path), overwrite)
+        _check_replaceable(real(path), overwrite)
     _check_no_other_stages(out, files)
     written = {path: _serialized(path, of, merged=len(of) > 1) for path, of in files.items()}
     beside = record_path(out)
@@ -58,8 +56,8 @@ def write_strategy(
     written[beside] = (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
     for path, data in written.items():
         try:
-            os.makedirs(os.path.dirname(os.path.realpath(path)), exist_ok=True)
-            write_whole(os.path.realpath(path), data)
+            make_directory(os.path.dirname(real(path)))
+            write_whole(real(path), data)
         except OSError as error:
             raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
     return list(files)
@@ -99,7 +97,7 @@ def _check_replaceable(path: str, overwrite: bool) -> None:
 def _check_no_source(path: str, sources: Sequence[str]) -> None:
     """A compiled strategy cannot be had again without its cluster."""
     for source in sources:
-        if exists(path) and os.path.realpath(path) in _files_of(source):
+        if exists(path) and real(path) in _files_of(source):
             raise TargetError(
                 f"{path} is what it is made from; it is not replaced", file=path, hint="give OUT another name"
             )
@@ -107,7 +105,7 @@ def _check_no_source(path: str, sources: Sequence[str]) -> None:
 
 def _files_of(source: str) -> list[str]:
     found = [os.path.join(source, name) for name in names_in(source)] if is_directory(source) else [source]
-    return list(map(os.path.realpath, found))
+    return list(map(real, found))
 
 
 def _check_no_other_stages(out: str, files: Collection[str]) -> None:

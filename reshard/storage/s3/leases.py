@@ -1,0 +1,298 @@
+"""Objects that say that a process is alive, and locks made of them.
+
+An object store knows no locks that end with their process. So a process that lives puts its objects again
+from time to time; one that was not put again for long, by the service's own clock, is a dead process's. Of
+processes of this machine it is known at once. A lock that one process holds alone takes conditional writes:
+an object that is made only where there is none, and replaced only where it is still the one that was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Callable, Optional, Protocol
+
+from reshard.storage.s3.address import Address
+from reshard.storage.s3.service import Service
+
+PUT_AGAIN_AFTER = 20.0
+"""Seconds after which an object that says that somebody lives is put again."""
+DEAD_AFTER = 120.0
+"""Seconds after which one that was not put again is a dead process's, as the service counts them."""
+
+_HOLDER = re.compile(r"([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
+_FREE = b"free"
+_NO_ETAG = '"00000000000000000000000000000000"'
+
+
+def holder() -> str:
+    """A name that tells who holds something, and nothing else has: machine, process, number."""
+    return f"{_machine()}-{os.getpid()}-{os.urandom(6).hex()}"
+
+
+def is_holder(name: str) -> bool:
+    """Whether a name is one of `holder`."""
+    return _HOLDER.fullmatch(name) is not None
+
+
+def is_alive(name: str, age: float) -> bool:
+    """Whether whoever has a name lives.
+
+    Args:
+        name: of `holder`.
+        age: seconds since its object was put the last time.
+    """
+    match = _HOLDER.fullmatch(name)
+    if match is None:
+        return False
+    if match[1] == _machine() and not os.path.exists(f"/proc/{match[2]}"):
+        return False
+    return age < DEAD_AFTER
+
+
+class Lease:
+    """An object that is put again while this process lives, until it is released.
+
+    Args:
+        service: where.
+        path: of the object.
+        content: of the object.
+
+    Attributes:
+        path: of the object.
+
+    Raises:
+        OSError: it cannot be put.
+    """
+
+    def __init__(self, service: Service, path: str, content: bytes = b"") -> None:
+        self._service = service
+        self.path = path
+        self._content = content
+        self._lock = threading.Lock()
+        self._released = False
+        self._put()
+        _keep_alive(self)
+
+    def _put(self) -> None:
+        self._service.put(self.path, self._content)
+
+    def put_again(self) -> None:
+        """Say again that this process lives."""
+        with self._lock, contextlib.suppress(OSError):
+            if not self._released:
+                self._put()
+
+    def release(self) -> None:
+        """Remove the object, as far as possible; it is not put again."""
+        _let_go(self)
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+            with contextlib.suppress(OSError):
+                self._service.delete(self.path)
+
+
+class _Held:
+    """A lock object while it is this process's; see `held_alone`."""
+
+    def __init__(self, service: Service, path: str, name: str, etag: str) -> None:
+        self._service = service
+        self._path = path
+        self._name = name
+        self._etag = etag
+        self._number = 0
+        self._lock = threading.Lock()
+        self._lost = False
+        _keep_alive(self)
+
+    def put_again(self) -> None:
+        """Say again that this process lives."""
+        with self._lock:
+            self._number += 1
+            # Another content each time, so that it has another ETag.
+            self._replace(_said(self._name, self._number))
+
+    def release(self) -> None:
+        """Let another process have it."""
+        _let_go(self)
+        with self._lock:
+            # Whoever was taken for dead finds another's ETag there, and leaves it alone.
+            self._replace(_FREE)
+            self._lost = True
+
+    def _replace(self, content: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if not self._lost:
+                found = put_if(self._service, self._path, content, IfMatch=self._etag)
+                self._lost = found is None
+                self._etag = found or ""
+
+
+@contextlib.contextmanager
+def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock alone while the block runs.
+
+    Args:
+        service: where.
+        path: of the lock's object.
+        wait: called while another has it; waits a moment, and raises when it has been long enough.
+        tell: told if the service has no conditional writes; then nothing is held.
+
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    if not has_conditional_writes(service, path):
+        tell(
+            f"{service.name} has no conditional writes, by which runs see each other: "
+            f"let no other run write to {path.rpartition('/.reshard/')[0]} at the same time"
+        )
+        yield
+        return
+    name = holder()
+    while True:
+        etag = put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name)
+        if etag is not None:
+            break
+        wait()
+    held = _Held(service, path, name, etag)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _said(name: str, number: int) -> bytes:
+    return f"{name} {number}".encode()
+
+
+def _taken_over(service: Service, path: str, name: str) -> Optional[str]:
+    """Have a lock that is free, or a dead process's; its ETag, or None."""
+    try:
+        found = service.read(path)
+    except FileNotFoundError:
+        return None
+    owner = found.content.split(b" ")[0].decode(errors="replace")
+    if found.content != _FREE and is_alive(owner, found.age):
+        return None
+    return put_if(service, path, _said(name, 0), IfMatch=found.etag)
+
+
+def put_if(service: Service, path: str, content: bytes, **condition: str) -> Optional[str]:
+    """Put a small object of a content that no other has, under a condition.
+
+    Args:
+        service: where.
+        path: of the object.
+        content: of the object.
+        condition: ``IfNoneMatch`` or ``IfMatch``.
+
+    Returns:
+        Its ETag; None where the condition does not hold.
+
+    Raises:
+        OSError: the service does not answer as it should, or has no such condition.
+    """
+    bucket, key = Address.parse(path)
+    try:
+        return str(service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # It may have been put by this, and the answer lost.
+    with contextlib.suppress(FileNotFoundError):
+        found = service.read(path)
+        if found.content == content:
+            return found.etag
+    return None
+
+
+_known: dict[tuple[str, str], bool] = {}
+
+
+def has_conditional_writes(service: Service, path: str) -> bool:
+    """Whether a service heeds conditions of writes: some pass over them, some refuse them.
+
+    Args:
+        service: which.
+        path: an object beside which another may be put to find out, which is done once for each bucket.
+
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    bucket = Address.parse(path).bucket
+    found = _known.get((service.name, bucket))
+    if found is None:
+        name = holder()
+        probe = f"{path}.{name}"
+        try:
+            heeded = put_if(service, probe, _said(name, 0), IfNoneMatch="*") is not None
+            heeded = heeded and put_if(service, probe, _said(name, 1), IfNoneMatch="*") is None
+            found = heeded and put_if(service, probe, _said(name, 2), IfMatch=_NO_ETAG) is None
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            found = False
+        finally:
+            with contextlib.suppress(OSError):
+                service.delete(probe)
+        _known[service.name, bucket] = found
+    return found
+
+
+class _Alive(Protocol):
+    def put_again(self) -> None: ...
+
+
+_alive: set[_Alive] = set()
+_alive_lock = threading.Lock()
+_thread: Optional[threading.Thread] = None
+
+
+def _keep_alive(one: _Alive) -> None:
+    global _thread
+    with _alive_lock:
+        _alive.add(one)
+        if _thread is None:
+            _thread = threading.Thread(target=_put_again, name="reshard-alive", daemon=True)
+            _thread.start()
+
+
+def _let_go(one: _Alive) -> None:
+    with _alive_lock:
+        _alive.discard(one)
+
+
+def _put_again() -> None:
+    while True:
+        time.sleep(PUT_AGAIN_AFTER)
+        with _alive_lock:
+            now = list(_alive)
+        for one in now:
+            one.put_again()
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine, since it was started, and the processes that can be seen, in a few characters."""
+    parts = [platform.node()]
+    for path, read in (("/proc/sys/kernel/random/boot_id", _text), ("/proc/self/ns/pid", os.readlink)):
+        with contextlib.suppress(OSError):
+            parts.append(read(path))
+    return hashlib.sha256(" ".join(parts).encode(errors="surrogateescape")).hexdigest()[:8]
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
