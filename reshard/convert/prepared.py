@@ -257,7 +257,7 @@ class _Preparation:
         if held:
             together = max(map(len, plan.reading_groups(work, together)))
         found = replace(execution, target=store.costs(plan.request.dst), together=together, held=held)
-        if found.max_memory < found.least_memory:
+        if held and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(
                 f"--max-memory {found.max_memory:,} bytes: the object store takes parts of {held // 2:,} bytes, which "

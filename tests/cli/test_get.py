@@ -124,7 +124,6 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, monkeypatch: pytes
         (["--slice", "8"], "out of bounds"),
         (["-o", "w.ckpt"], "has to end in .npy"),
         (["-o", "w.npy", "--json"], "do not go together"),
-        (["-o", "s3://bucket/w.npy"], "to which this is not written"),
     ],
 )
 def test_what_cannot_be_meant_is_wrong_usage(more: list[str], says: str, saved: World) -> None:

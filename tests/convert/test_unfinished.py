@@ -139,7 +139,7 @@ def test_wherever_it_stops_no_loader_takes_it_for_whole(
         shutil.rmtree(world.dst)
         if stop.calls < at:
             break
-    assert at > 3
+    assert at >= 3
 
 
 class Stop:
