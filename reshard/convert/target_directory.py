@@ -198,7 +198,7 @@ class TargetDirectory:
 
     def _check_other_forms(self, others: Sequence[Ledger]) -> None:
         """Insist that no checkpoint of another form, which no record knows, stays beside this one."""
-        names = names_in(self._root) if is_directory(self._root) else []
+        names = names_in(self._root)
         if not forms_among(self._root, names) - {self._ledger.identity.form}:
             return
         known = {

@@ -58,7 +58,8 @@ class Destination:
             TargetError: it is something else than a directory.
             RetryableError: it cannot be read.
         """
-        if exists(self.path) and not is_directory(self.path):
+        there = status_at(self.path)
+        if not there.directory if there is not None else exists(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
         if others:

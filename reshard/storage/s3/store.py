@@ -84,8 +84,6 @@ class S3Store:
                 if name:
                     found.setdefault(name, ObjectEntry(name, directory=True))
         if not found and address.key and not marked:
-            if self._object(address, directory) is not None:
-                raise NotADirectoryError(errno.ENOTDIR, "is no directory", directory)
             raise FileNotFoundError(errno.ENOENT, "there is no such object", directory)
         return list(found.values())
 
