@@ -6,10 +6,8 @@ one can be found, an object beside its place says that it is being written, as t
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import errno
-import hashlib
 import json
 import threading
 import time
@@ -96,9 +94,7 @@ class NewObject:
         with self._lock:
             self._putting += 1
         try:
-            digest = _digest(part.data)
-            wanted = {"UploadId": upload, "PartNumber": number + 1, "Body": part.data, "ContentMD5": digest}
-            answer = self._ask("upload_part", **wanted)
+            answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=part.data)
         finally:
             with self._lock:
                 self._putting -= 1
@@ -142,7 +138,7 @@ class NewObject:
         """Put it, or complete its upload."""
         if self._size <= self._part_bytes:
             data = self._filling[0].data
-            self._ask("put_object", Body=data, Metadata=self._metadata, ContentMD5=_digest(data))
+            self._ask("put_object", Body=data, Metadata=self._metadata)
             return
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]
         try:
@@ -199,11 +195,6 @@ class NewObject:
         if upload is not None:
             self._abort(upload)
         self._release()
-
-
-def _digest(data: bytearray) -> str:
-    """What the service compares bytes with that came, so that what went wrong on the way is refused."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 class _Mark(NamedTuple):
