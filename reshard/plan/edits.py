@@ -101,7 +101,8 @@ class Edits:
         """All of it as a text, the same for what gives the same tensors."""
         table = None if self.table is None else (self.table.text, self.table.chosen)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
-        config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
+        # Of a configuration only what the table reads: anything else may be changed between two runs.
+        config = None if self.table is None else json.dumps(self.table.asked_of(self.config), sort_keys=True)
         additions = None if self.additions is None else self.additions.identity
         said = (table, renames, config, self.reverse, self.optimizer, self.casts, additions)
         return repr((*said, self.exactly) if self.exactly else said)

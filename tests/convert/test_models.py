@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
 from tests.reference import Strategy
-from tests.running import Argument, done
+from tests.running import Argument, done, fails
 from tests.trees import (
     Value,
     cut_ranks,
@@ -154,6 +155,24 @@ def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_anot
     process = subprocess.run(list(map(str, arguments)), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     assert int(process.stdout) >= 2
+
+
+def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    words = [*world.convert, "--config", world.hf / "config.json"]
+    done("convert", *words, "--shard", "0/2")
+
+    # What is usual is said now, and something that no rule asks for.
+    edited = {**world.config, "use_cache": False, "torch_dtype": "float32", "head_dim": 3}
+    (world.hf / "config.json").write_text(json.dumps(edited, indent=1))
+    assert done("convert", *words, "--shard", "0/2", "--json").json["ranks"] == []
+    done("resume", tmp_path / "ranks")
+    same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, world.made))
+    (world.hf / "config.json").write_text(json.dumps({**edited, "use_cache": True}))
+    done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
+
+    (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
+    fails(3, "convert", *words, says=["another conversion"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
