@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 from collections.abc import Collection, Mapping
 from typing import Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import find_checkpoints, reading_error
+from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import find_iterations
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, read_checkpoint
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.checkpoints.full import HUGGINGFACE
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, TargetError
 from reshard.records import Identity, Manifest
@@ -23,7 +22,7 @@ from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import Message, joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges, some_names
+from reshard.text.wording import plural, rank_ranges
 from reshard.verification import (
     Difference,
     Means,
@@ -39,6 +38,7 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
+from reshard.verification.beside import compare_beside
 from reshard.verification.compare_forms import compare_with_form
 from reshard.verification.edited import Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
@@ -147,7 +147,10 @@ def verify_conversion(
         if written is None:
             return found
         found += compare_with_form(tree, strategy, written, laid_out, target.directory, means, admit)
-        return found + _beside(reader.checkpoint, target, report)
+        if target.form == HUGGINGFACE:
+            cast = source.edits is not None and bool(source.edits.casts)
+            found += compare_beside(reader.checkpoint, target.directory, written.tree, cast, report)
+        return found
 
     damaged = dict(known or {})
     if known is not None:
@@ -255,26 +258,6 @@ def _reader(source: Source, target: Target, filters: Filters, means: Means, repo
         return filters.admit(name) and (target.strategy.is_none or name in listed)
 
     return FormReader(source, wanted, means, report)
-
-
-def _beside(source: Optional[Checkpoint], target: Target, report: Report) -> list[Difference]:
-    """Files beside the source's weights, such as a tokenizer, that are not beside the target's."""
-    if target.form != HUGGINGFACE or not isinstance(source, FullWeights):
-        return []
-    missing, different = [], []
-    for name in source.others:
-        here, there = os.path.join(source.place, name), os.path.join(target.directory, name)
-        try:
-            if not is_regular_file(there):
-                missing.append(name)
-            elif not filecmp.cmp(here, there, shallow=False):
-                different.append(name)
-        except OSError as error:
-            raise reading_error(there, error) from error
-    if different:
-        # Somebody's own stays where it was before the conversion.
-        report.warn(f"{target.directory}: not as beside the source's weights: {some_names(different)}")
-    return [Difference("file", None, (), f"is missing, and is in {source.place}", (name,)) for name in missing]
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:

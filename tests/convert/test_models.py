@@ -15,7 +15,7 @@ import pytest
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
 from tests.reference import Strategy
-from tests.running import Argument, done, fails
+from tests.running import Argument, Result, done, fails, flat, warns
 from tests.trees import (
     Value,
     cut_ranks,
@@ -58,10 +58,14 @@ class World:
 
     def back(self, source: Path, *words: Argument) -> Path:
         """Convert to Hugging Face's names; the size of the config.json is that of the model, not of ranks."""
+        self.told_back(source, *words)
+        return source.with_name(source.name + "-back")
+
+    def told_back(self, source: Path, *words: Argument) -> Result:
+        """Likewise; what was said."""
         target = source.with_name(source.name + "-back")
-        done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
-             self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
-        return target
+        return done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
+                    self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
 
 
 def huggingface(root: Path) -> dict[str, Value]:
@@ -173,6 +177,57 @@ def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion
 
     (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
     fails(3, "convert", *words, says=["another conversion"])
+
+
+def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    config = world.hf / "config.json"
+    done("convert", *world.convert)
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--verify")
+    assert (back / "config.json").read_bytes() == config.read_bytes()
+
+    # Somebody's own stays, as that of a Hugging Face source does.
+    (back / "config.json").write_text("{}")
+    (back / "model.safetensors.index.json").unlink()
+    warns(world.told_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: was there already and is kept")
+    assert (back / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Path, key: str) -> None:
+    world = World(tmp_path, "qwen3")
+    said = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
+    config = world.hf / "config.json"
+    config.write_text(json.dumps(said))
+    done("convert", *world.convert)
+    words: list[Argument] = ["--src-strategy", world.d, "--cast", "BFloat16"]
+    told = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
+    warns(told, f"config.json says {key} bfloat16 now")
+    back = world.back(tmp_path / "ranks", *words)
+    written = (back / "config.json").read_bytes()
+    assert json.loads(written) == {**said, key: "bfloat16"} and [*json.loads(written)] == [*said]
+    told = world.told_back(tmp_path / "ranks", *words)
+    assert "is kept" not in told.err and (back / "config.json").read_bytes() == written
+
+    # From one Hugging Face directory to another, where what lies beside the weights is compared.
+    verified: list[Argument] = ["--to", "huggingface", "--cast", "Float16"]
+    done("convert", world.hf, tmp_path / "half", *verified, "--verify")
+    assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**said, key: "float16"}
+    verify: list[Argument] = ["verify", tmp_path / "half", "--src", world.hf]
+    assert "config.json" not in done(*verify).err
+    (tmp_path / "half" / "config.json").write_text(json.dumps(said))
+    warns(done(*verify), "not as beside the source's weights: config.json")
+
+
+def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    for config in (json.dumps({**world.config, "dtype": "float32"}), json.dumps(world.config), "no configuration"):
+        (world.hf / "config.json").write_text(config)
+        out = tmp_path / str(len(config))
+        told = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
+        assert (out / "config.json").read_text() == config
+        assert ("of several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
+        assert ("is taken over as it is" in flat(told.err)) == (config == "no configuration")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
