@@ -35,7 +35,7 @@ def compared_edits(edits: Optional[AskedEdits]) -> Optional[Edits]:
 
 def edits_of_target(
     out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
-) -> Optional[Edits]:
+) -> tuple[Optional[Edits], bool]:
     """The names and types that a converted checkpoint was given.
 
     Args:
@@ -45,14 +45,17 @@ def edits_of_target(
         plan: what the directory says of itself, if it does.
         report: told where they come from.
 
+    Returns:
+        These, and whether they are recorded.
+
     Raises:
         UsageError: the directory was written with other names or types, and nothing says with which.
         ReshardError: what is typed cannot be read.
     """
     edits = edits_of(src, typed)
     if edits is None and plan is not None and plan.edits:
-        edits = _recorded(out, src, plan, report)
-    return compared_edits(edits)
+        return compared_edits(_recorded(out, src, plan, report)), True
+    return compared_edits(edits), False
 
 
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:

@@ -42,6 +42,7 @@ from reshard.verification.beside import compare_beside
 from reshard.verification.compare_forms import compare_with_form
 from reshard.verification.edited import Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
+from reshard.verification.own_names import casts_alone, weights_of, without_rules
 from reshard.verification.tied import not_alike
 from reshard.verification.written import read_written
 
@@ -58,6 +59,8 @@ class Source(NamedTuple):
         step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
         file_suffix: only files whose stem ends so.
         edits: the names, packing and types that it got; None where they stayed.
+        recorded: whether these are what the target's records say, of whatever source that was made.
+        beside: whether what lies beside its weights, such as a tokenizer, has to lie beside the target's.
     """
 
     path: str
@@ -66,6 +69,8 @@ class Source(NamedTuple):
     step: str = "latest"
     file_suffix: Optional[str] = None
     edits: Optional[Edits] = None
+    recorded: bool = False
+    beside: bool = True
 
 
 class Target(NamedTuple):
@@ -124,10 +129,20 @@ def verify_conversion(
             return compared(tree, target.strategy)
         # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
         check_complete(tree, reader.strategy, Needs(Strategy.none()))
+        if source.recorded and without_rules(tree, source.edits, weights()):
+            report.note(
+                f"{target.directory} has the names of {source.path}, to which the recorded rules would give others: "
+                "compared without them; to compare otherwise, say how with --names or --rename"
+            )
+            plain = source._replace(edits=casts_alone(source.edits), recorded=False, beside=False)
+            return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
         edited = edited_tree(tree, source.edits, report)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
         return [*not_alike(edited, means), *compared(edited, laid_out)]
+
+    def weights() -> set[str]:
+        return weights_of(target.directory, target.form, target.files, means.handles)
 
     def compared(tree: Tree, laid_out: Strategy) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy
@@ -147,7 +162,7 @@ def verify_conversion(
         if written is None:
             return found
         found += compare_with_form(tree, strategy, written, laid_out, target.directory, means, admit)
-        if target.form == HUGGINGFACE:
+        if target.form == HUGGINGFACE and source.beside:
             cast = source.edits is not None and bool(source.edits.casts)
             found += compare_beside(reader.checkpoint, target.directory, written.tree, cast, report)
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -228,6 +229,44 @@ def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Pa
         assert (out / "config.json").read_text() == config
         assert ("of several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
         assert ("is taken over as it is" in flat(told.err)) == (config == "no configuration")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_went_forth_and_back_is_verified_with_what_was_at_the_beginning(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path, family)
+    done("convert", *world.convert)
+    ranks: list[Argument] = ["--src-strategy", world.d]
+    back = world.back(tmp_path / "ranks", *ranks)
+    done("convert", back, tmp_path / "again", *world.convert[2:])
+    done("convert", tmp_path / "ranks", tmp_path / "two", *ranks, "--to", "checkpoint2", "--dst-strategy", "same")
+
+    said = done("verify", back, "--src", world.hf)
+    warns(said, f"has the names of {world.hf}, to which the recorded rules would give others: compared without them")
+    both: list[Argument] = [*ranks, "--dst-strategy", world.d]
+    warns(done("verify", tmp_path / "again", "--src", tmp_path / "ranks", *both), "compared without them")
+    warns(done("verify", tmp_path / "again", "--src", tmp_path / "two", *both[2:]), "compared without them")
+    # The way that is recorded, from a copy of its source, is gone as before.
+    shutil.copytree(world.hf, tmp_path / "copy")
+    assert "without them" not in done("verify", tmp_path / "again", "--src", tmp_path / "copy", *both[2:]).err
+
+    other = {name: bits(each) for name, each in world.weights.items()}
+    write_huggingface(tmp_path / "other", other, world.config)
+    found = fails(4, "verify", back, "--src", tmp_path / "other", "--json").json["differences"]
+    assert {(each["kind"], each["parameter"]) for each in found} == {("content", name) for name in other}
+
+
+def bits(tensor: Value) -> Value:
+    """The same with the last bit of every element turned."""
+    return Value(tensor.dtype, tensor.array ^ 1)
+
+
+@pytest.mark.parametrize("cast", ["BFloat16", "*layernorm*=BFloat16"])
+def test_casts_on_the_way_back_hold_for_what_was_at_the_beginning(tmp_path: Path, cast: str) -> None:
+    world = World(tmp_path, "qwen3")
+    done("convert", *world.convert)
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--cast", cast)
+    warns(done("verify", back, "--src", world.hf), "compared without them")
+    fails(4, "verify", back, "--src", world.hf, "--rename", "*=*")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
