@@ -65,7 +65,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
     except TargetError as error:
         report.warn(error.message)
         commands = []
-    problem = "no record says which"
+    problem = "no record says which, as of what merge-lora wrote"
     for given in commands:
         said = " ".join(_words(given))
         try:
@@ -79,8 +79,8 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
         problem = f"it was given {said}, which says something else now"
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"give the options of names and types that convert was given ({_OPTIONS}); what merge-lora wrote, "
-        "`reshard diff` compares with its base",
+        hint=f"give the options of names and types that convert was given ({_OPTIONS}); after merge-lora give that "
+        "command again with --verify, which writes nothing anew; `reshard diff` shows what an adapter changed",
     )
 
 

@@ -26,6 +26,7 @@ from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
 from reshard.verification.parameter import Holding, Parameter, Shards, Slice, shared
 from reshard.verification.parts import Readable
+from reshard.verification.products import Product
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EditedTree(Tree):
         recipes: how all others are made.
         tied: names in the source of tensors of which only the first is taken, and which should be equal.
         paths: the files that recipes read, as far as they were asked for.
+        products: what an adapter added, by the name of the weight.
     """
 
     base: Tree = field(default_factory=lambda: Tree({}, {}))
@@ -79,6 +81,7 @@ class EditedTree(Tree):
     recipes: dict[str, Recipe] = field(default_factory=dict)
     tied: tuple[tuple[str, str], ...] = ()
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    products: Mapping[str, Product] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -106,6 +109,10 @@ class EditedTree(Tree):
         """The floating point type of a parameter of which all that is no number counts as the same."""
         recipe = self.recipes.get(name)
         return recipe.dtype if recipe is not None and recipe.cast else None
+
+    def product(self, name: str) -> Optional[Product]:
+        """What an adapter added to a parameter."""
+        return self.products.get(name)
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
         """The source's strategy under the names that tensors have here.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Callable, NamedTuple, Optional, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
@@ -40,11 +41,15 @@ from reshard.verification import (
 )
 from reshard.verification.beside import compare_beside
 from reshard.verification.compare_forms import compare_with_form
-from reshard.verification.edited import Edits, edited_tree
+from reshard.verification.edited import EditedTree, Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.own_names import casts_alone, weights_of, without_rules
+from reshard.verification.products import products_of
 from reshard.verification.tied import not_alike
 from reshard.verification.written import read_written
+
+if TYPE_CHECKING:
+    from reshard.lora import Scale
 
 _MOST_SHOWN = 3
 
@@ -61,6 +66,7 @@ class Source(NamedTuple):
         edits: the names, packing and types that it got; None where they stayed.
         recorded: whether these are what the target's records say, of whatever source that was made.
         beside: whether what lies beside its weights, such as a tokenizer, has to lie beside the target's.
+        adapter: what was added to its weights; None where nothing was.
     """
 
     path: str
@@ -71,6 +77,19 @@ class Source(NamedTuple):
     edits: Optional[Edits] = None
     recorded: bool = False
     beside: bool = True
+    adapter: Optional[Adapter] = None
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter that was added.
+
+    Attributes:
+        source: its matrices.
+        scale: what their products are multiplied with.
+    """
+
+    source: Source
+    scale: Scale
 
 
 class Target(NamedTuple):
@@ -137,6 +156,8 @@ def verify_conversion(
             plain = source._replace(edits=casts_alone(source.edits), recorded=False, beside=False)
             return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
         edited = edited_tree(tree, source.edits, report)
+        if source.adapter is not None:
+            edited = _with_adapter(edited, source.adapter, means)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
         return [*not_alike(edited, means), *compared(edited, laid_out)]
@@ -177,6 +198,30 @@ def verify_conversion(
             return different
         damaged.update(more)
     return differences(read_sound(reader.read, crcs, damaged))
+
+
+def _with_adapter(edited: EditedTree, adapter: Adapter, means: Means) -> EditedTree:
+    """Weights without the matrices of adapters beside them, and what one adds."""
+    # Loaded only here, because it loads what conversions are carried out with.
+    from reshard.lora.pairs import is_matrix
+
+    kept = edited.only(lambda name: not is_matrix(name))
+    assert isinstance(kept, EditedTree)
+    return replace(
+        kept, products=products_of(kept, _matrices(adapter.source, means), adapter.source.path, adapter.scale)
+    )
+
+
+def _matrices(source: Source, means: Means) -> Tree:
+    """The files of an adapter, which have to be complete."""
+    report = Report()
+    if source.form != RANKS:
+        return FormReader(source, lambda name: True, means, report).read({})
+    found = find_checkpoints(source.path, source.file_suffix)
+    check_ranks(found, source.strategy, means.handles)
+    tree = read_step(found, source.strategy, source.step, means.handles, report)
+    check_complete(tree, source.strategy, Needs(Strategy.none()))
+    return tree
 
 
 class _Reader(Protocol):
