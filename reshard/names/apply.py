@@ -109,6 +109,21 @@ def apply_rules(
     return run.applied()
 
 
+def warning_of(rules: Rules, applied: Applied) -> Optional[str]:
+    """What to warn of where options were taken for what is usual; None where all are stated or told.
+
+    The other choice has the same names and shapes, and a model that computes nonsense.
+    """
+    if not applied.assumed:
+        return None
+    said = ",".join(applied.assumed)
+    stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
+    return (
+        f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say so: "
+        f"state it with --names {stated}"
+    )
+
+
 class _Class(NamedTuple):
     """What a rule makes of tensors of certain shapes.
 

@@ -192,6 +192,8 @@ def _ruled(
     Raises:
         CheckpointError: they move what nothing lays out.
     """
+    from reshard.names import warning_of
+
     found: dict[str, Made] = {}
     still: set[str] = set()
     for name, (_, sources, view) in applied.made.items():
@@ -215,14 +217,9 @@ def _ruled(
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:
         report.note(note)
-    if applied.assumed:
-        # The other choice has the same names and shapes, and a model that computes nonsense.
-        said = ",".join(applied.assumed)
-        stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
-        report.warn(
-            f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say "
-            f"so: state it with --names {stated}"
-        )
+    warning = warning_of(rules, applied)
+    if warning is not None:
+        report.warn(warning)
     return found, still
 
 

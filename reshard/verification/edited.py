@@ -169,7 +169,7 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         InputError: they do not fit the source.
     """
     # Loaded only here: most checkpoints are compared under their own names.
-    from reshard.names import AppliedStep, apply_rules
+    from reshard.names import AppliedStep, apply_rules, warning_of
 
     base.check_readings()
     made = {name: _Made(AppliedStep("", (), (name,), (name,)), 0) for name in base.parameters}
@@ -179,6 +179,9 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         shapes = {name: parameter.shape for name, parameter in base.parameters.items()}
         shapes.update((name, _value(base, name).shape) for name in kept)
         applied = apply_rules(edits.table, shapes, edits.config, edits.reverse, edits.optimizer)
+        warning = warning_of(edits.table, applied)
+        if warning is not None:
+            report.warn(warning)
         made, kept = _ruled(base, made, kept, applied)
         tied = tuple(pair for pair in applied.tied if all(name in base.parameters for name in pair))
         for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "no rule speaks of it")):

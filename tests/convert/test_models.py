@@ -337,6 +337,12 @@ def test_a_warning_of_what_is_usual_can_be_typed_and_loses_nothing_that_was_stat
 
     assert stated == "qwen3,gate_up=halves,qkv=grouped"
     assert "warning" not in done("plan", *source, stated).err
+    # Who compares takes the same for granted.
+    done("convert", *source, stated)
+    for words in (["verify", tmp_path / "out", "--src", source[0]], ["fingerprint", source[0]]):
+        warns(done(*words, "--names", "qwen3,gate_up=halves"), "warning: the rules", f"state it with --names {stated}")
+        assert "warning" not in done(*words, "--names", stated).err
+    assert "warning" not in done("verify", tmp_path / "out", "--src", source[0]).err
 
 
 def test_the_model_of_the_pages_is_what_its_script_makes(tmp_path: Path) -> None:
