@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -11,7 +12,7 @@ from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.checkpoint2.names import COMMON
 from reshard.checkpoints.edited import EditedCheckpoint, stored_checkpoint
-from reshard.checkpoints.formats.dtypes import NO_ARRAYS
+from reshard.checkpoints.formats.dtypes import MEMORY, NO_ARRAYS
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import FullWeights
 from reshard.checkpoints.name_order import layers_in_order
@@ -20,10 +21,12 @@ from reshard.errors import CheckpointError
 from reshard.plan.beside import files_beside
 from reshard.plan.request import Request
 from reshard.storage import read_range
+from reshard.strategies import SAME
 from reshard.target import FinishingFile, RankFiles, TargetForm
 from reshard.target.checkpoint2_common import common_json
 from reshard.target.checkpoint2_files import Checkpoint2Files
 from reshard.target.full_directory import FullDirectory
+from reshard.target.marks import STRATEGY_FILE
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
@@ -40,8 +43,20 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         ReshardError: it cannot be told, or not be read what it has to say.
     """
     if request.to == RANKS:
+        alone = request.target.path == SAME and request.target.stages != request.source.stages
+        if alone and not all(stage.layouts for stage in request.target.stages):
+            report.warn("no strategy is written beside the ranks: of some pipeline stage no parameter is left")
+            alone = False
+        if alone and not (request.exact_file or request.format == MEMORY):
+            report.note(
+                f"the strategy of these ranks is written beside them: {os.path.join(request.dst, STRATEGY_FILE)}"
+            )
         return RankFiles(
-            request.target, checkpoint.tensors, format_asked(request, checkpoint), rank_names(request, checkpoint)
+            request.target,
+            checkpoint.tensors,
+            format_asked(request, checkpoint),
+            rank_names(request, checkpoint),
+            alone,
         )
     admit = request.filters.admit
     found = [name for name in _in_order(checkpoint) if admit(name)]
