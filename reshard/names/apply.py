@@ -16,11 +16,11 @@ from reshard.names.operations import TAKE, Shape, SizedOperation
 from reshard.names.options import Settled, settle
 from reshard.names.pattern import SizedPattern
 from reshard.names.problems import Problems
-from reshard.names.sizes import SizeError
 from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import WEIGHTS, kind_of, state_prefix
 from reshard.text.near_names import near_names
+from reshard.text.products import SizeError
 
 
 class Made(NamedTuple):

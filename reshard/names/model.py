@@ -8,7 +8,8 @@ from typing import Optional
 
 from reshard.names.operations import Operation, Stack, Unstack
 from reshard.names.pattern import Pattern
-from reshard.names.sizes import Product, Size, config_value
+from reshard.names.sizes import Size, config_value
+from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
 """Which way a table may be read without being asked: whichever fits, or from left to right alone."""
