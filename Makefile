@@ -49,6 +49,7 @@ test-all:
 check:
 	@.ci/venv $(VENV) $(PYTHON) dev
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 conformance:

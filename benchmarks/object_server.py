@@ -1,10 +1,10 @@
-"""Serves a directory as a bucket of an object store, read only, with a delay before every answer.
+"""Serves a directory as a bucket of an object store, with a delay before every answer.
 
 usage: python -m benchmarks.object_server DIRECTORY MILLISECONDS BYTES_A_SECOND
 
-Only what reading takes is there: HEAD, GET of a range, lists. Prints its port. Delays of several requests pass at
-the same time, as on a network, and all answers share so many bytes a second. Files are sent by the kernel, so that
-little of the machine is taken from what is measured.
+Only what conversions take is there: HEAD, GET of a range, lists, PUT with conditions, multipart uploads. Prints its
+port. Delays of several requests pass at the same time, as on a network, and all bytes share so many a second.
+Files are sent by the kernel, and nothing is hashed, so that little of the machine is taken from what is measured.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 import threading
 import time
+import uuid
+from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-_PIECE = 256 << 10
+_PIECE = 1 << 20
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]*)")
 
 
@@ -42,8 +45,27 @@ class Link:
         time.sleep(max(0.0, wait))
 
 
+def _etag(path: Path) -> str:
+    status = path.stat()
+    return f'"{status.st_size:x}-{status.st_mtime_ns:x}"'
+
+
+def _iso(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def _number(path: Path) -> int:
+    return int(path.name)
+
+
 def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler]:
     """Answers requests for what lies in a directory."""
+
+    uploads = root.parent / f"{root.name}-uploads"
+    uploads.mkdir(exist_ok=True)
+    # Metadata of objects, by path, and of uploads, by number.
+    said: dict[str, dict[str, str]] = {}
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -60,14 +82,82 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
         def do_GET(self) -> None:
             self._answer(body=True)
 
-        def _answer(self, body: bool) -> None:
+        def do_PUT(self) -> None:
+            key, query = self._asked()
+            whole = root / key
+            path = uploads / query["uploadId"][0] / query["partNumber"][0] if "uploadId" in query else whole
+            unnamed = uploads / uuid.uuid4().hex
+            left = int(self.headers["Content-Length"])
+            with unnamed.open("wb") as file:
+                while left:
+                    data = self.rfile.read(min(_PIECE, left))
+                    link.pass_through(len(data))
+                    file.write(data)
+                    left -= len(data)
+            with lock:
+                there = _etag(whole) if whole.is_file() else None
+                wanted = self.headers.get("If-Match")
+                if (self.headers.get("If-None-Match") and there) or (wanted and wanted != there):
+                    unnamed.unlink()
+                    return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+                if key.endswith("/"):
+                    unnamed.unlink()
+                    whole.mkdir(parents=True, exist_ok=True)
+                    return self._plain(200, b"", ETag='"directory"')
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unnamed.rename(path)
+                if path is whole:
+                    said[str(whole)] = self._metadata()
+                return self._plain(200, b"", ETag=_etag(path))
+
+        def do_POST(self) -> None:
+            key, query = self._asked()
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if "uploads" in query:
+                number = uuid.uuid4().hex
+                (uploads / number).mkdir()
+                said[number] = self._metadata()
+                text = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
+                return self._plain(200, text.encode())
+            number = query["uploadId"][0]
+            with (uploads / number / "whole").open("wb") as whole:
+                for part in sorted(
+                    (path for path in (uploads / number).iterdir() if path.name != "whole"), key=_number
+                ):
+                    with part.open("rb") as file:
+                        while os.sendfile(whole.fileno(), file.fileno(), None, _PIECE << 6):
+                            pass
+                    part.unlink()
+            (root / key).parent.mkdir(parents=True, exist_ok=True)
+            (uploads / number / "whole").rename(root / key)
+            said[str(root / key)] = said.pop(number)
+            text = f"<CompleteMultipartUploadResult><ETag>{_etag(root / key)}</ETag></CompleteMultipartUploadResult>"
+            return self._plain(200, text.encode())
+
+        def do_DELETE(self) -> None:
+            key, query = self._asked()
+            if "uploadId" in query:
+                shutil.rmtree(uploads / query["uploadId"][0], ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    (root / key).rmdir() if key.endswith("/") else (root / key).unlink()
+            self._plain(204, b"")
+
+        def _asked(self) -> tuple[str, dict[str, list[str]]]:
             time.sleep(delay)
             url = urlsplit(self.path)
             _, _, key = unquote(url.path).lstrip("/").partition("/")
+            return key, parse_qs(url.query, keep_blank_values=True)
+
+        def _metadata(self) -> dict[str, str]:
+            return {name: value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}
+
+        def _answer(self, body: bool) -> None:
+            key, query = self._asked()
             if key:
                 self._object(root / key, body)
             else:
-                self._list(parse_qs(url.query))
+                self._list(query)
 
         def _object(self, path: Path, body: bool) -> None:
             if not path.is_file():
@@ -80,7 +170,9 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             if match:
                 self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
             self.send_header("Content-Length", str(last - first + 1))
-            self.send_header("ETag", f'"{size:x}-{path.stat().st_mtime_ns:x}"')
+            self.send_header("ETag", _etag(path))
+            for name, value in said.get(str(path), {}).items():
+                self.send_header(name, value)
             self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
             self.end_headers()
             self.wfile.flush()
@@ -99,20 +191,25 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
         def _list(self, query: dict[str, list[str]]) -> None:
             prefix = query.get("prefix", [""])[0]
             flat = "delimiter" not in query
-            place = root / prefix
-            found = sorted(place.rglob("*") if flat else place.iterdir()) if place.is_dir() else []
+            place, _, start = prefix.rpartition("/")
+            directory = root / place
+            found = sorted(directory.rglob("*") if flat else directory.iterdir()) if directory.is_dir() else []
+            found = [path for path in found if flat or path.name.startswith(start)]
             parts = []
             for path in found[: int(query.get("max-keys", ["1000"])[0])]:
                 key = escape(str(path.relative_to(root)))
                 if path.is_dir() and not flat:
                     parts.append(f"<CommonPrefixes><Prefix>{key}/</Prefix></CommonPrefixes>")
                 elif path.is_file():
-                    parts.append(f"<Contents><Key>{key}</Key><Size>{path.stat().st_size}</Size></Contents>")
+                    about = f"<Size>{path.stat().st_size}</Size><LastModified>{_iso(path)}</LastModified>"
+                    parts.append(f"<Contents><Key>{key}</Key>{about}</Contents>")
             text = f"<ListBucketResult><KeyCount>{len(parts)}</KeyCount>{''.join(parts)}</ListBucketResult>"
             self._plain(200, text.encode())
 
-        def _plain(self, status: int, text: bytes) -> None:
+        def _plain(self, status: int, text: bytes, **headers: str) -> None:
             self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)

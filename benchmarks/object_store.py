@@ -55,7 +55,7 @@ def compared(place: Path, endpoint: str, options: list[object], claim: Claim) ->
     """A conversion against reading in large ranges: requests under way, seconds of both, how they compare."""
     made, raw = place / "made", place / "raw"
     words = ["s3://bench", made, *options, "--endpoint-url", endpoint, "--max-memory", MEMORY, "--json"]
-    requests = _told(reshard("plan", *words))["requests"]
+    requests = told(reshard("plan", *words))["requests"]
     at_a_time, size = requests["at_a_time"], requests["most_bytes"]
     whole, part, theirs, anonymous = [], [], [], 0
     for _ in range(PAIRS):
@@ -65,15 +65,24 @@ def compared(place: Path, endpoint: str, options: list[object], claim: Claim) ->
         whole.append(found.seconds)
         anonymous = max(anonymous, found.anonymous)
         part.append(json.loads((place / "told").read_text())["phases"]["writing"])
-        command = [sys.executable, "-m", "benchmarks.object_reads", endpoint, at_a_time, size, place / "src", raw]
-        theirs.append(_told(command))
+        command: list[object] = [
+            sys.executable,
+            "-m",
+            "benchmarks.object_reads",
+            endpoint,
+            at_a_time,
+            size,
+            place / "src",
+            raw,
+        ]
+        theirs.append(told(command))
     assert wrong_slices(made, MODEL, claim.new, claim.ending) == 0
     ours, ranges = median(part), median(theirs)
     seconds = [f"{found:.2f} s" for found in (median(whole), ours, ranges)]
     return [str(at_a_time), *seconds, f"{ranges / ours:.2f}", f"{anonymous / MIB:.0f} MiB"]
 
 
-def _told(command: Sequence[object]) -> Any:
+def told(command: Sequence[object]) -> Any:
     """What a command prints, as JSON."""
     return json.loads(subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout)
 
@@ -103,5 +112,5 @@ def served(directory: Path, delay: int) -> Iterator[str]:
 
 if __name__ == "__main__":
     # A command whose output is kept, so that it can be measured as others are.
-    with open(sys.argv[1], "w", encoding="utf-8") as told:
-        sys.exit(subprocess.run(sys.argv[2:], stdout=told, check=False).returncode)
+    with open(sys.argv[1], "w", encoding="utf-8") as kept:
+        sys.exit(subprocess.run(sys.argv[2:], stdout=kept, check=False).returncode)

@@ -86,6 +86,10 @@ class World:
             **options,
         )
 
+    def save_step(self, step: str, full: Mapping[str, Value], ranks: Optional[list[int]] = None) -> None:
+        """Save a step such as 1_10."""
+        self.save(full, f"rank_{{rank}}/net-{step}.ckpt", ranks)
+
     def words(self, *options: Argument, command: str = "transform-dir") -> list[Argument]:
         return [
             command, *([] if command != "by-rank" else [options[0]]), self.src, self.dst,

@@ -134,7 +134,7 @@ class FileHandles:
             # Opening may take long on a network file system, so only this file's users wait for it.
             with handle.opening:
                 if handle.opened is None:
-                    handle.opened = self._open(path)
+                    handle.opened = self.open_file(path)
                 if handle.file is None:
                     handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
             yield handle.file
@@ -172,7 +172,12 @@ class FileHandles:
             self.close()
             return store.open(path)
 
-    def _open(self, path: str) -> OpenFile:
+    def open_file(self, path: str) -> OpenFile:
+        """Open a file that is not open yet, as `borrow` does for all who read; who counts what is opened looks here.
+
+        Raises:
+            OSError: it cannot be opened, or is another one than when it was opened before.
+        """
         file = self._anew(path)
         try:
             self._check_unchanged(path, file.status())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Optional
 
 from reshard.text.near_names import near_names
 
@@ -41,6 +42,12 @@ _ELSEWHERE = {
     "--output-format": "It is --format here.",
 }
 
+# What a command does not do beside what it does.
+_BESIDE = {
+    ("merge-lora", "--cast"): "Merge first, then cast: convert OUT OTHER --cast DTYPE.",
+    ("merge-lora", "--names"): "Merge first, then give other names: convert OUT OTHER --names TABLE.",
+    ("merge-lora", "--rename"): "Merge first, then give other names: convert OUT OTHER --rename OLD=NEW.",
+}
 
 # What somebody may look for under another name.
 _COMMANDS = {
@@ -69,14 +76,17 @@ def on_command(typed: str, names: Iterable[str]) -> str:
     return f" Did you mean {_COMMANDS[typed]}?" if typed in _COMMANDS else nearest(typed, names)
 
 
-def on_option(typed: str, there: Sequence[str], others: Sequence[str]) -> str:
+def on_option(command: Optional[str], typed: str, there: Sequence[str], others: Sequence[str]) -> str:
     """What to do instead of typing an option.
 
     Args:
+        command: the command.
         typed: the option, in this project's spelling.
         there: the options of the command.
         others: the commands that have it.
     """
+    if command is not None and (command, typed) in _BESIDE:
+        return f" {_BESIDE[command, typed]}"
     if typed in _ELSEWHERE:
         return f" {_ELSEWHERE[typed]}"
     has = f" It is an option of {', '.join(others)}." if others else ""

@@ -191,7 +191,7 @@ def _unknown_option(ctx: click.Context, error: click.NoSuchOption, args: Iterabl
         if other is not ctx.command and any(name in param.opts for param in other.params):
             others.append(path)
     there = [opt for param in ctx.command.get_params(ctx) if isinstance(param, click.Option) for opt in param.opts]
-    return click.UsageError(f"No such option: {typed}.{advice.on_option(name, there, others)}", ctx)
+    return click.UsageError(f"No such option: {typed}.{advice.on_option(ctx.command.name, name, there, others)}", ctx)
 
 
 def _commands(ctx: click.Context, command: click.Command, path: tuple[str, ...]) -> Iterable[tuple[str, click.Command]]:

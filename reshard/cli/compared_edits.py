@@ -35,7 +35,7 @@ def compared_edits(edits: Optional[AskedEdits]) -> Optional[Edits]:
 
 def edits_of_target(
     out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
-) -> Optional[Edits]:
+) -> tuple[Optional[Edits], bool]:
     """The names and types that a converted checkpoint was given.
 
     Args:
@@ -45,14 +45,17 @@ def edits_of_target(
         plan: what the directory says of itself, if it does.
         report: told where they come from.
 
+    Returns:
+        These, and whether they are recorded.
+
     Raises:
         UsageError: the directory was written with other names or types, and nothing says with which.
         ReshardError: what is typed cannot be read.
     """
     edits = edits_of(src, typed)
     if edits is None and plan is not None and plan.edits:
-        edits = _recorded(out, src, plan, report)
-    return compared_edits(edits)
+        return compared_edits(_recorded(out, src, plan, report)), True
+    return compared_edits(edits), False
 
 
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
@@ -62,7 +65,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
     except TargetError as error:
         report.warn(error.message)
         commands = []
-    problem = "no record says which"
+    problem = "no record says which, as of what merge-lora wrote"
     for given in commands:
         said = " ".join(_words(given))
         try:
@@ -76,8 +79,8 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
         problem = f"it was given {said}, which says something else now"
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"give the options of names and types that convert was given ({_OPTIONS}); what merge-lora wrote, "
-        "`reshard diff` compares with its base",
+        hint=f"give the options of names and types that convert was given ({_OPTIONS}); after merge-lora give that "
+        "command again with --verify, which writes nothing anew; `reshard diff` shows what an adapter changed",
     )
 
 

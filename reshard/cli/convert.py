@@ -33,6 +33,7 @@ from reshard.text.wording import byte_size, counted_ranks, left_alone, rank_rang
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
+    from reshard.verification.end_to_end import Adapter
 
 
 @command(
@@ -119,7 +120,12 @@ def _convert(
 
 
 def carry_out(
-    request: Request, report: Report, typed: Mapping[str, Any], how: Options, scheduler: Optional[str] = None
+    request: Request,
+    report: Report,
+    typed: Mapping[str, Any],
+    how: Options,
+    scheduler: Optional[str] = None,
+    adapter: Optional[Adapter] = None,
 ) -> None:
     """Convert, or say what would be done, and tell.
 
@@ -129,6 +135,7 @@ def carry_out(
         typed: the options of `options.output`, and ``jobs``.
         how: how it is done.
         scheduler: the Dask cluster whose workers do it; None for this process.
+        adapter: what is added, as verification reads it.
 
     Raises:
         ReshardError: it cannot be done, or failed.
@@ -147,7 +154,7 @@ def carry_out(
         # Verification takes files for damaged that the conversion found to be.
         request = prepared.plan.request
     before = time.monotonic()
-    found = _verify(request, how, summary, progress) if how.verify else None
+    found = _verify(request, how, summary, progress, adapter) if how.verify else None
     verifying = time.monotonic() - before
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
@@ -160,7 +167,9 @@ def carry_out(
         tell_differences(found, typed["quiet"])
 
 
-def _verify(request: Request, how: Options, summary: Summary, progress: Progress) -> list[Difference]:
+def _verify(
+    request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
+) -> list[Difference]:
     """Compare what was written, and what was there before, with the source by fingerprints.
 
     Files of ranks are compared as far as they were asked for; other forms as a whole.
@@ -179,7 +188,15 @@ def _verify(request: Request, how: Options, summary: Summary, progress: Progress
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         found = verify_conversion(
-            Source(request.src, request.form, request.source, step, request.file_suffix, compared_edits(request.edits)),
+            Source(
+                request.src,
+                request.form,
+                request.source,
+                step,
+                request.file_suffix,
+                compared_edits(request.edits),
+                adapter=adapter,
+            ),
             Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
             filters=request.filters,
             means=means,

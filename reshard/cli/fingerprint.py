@@ -158,8 +158,8 @@ def _rank_tree(
     report: Report,
 ) -> Tree:
     """The files of ranks that are read, and the names in them."""
-    path, _, strategy, step, suffix, edits = source
-    found = find_checkpoints(path, suffix)
+    strategy, step, edits = source.strategy, source.step, source.edits
+    found = find_checkpoints(source.path, source.file_suffix)
     check_ranks(found, strategy, handles)
     if ranks is None:
         tree = read_sound(lambda damaged: read_step(found, strategy, step, handles, report, damaged=damaged), crcs)

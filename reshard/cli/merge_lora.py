@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import click
 
@@ -18,12 +18,17 @@ from reshard.cli.opened import effort_of
 from reshard.errors import UsageError
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import Edits
+from reshard.plan.request import Request
 from reshard.storage import is_regular_file, real
 from reshard.strategies import NONE, SAME
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural
+
+if TYPE_CHECKING:
+    from reshard.lora import Scale
+    from reshard.verification.end_to_end import Adapter
 
 
 @command(
@@ -60,6 +65,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @options.source
 @options.fallback
 @options.writing
+@options.proof("Afterwards work every tensor out anew from BASE and ADAPTER, in Float64, and compare.")
 @options.output
 def merge_lora(
     base: str,
@@ -107,7 +113,14 @@ def merge_lora(
             )
             with open_requested(whole, effort_of(typed, 4), decryption) as weights:
                 check_beside(tensors, adapter, weights)
-        carry_out(replace(request, edits=Edits(additions=additions, words=None)), report, typed, options_of(typed))
+        how = options_of(typed)
+        carry_out(
+            replace(request, edits=Edits(additions=additions, words=None)),
+            report,
+            typed,
+            how,
+            adapter=_to_verify(reading, scale) if how.verify else None,
+        )
         tensors.check_unchanged()
     if infinite:
         report.warn(
@@ -121,6 +134,15 @@ def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]
     peft = os.path.join(adapter, "adapter_model.safetensors")
     place = peft if is_regular_file(peft) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
+
+
+def _to_verify(reading: Request, scale: Scale) -> Adapter:
+    """The adapter, as verification reads it."""
+    from reshard.verification.end_to_end import Adapter, Source, recorded_step
+
+    assert isinstance(reading.src, str)
+    step = recorded_step(reading.src, reading.form, reading.step)
+    return Adapter(Source(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
 _NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}

@@ -544,6 +544,11 @@ def target_form(command: F) -> F:
     )
 
 
+def proof(text: str) -> Callable[[F], F]:
+    """The option of commands that verify what they wrote."""
+    return option("Checks", "--verify", is_flag=True, help=text)
+
+
 def conversion(command: F) -> F:
     """Options of convert and by-rank alike."""
     return _all(
@@ -561,12 +566,7 @@ def conversion(command: F) -> F:
                 help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
             ),
             writing,
-            option(
-                "Checks",
-                "--verify",
-                is_flag=True,
-                help="Afterwards compare every tensor with the source by fingerprints.",
-            ),
+            proof("Afterwards compare every tensor with the source by fingerprints."),
             output,
         ],
     )

@@ -113,6 +113,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
         },
         "threads": state.execution.threads,
         "requests": _requests_json(state.execution),
+        "uploads": _uploads_json(state.execution),
         "space": [
             {"directory": space.place, "bytes_needed": space.needed, "bytes_free": space.free} for space in state.space
         ],
@@ -137,6 +138,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"source {rank_ranges(moved.read, source_files)}{_over_read(moved)}",
             f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
             *_requests(state.execution),
+            *_uploads(state.execution),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
@@ -217,6 +219,17 @@ def _requests(execution: ExecutionOptions) -> list[str]:
         return []
     took = "" if storage.round_trip is None else f", of which one took {1000 * storage.round_trip:.1f} ms so far"
     return [f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}{took}"]
+
+
+def _uploads_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
+    return {"at_a_time": execution.threads, "part_bytes": execution.part_bytes} if execution.part_bytes else None
+
+
+def _uploads(execution: ExecutionOptions) -> list[str]:
+    """How a target is uploaded that is in an object store, as a line."""
+    if not execution.part_bytes:
+        return []
+    return [f"  uploads  {execution.threads} parts at a time, of up to {byte_size(execution.part_bytes)}"]
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

@@ -11,6 +11,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import Choice, command, option
 from reshard.cli.output import say, show_notes
 from reshard.cli.strategy_making import SIZES, SizesType, finish, making, shapes, shapes_of, target_of
+from reshard.cli.strategy_names import names, under_names
 from reshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ reshard strategy derive src.ckpt inference.ckpt --shapes ckpt/ \\
 A larger mp, where another strategy shows that cuts grow:
 reshard strategy derive src.json dst.ckpt --src-sizes dp=4,mp=2 \\
     --also wide.json --also-sizes mp=8 --dst-sizes dp=2,mp=8
+
+With shapes of a model that lies under Hugging Face's names:
+reshard strategy derive src.ckpt dst.ckpt --shapes qwen3-hf/ --names qwen3 \\
+    --src-sizes dp=4,mp=2 --dst-sizes mp=2 --weights-only
 """,
 )
 @click.argument("src", metavar="SRC", shell_complete=completion.strategies)
@@ -57,6 +62,7 @@ reshard strategy derive src.json dst.ckpt --src-sizes dp=4,mp=2 \\
 @option("Source", "--src-sizes", type=SizesType(), metavar=SIZES, help="Devices of SRC's run: dp, mp, pp, cp, ep.")
 @_also
 @shapes(_SHAPES)
+@names
 @option(
     "Parameters",
     "--rules",
@@ -82,6 +88,8 @@ def strategy_derive(
     also: tuple[str, ...],
     also_sizes: tuple[Any, ...],
     shapes: Optional[str],
+    names: Optional[str],
+    config: Optional[str],
     stated: Optional[str],
     assume: tuple[str, ...],
     dst_sizes: Any,
@@ -108,6 +116,10 @@ def strategy_derive(
             hint="say off, -1 for all replicas, or N",
         )
     said = read_rules(stated, partial=True) if stated is not None else None
+    if shapes is None and (names is not None or config is not None):
+        raise UsageError(
+            "--shapes is missing", hint="--names and --config say what is made of the tensors that it tells"
+        )
     known = _shapes(sources, shapes, typed)
     if known is None:
         raise UsageError(
@@ -116,7 +128,7 @@ def strategy_derive(
         )
     from reshard.strategies.rules.shown import model_of
 
-    model = model_of(sources[0], known)
+    model = model_of(sources[0], under_names(known, names, config))
     learned = learn(sources, model, assume, dst_sizes)
     check_explained(learned, said.rules if said is not None else (), sources)
     rules = learned.rules
@@ -147,8 +159,9 @@ def strategy_derive(
         "sources": [{"strategy": one.strategy.path, "sizes": dict(one.sizes.named)} for one in sources],
         "rules_file": stated,
         "assumed": [f"{name}: {ASSUMPTIONS[name]}" for name in dict.fromkeys(assume)],
+        **({} if names is None else {"names": names}),
     }
-    finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated), typed)
+    finish("derive", out, stages, rules, model, target, more, (src, *also, shapes, stated, names, config), typed)
 
 
 @command(

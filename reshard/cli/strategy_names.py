@@ -1,4 +1,4 @@
-"""strategy make --names: shapes under other names than the checkpoint's that tells them."""
+"""--names of strategy make and derive: shapes under other names than the checkpoint's that tells them."""
 
 from __future__ import annotations
 

@@ -96,8 +96,9 @@ def verify(
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
     rank is what the source makes of it, worked out anew from the strategies and compared through
     fingerprints. Without --step it is the step that OUT's manifest or records name, and where no names or
-    types are asked for, those that they name: what rules and casts make of the source is worked out anew, element
-    by element. With --replicas:
+    types are asked for, those that they name, but for rules that SRC does not need, since its names are OUT's
+    already, as after a way forth and back: what rules and casts make of the source is worked out anew, element by
+    element. With --replicas:
     ranks that should hold the same slices do. OUT and SRC may be of any form, and take the strategies
     that `reshard convert` takes; what finishes OUT, such as an index, must say what its files hold.
     """
@@ -174,11 +175,11 @@ def verify(
                 found += others
             else:
                 files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
-            edits = edits_of_target(out, src, typed, plan, report)
+            edits, recorded = edits_of_target(out, src, typed, plan, report)
             told = SwapTest(ends.source, ends.target, handles).told(src, step, typed["file_suffix"])
             with told if ends.form == to == RANKS and edits is None else contextlib.nullcontext():
                 found += verify_conversion(
-                    Source(src, ends.form, ends.source, step, typed["file_suffix"], edits),
+                    Source(src, ends.form, ends.source, step, typed["file_suffix"], edits, recorded),
                     Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
                     filters=filters,
                     means=means,

@@ -249,18 +249,17 @@ class _Preparation:
         limit = self.handles.limit // 4
         together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
         store = store_of(plan.request.dst)
-        # Threads meet in the middle of a part, so there may be two of each file.
-        held = 2 * max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
-        if held:
-            together = min(together, execution.max_memory // (_GROUPS * held))
+        part = max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
+        if part:
+            together = min(together, execution.max_memory // (_GROUPS * 2 * part))
         together = max(1, min(MOST_MEMBERS, together))
-        if held:
+        if part:
             together = max(map(len, plan.reading_groups(work, together)))
-        found = replace(execution, target=store.costs(plan.request.dst), together=together, held=held)
-        if held and found.max_memory < found.least_memory:
+        found = replace(execution, target=store.costs(plan.request.dst), together=together, part_bytes=part)
+        if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(
-                f"--max-memory {found.max_memory:,} bytes: the object store takes parts of {held // 2:,} bytes, which "
+                f"--max-memory {found.max_memory:,} bytes: the object store takes parts of {part:,} bytes, which "
                 "are held until they are uploaded",
                 hint=f"give at least --max-memory {needed}M; some hundred MB are quicker",
             )

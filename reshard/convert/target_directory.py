@@ -198,7 +198,7 @@ class TargetDirectory:
 
     def _check_other_forms(self, others: Sequence[Ledger]) -> None:
         """Insist that no checkpoint of another form, which no record knows, stays beside this one."""
-        names = names_in(self._root) if is_directory(self._root) else []
+        names = names_in(self._root)
         if not forms_among(self._root, names) - {self._ledger.identity.form}:
             return
         known = {
@@ -281,9 +281,13 @@ class TargetDirectory:
         damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
-    def tidy(self) -> None:
-        """Remove temporary files that killed runs left in the directories of the ranks asked for."""
-        self._destination.remove_dead_temporaries(self._directories(self._asked))
+    def tidy(self, work: Iterable[int] = ()) -> None:
+        """Remove temporary files that killed runs left in the directories of the ranks asked for.
+
+        Args:
+            work: ranks that will be written, and may go on with what is left of them.
+        """
+        self._destination.remove_dead_temporaries(self._directories(self._asked), keep=map(self._plan.path, work))
 
     @property
     def is_complete(self) -> bool:

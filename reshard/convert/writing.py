@@ -97,7 +97,7 @@ class Writing:
         """Write all target files and return their size together, in bytes."""
         if self._directory is None:
             return self._write(self._write_here)
-        self._directory.tidy()
+        self._directory.tidy(self.work)
         if not self.work and self._directory.is_complete:
             # Complete: nothing is touched, so that it may also lie where nothing can be written.
             self.manifest = self._directory.manifest

@@ -58,7 +58,8 @@ class Destination:
             TargetError: it is something else than a directory.
             RetryableError: it cannot be read.
         """
-        if exists(self.path) and not is_directory(self.path):
+        there = status_at(self.path)
+        if not there.directory if there is not None else exists(self.path):
             raise TargetError(f"{self.path} is not a directory", file=self.path, hint="choose another DST")
         entries = set(directories)
         if others:
@@ -152,15 +153,19 @@ class Destination:
                 os.rmdir(os.path.join(self.path, directory))
                 directory = os.path.dirname(directory)
 
-    def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
+    def remove_dead_temporaries(
+        self, directories: Iterable[str], complete: bool = False, keep: Iterable[str] = ()
+    ) -> None:
         """Remove what killed runs left, here and in these directories.
 
         Args:
             directories: relative to it.
             complete: nothing is left to be written, so that what nobody holds is nobody's, of other machines too.
+            keep: paths of files that will be written, which may go on with what is left of them.
         """
+        kept = frozenset(keep)
         places = [real(self.path), *(os.path.join(self.path, name) for name in directories if name)]
-        for_each(lambda place: store_of(place).remove_dead(place, complete), places)
+        for_each(lambda place: store_of(place).remove_dead(place, complete, kept), places)
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""

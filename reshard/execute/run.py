@@ -55,7 +55,7 @@ class ExecutionOptions:
         checksum: compute a CRC-32 of every target file.
         target: what the target files lie on.
         together: target files that are written together at the most.
-        held: bytes that the target's store holds of each file that a thread writes, until they are written.
+        part_bytes: bytes that the target's store holds of a file until they are written together; 0 for none.
     """
 
     jobs: int
@@ -65,14 +65,14 @@ class ExecutionOptions:
     checksum: bool = False
     target: Storage = LOCAL
     together: int = 1
-    held: int = 0
+    part_bytes: int = 0
 
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
         in_flight = max(self.storage.in_flight, self.target.in_flight)
         wanted = max(self.jobs, min(_MOST_WAITING, self.jobs * in_flight))
-        return min(wanted, max(1, self.max_memory // self._least_share)) if self.held else wanted
+        return min(wanted, max(1, self.max_memory // self._least_share)) if self.part_bytes else wanted
 
     @property
     def least_memory(self) -> int:
@@ -81,7 +81,12 @@ class ExecutionOptions:
 
     @property
     def _held_bytes(self) -> int:
-        return self.storage.held + self.together * self.held
+        return self.storage.held + self._held_by_target
+
+    @property
+    def _held_by_target(self) -> int:
+        # Threads meet in the middle of a part, so there may be two of each file.
+        return self.together * 2 * self.part_bytes
 
     @property
     def _least_share(self) -> int:
@@ -96,7 +101,7 @@ class ExecutionOptions:
     @property
     def window_bytes(self) -> int:
         """Bytes of a thread's windows for small reads: an eighth of its share."""
-        return max(0, self.max_memory // self.threads - self.together * self.held) // 8
+        return max(0, self.max_memory // self.threads - self._held_by_target) // 8
 
     @property
     def block_bytes(self) -> int:

@@ -15,7 +15,7 @@ from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Overflowed, cast_words
-from reshard.lora.low_rank import LowRank, Matrix
+from reshard.lora.low_rank import LowRank, Matrix, Products
 from reshard.lora.pairs import Pair, is_matrix, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
 from reshard.opened import OpenedCheckpoint
@@ -23,7 +23,9 @@ from reshard.text.messages import listing
 from reshard.text.wording import quoted
 
 # Bytes of pairs that are held for other blocks of their weights; the one that was used last is held in any case.
-_HELD_BYTES = 48 << 20
+_HELD_BYTES = 32 << 20
+# Of their products, tiles of which other blocks need the rest.
+_TILE_BYTES = 16 << 20
 
 
 class Adapter:
@@ -51,6 +53,7 @@ class Adapter:
         self._scale = scale
         self._overflowed = overflowed
         self._held: OrderedDict[Pair, tuple[Matrix, Matrix]] = OrderedDict()
+        self._products = Products(_TILE_BYTES)
         self._lock = threading.Lock()
         hashed = hashlib.sha256(repr((pairs, scale.alpha, dict(scale.alphas), scale.by_root)).encode())
         for pair in pairs:
@@ -118,6 +121,7 @@ class Adapter:
             self._reader(pair),
             self._scale.of(pair.stem, ranks),
             self._overflowed,
+            self._products,
         )
 
     def _reader(self, pair: Pair) -> Callable[[], tuple[Matrix, Matrix]]:

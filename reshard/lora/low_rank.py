@@ -7,7 +7,9 @@ comes out the same whoever writes it.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import threading
+from collections import OrderedDict
+from typing import Any, Callable, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,38 @@ from reshard.layout import Box, inside, intersection
 
 Matrix = npt.NDArray[np.float32]
 
-_ROWS, _COLUMNS = 256, 1024
+_ROWS, _COLUMNS = 64, 1024
+
+
+class Products:
+    """Tiles of products that were used in part: where blocks are small, the next ones need the same again.
+
+    Args:
+        most: bytes that are held.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: OrderedDict[tuple[str, Box], Matrix] = OrderedDict()
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def find(self, name: str, tile: Box) -> Optional[Matrix]:
+        """A tile of a weight's product, if it is held."""
+        with self._lock:
+            found = self._held.get((name, tile))
+            if found is not None:
+                self._held.move_to_end((name, tile))
+            return found
+
+    def hold(self, name: str, tile: Box, product: Matrix) -> None:
+        """Hold one, and let go of those that were not used for longest."""
+        with self._lock:
+            if (name, tile) not in self._held:
+                self._held[name, tile] = product
+                self._nbytes += product.nbytes
+            while self._nbytes > self._most:
+                self._nbytes -= self._held.popitem(last=False)[1].nbytes
 
 
 class LowRank:
@@ -30,6 +63,7 @@ class LowRank:
         matrices: reads ``up``, a row for each of the weight's, and ``down``, a column for each.
         scale: what the product is multiplied with.
         overflowed: told of elements that become infinite.
+        products: where tiles are held that are not used whole.
     """
 
     def __init__(
@@ -40,7 +74,10 @@ class LowRank:
         matrices: Callable[[], tuple[Matrix, Matrix]],
         scale: float,
         overflowed: Callable[[str, int], None],
+        products: Products,
     ) -> None:
+        self._name = name
+        self._products = products
         self._shape = shape
         self._dtype = dtype
         self._matrices = matrices
@@ -49,7 +86,6 @@ class LowRank:
 
     def add(self, box: Box, words: npt.NDArray[Any]) -> None:
         """Add to the elements of a box in place; see `checkpoint.Addition`."""
-        up, down = self._matrices()
         (first_row, last_row), (first_column, last_column) = box
         for row in range(first_row - first_row % _ROWS, last_row, _ROWS):
             for column in range(first_column - first_column % _COLUMNS, last_column, _COLUMNS):
@@ -60,8 +96,7 @@ class LowRank:
                 common = intersection(tile, box)
                 if common is None:
                     continue
-                product = up[slice(*tile[0])] @ down[:, slice(*tile[1])]
-                product *= self._scale
+                product = self._product(tile, common == tile)
                 here = words[inside(common, box)]
                 if self._dtype == "Float32":
                     values = here.view("f4")[..., 0]
@@ -70,3 +105,14 @@ class LowRank:
                 wide = cast_words(here, self._dtype, "Float32").view("f4")
                 wide[..., 0] += product[inside(common, tile)]
                 self._cast.put(wide.view("u4"), here)
+
+    def _product(self, tile: Box, alone: bool) -> Matrix:
+        """A tile of what is added, which no other block needs if it is used alone."""
+        found = self._products.find(self._name, tile)
+        if found is None:
+            up, down = self._matrices()
+            found = up[slice(*tile[0])] @ down[:, slice(*tile[1])]
+            found *= self._scale
+            if not alone:
+                self._products.hold(self._name, tile, found)
+        return found

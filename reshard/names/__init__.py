@@ -4,7 +4,7 @@
 which elements. Nothing here knows of files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, Made, apply_rules
+from reshard.names.apply import Applied, AppliedStep, Made, apply_rules, warning_of
 from reshard.names.model import Rules
 from reshard.names.operations import SizedOperation
 from reshard.names.sizes import Configuration
@@ -26,4 +26,5 @@ __all__ = [
     "read_config",
     "read_rules",
     "rules_named",
+    "warning_of",
 ]

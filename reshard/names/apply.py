@@ -16,11 +16,11 @@ from reshard.names.operations import TAKE, Shape, SizedOperation
 from reshard.names.options import Settled, settle
 from reshard.names.pattern import SizedPattern
 from reshard.names.problems import Problems
-from reshard.names.sizes import SizeError
 from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import WEIGHTS, kind_of, state_prefix
 from reshard.text.near_names import near_names
+from reshard.text.products import SizeError
 
 
 class Made(NamedTuple):
@@ -107,6 +107,21 @@ def apply_rules(
     run.make()
     run.problems.check()
     return run.applied()
+
+
+def warning_of(rules: Rules, applied: Applied) -> Optional[str]:
+    """What to warn of where options were taken for what is usual; None where all are stated or told.
+
+    The other choice has the same names and shapes, and a model that computes nonsense.
+    """
+    if not applied.assumed:
+        return None
+    said = ",".join(applied.assumed)
+    stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
+    return (
+        f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say so: "
+        f"state it with --names {stated}"
+    )
 
 
 class _Class(NamedTuple):

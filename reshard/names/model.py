@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Optional
 
 from reshard.names.operations import Operation, Stack, Unstack
 from reshard.names.pattern import Pattern
-from reshard.names.sizes import Product, Size
+from reshard.names.sizes import Size, config_value
+from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
 """Which way a table may be read without being asked: whichever fits, or from left to right alone."""
@@ -142,3 +144,17 @@ class Rules:
     direction: str = EITHER
     keeps_others: bool = False
     text: str = ""
+
+    def asked_of(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
+        """All that the table takes from a configuration: what it says of the keys that tell sizes and options.
+
+        Args:
+            config: what config.json says, if there is one.
+
+        Returns:
+            Values by key, as JSON has them; nothing of keys that are absent or null.
+        """
+        keys = {key for size in self.sizes for one in size.told_by for key in one.names}
+        keys.update(option.key for option in self.options if option.key is not None)
+        said = {key: config_value(config, key) for key in sorted(keys)}
+        return {key: value for key, value in said.items() if value is not None}

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.names.sizes import Product, SizeError, Sizes, solved
+from reshard.names.sizes import Sizes, solved
+from reshard.text.products import Product, SizeError
 
 Shape = tuple[int, ...]
 
@@ -321,7 +322,7 @@ class Reshape(Operation):
                     said = ", ".join(each.text for each in self.before)
                     raise SizeError(f"[{said}] does not tell {name}")
         all_sizes = {**told, **found}
-        made = tuple(one.value(all_sizes.__getitem__) for one in self.after)
+        made = tuple(one.whole(all_sizes) for one in self.after)
         if math.prod(made) != math.prod(shapes[0]):
             raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}, which has other elements")
         return Sized(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))

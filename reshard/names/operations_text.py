@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
-from reshard.names.sizes import Product
 from reshard.names.toml_values import RuleFile
 from reshard.text.near_names import near_names
+from reshard.text.products import Product
 from reshard.text.wording import quoted
 
 _MOST_DIMENSIONS = 16

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.names.sizes import ExpressionError, Product, product
+from reshard.names.sizes import product
+from reshard.text.products import ExpressionError, Product
 
 _PARTS = re.compile(r"(\*|\{[^{}]*\})")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Optional
 
 from reshard.errors import NamesError
 from reshard.text.near_names import near_names
+from reshard.text.products import Product, SizeError, read_product
 from reshard.text.wording import quoted
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
@@ -25,82 +25,13 @@ _LARGEST = 1 << 62
 _NONE: Mapping[str, int] = {}
 
 
-class ExpressionError(ValueError):
-    """A text that is no product of sizes."""
-
-
-class SizeError(ValueError):
-    """A size that is not told, or that contradicts another or a tensor's shape."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """Numbers and named sizes multiplied, some of them divided by: ``heads*head_dim/2``.
-
-    Attributes:
-        number: the numbers in it.
-        powers: the sizes in it and how often; negative where it is divided by.
-    """
-
-    number: Fraction
-    powers: tuple[tuple[str, int], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The sizes in it."""
-        return tuple(name for name, _ in self.powers)
-
-    @property
-    def text(self) -> str:
-        """As it is written in rules."""
-        above = [name for name, power in self.powers for _ in range(power)]
-        below = [f"/{name}" for name, power in self.powers for _ in range(-power)]
-        if self.number.numerator != 1 or not above:
-            above.insert(0, str(self.number.numerator))
-        if self.number.denominator != 1:
-            below.insert(0, f"/{self.number.denominator}")
-        return "*".join(above) + "".join(below)
-
-    def value(self, size_of: Callable[[str], int]) -> int:
-        """The number that it is.
-
-        Args:
-            size_of: the size of a name; its errors go through.
-
-        Raises:
-            SizeError: it is no whole number.
-        """
-        found = self.number
-        for name, power in self.powers:
-            size = size_of(name)
-            if not size and power < 0:
-                raise SizeError(f"{self.text} divides by {name}, which is 0")
-            found *= Fraction(size) ** power
-        if found.denominator != 1:
-            raise SizeError(f"{self.text} is {found}, no whole number")
-        return int(found)
-
-
 def product(text: str) -> Product:
     """Read a product.
 
     Raises:
         ExpressionError: the text is none.
     """
-    number = Fraction(1)
-    powers: Counter[str] = Counter()
-    power = 1
-    for index, part in enumerate(re.split(r"([*/])", text)):
-        part = part.strip()
-        if index % 2:
-            power = -1 if part == "/" else 1
-        elif _KEY.fullmatch(part):
-            powers[part] += power
-        elif _NUMBER.fullmatch(part) and (power > 0 or int(part)):
-            number *= Fraction(int(part)) ** power
-        else:
-            raise ExpressionError(f"{text!r} is no product of sizes such as heads*head_dim")
-    return Product(number, tuple((name, count) for name, count in powers.items() if count))
+    return read_product(text, _KEY, _NUMBER, "heads*head_dim")
 
 
 @dataclass(frozen=True)
@@ -198,7 +129,7 @@ class Sizes:
             NamesError: a size is not told.
             SizeError: it is no whole number.
         """
-        return expression.value(self.__getitem__)
+        return expression.whole(self)
 
     def value_if_known(self, expression: Optional[Product]) -> Optional[int]:
         """The number that a product of sizes is, where all are told."""
@@ -213,7 +144,7 @@ class Sizes:
                 continue
             keys = dict(zip(expression.names, found))
             try:
-                return expression.value(lambda key: keys[key] or 0)  # noqa: B023
+                return expression.whole({key: size or 0 for key, size in keys.items()})
             except SizeError as error:
                 raise NamesError(f"{self.source}: size {size.name}: {error}") from error
         return None
@@ -261,7 +192,7 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
         for expression, length in open_ones:
             unknown = [(name, power) for name, power in expression.powers if name not in sizes]
             if not unknown:
-                if expression.value(sizes.__getitem__) != length:
+                if expression.whole(sizes) != length:
                     told = ", ".join(f"{name} {sizes[name]}" for name in expression.names)
                     raise SizeError(f"shape {list(shape)} is not {said}{' with ' if told else ''}{told}")
             elif len(unknown) == 1 and abs(unknown[0][1]) == 1:

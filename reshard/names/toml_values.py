@@ -7,8 +7,9 @@ from typing import Any, Callable, TypeVar
 
 from reshard.errors import NamesError
 from reshard.names.pattern import PatternError
-from reshard.names.sizes import ExpressionError, Product, product
+from reshard.names.sizes import product
 from reshard.storage.toml_tables import TableReader
+from reshard.text.products import ExpressionError, Product
 from reshard.text.wording import quoted
 
 Found = TypeVar("Found")

@@ -101,7 +101,8 @@ class Edits:
         """All of it as a text, the same for what gives the same tensors."""
         table = None if self.table is None else (self.table.text, self.table.chosen)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
-        config = None if self.config is None else json.dumps(dict(self.config), sort_keys=True)
+        # Of a configuration only what the table reads: anything else may be changed between two runs.
+        config = None if self.table is None else json.dumps(self.table.asked_of(self.config), sort_keys=True)
         additions = None if self.additions is None else self.additions.identity
         said = (table, renames, config, self.reverse, self.optimizer, self.casts, additions)
         return repr((*said, self.exactly) if self.exactly else said)
@@ -191,6 +192,8 @@ def _ruled(
     Raises:
         CheckpointError: they move what nothing lays out.
     """
+    from reshard.names import warning_of
+
     found: dict[str, Made] = {}
     still: set[str] = set()
     for name, (_, sources, view) in applied.made.items():
@@ -214,14 +217,9 @@ def _ruled(
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:
         report.note(note)
-    if applied.assumed:
-        # The other choice has the same names and shapes, and a model that computes nonsense.
-        said = ",".join(applied.assumed)
-        stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
-        report.warn(
-            f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say "
-            f"so: state it with --names {stated}"
-        )
+    warning = warning_of(rules, applied)
+    if warning is not None:
+        report.warn(warning)
     return found, still
 
 

@@ -12,26 +12,27 @@ from reshard.checkpoints.checkpoint import Checkpoint, TensorsInOrder
 from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.checkpoints.checkpoint2.names import COMMON
 from reshard.checkpoints.edited import EditedCheckpoint, stored_checkpoint
-from reshard.checkpoints.formats.dtypes import NO_ARRAYS
+from reshard.checkpoints.formats.dtypes import MEMORY, NO_ARRAYS
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.checkpoints.full import FullWeights
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError
+from reshard.plan.beside import files_beside
 from reshard.plan.request import Request
-from reshard.storage import read_range, read_small
+from reshard.storage import read_range
+from reshard.strategies import SAME
 from reshard.target import FinishingFile, RankFiles, TargetForm
 from reshard.target.checkpoint2_common import common_json
 from reshard.target.checkpoint2_files import Checkpoint2Files
 from reshard.target.full_directory import FullDirectory
+from reshard.target.marks import STRATEGY_FILE
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
-# Of a file beside the weights, such as a tokenizer's.
-_LARGEST_OTHER = 1 << 30
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
 
@@ -42,15 +43,27 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         ReshardError: it cannot be told, or not be read what it has to say.
     """
     if request.to == RANKS:
+        alone = request.target.path == SAME and request.target.stages != request.source.stages
+        if alone and not all(stage.layouts for stage in request.target.stages):
+            report.warn("no strategy is written beside the ranks: of some pipeline stage no parameter is left")
+            alone = False
+        if alone and not (request.exact_file or request.format == MEMORY):
+            report.note(
+                f"the strategy of these ranks is written beside them: {os.path.join(request.dst, STRATEGY_FILE)}"
+            )
         return RankFiles(
-            request.target, checkpoint.tensors, format_asked(request, checkpoint), rank_names(request, checkpoint)
+            request.target,
+            checkpoint.tensors,
+            format_asked(request, checkpoint),
+            rank_names(request, checkpoint),
+            alone,
         )
     admit = request.filters.admit
     found = [name for name in _in_order(checkpoint) if admit(name)]
     tensors = TensorsInOrder(checkpoint.tensors, layers_in_order(found))
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
-        others = _others(request, checkpoint, report)
+        others = files_beside(request.to, checkpoint, tensors, request.edits, report)
         return FullDirectory(request.to, tensors, values, request.max_shard_size, others, found)
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
@@ -124,22 +137,6 @@ def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, 
         if tensor.dtype not in NO_ARRAYS:
             found[name] = tensor.nbytes
     return found
-
-
-def _others(request: Request, checkpoint: Checkpoint, report: Report) -> list[FinishingFile]:
-    """Files beside the weights that a Hugging Face directory takes over from another."""
-    checkpoint = stored_checkpoint(checkpoint)
-    if not isinstance(checkpoint, FullWeights) or not checkpoint.others:
-        return []
-    if request.to != HUGGINGFACE:
-        report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
-        return []
-    place = checkpoint.place
-
-    def reader(name: str) -> FinishingFile:
-        return FinishingFile(name, lambda: read_small(os.path.join(place, name), _LARGEST_OTHER))
-
-    return [reader(name) for name in checkpoint.others]
 
 
 def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:

@@ -226,7 +226,8 @@ class Ledger:
             RetryableError: the directory cannot be written.
         """
         try:
-            others = [name for name in names_in(self._root) if _OURS.fullmatch(name) and name != self.identity.digest]
+            begun = list(filter(_OURS.fullmatch, names_in(self._root)))
+            others = [name for name in begun if name != self.identity.digest]
             for name in others:
                 self._refuse_alive(name)
             for name in others:
@@ -235,15 +236,18 @@ class Ledger:
                     make_empty(os.path.join(self._root, name, _REPLACED))
                 else:
                     _remove_records(os.path.join(self._root, name))
-            remove(os.path.join(self._own, _REPLACED))
-            self._make_own()
-            if self._nothing_done() and self._nobody_writes():
-                if self._marks():
-                    # A run that replaces targets goes on, though none was replaced yet.
-                    self.forget_sources()
-                else:
-                    _remove_records(self._own)
-                    self._make_own()
+            if self.identity.digest in begun:
+                remove(os.path.join(self._own, _REPLACED))
+                self._make_own()
+                if self._nothing_done() and self._nobody_writes():
+                    if self._marks():
+                        # A run that replaces targets goes on, though none was replaced yet.
+                        self.forget_sources()
+                    else:
+                        _remove_records(self._own)
+                        self._make_own()
+            else:
+                self._make_own()
             self._writing = shared(os.path.join(self._own, "lock"), self._tell)
             store_of(self._own).remove_dead(self._own, complete=False)
             path = os.path.join(self._own, "plan.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.storage import temporary
@@ -105,7 +106,7 @@ class LocalStore:
         """Remove a directory that is empty."""
         os.rmdir(path)
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
+    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Remove temporary files that no living process is writing."""
         temporary.remove_dead(directory, complete)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Optional, Protocol, TypeVar
 
@@ -132,12 +132,13 @@ class Store(Protocol):
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty, and be it of marks that it is there."""
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
+    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Remove what dead runs left of new files in a directory, as far as possible.
 
         Args:
             directory: where.
             complete: nothing is left to be written there.
+            keep: files that will be written again, which may go on with what is left of them.
         """
 
 

@@ -16,6 +16,9 @@ from reshard.checkpoints.forms import CHECKPOINT2, RANKS
 from reshard.checkpoints.full import MAP_FILES
 from reshard.target.resume_training import resume_files
 
+STRATEGY_FILE = "reshard-strategy.json"
+"""The strategy of ranks that are cut as the source was, where the source's own is of other names, or in no file."""
+
 
 def marks_of(form: str, files: Sequence[str]) -> list[str]:
     """The names of these files, relative to the directory, in the order in which they are written.
@@ -25,7 +28,7 @@ def marks_of(form: str, files: Sequence[str]) -> list[str]:
         files: names of its files of tensors, relative to the directory.
     """
     if form == RANKS:
-        return [file.name for file in resume_files(files)]
+        return [STRATEGY_FILE, *(file.name for file in resume_files(files))]
     if form == CHECKPOINT2:
         iteration = files[0].rpartition("/")[0]
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]

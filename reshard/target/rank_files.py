@@ -8,7 +8,9 @@ from typing import Optional
 from reshard.checkpoints import FileNames
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.strategies import Strategy
+from reshard.strategies.written import merged_json
 from reshard.target.form import FinishingFile, Section, TargetForm, WholeLayouts
+from reshard.target.marks import STRATEGY_FILE
 from reshard.target.resume_training import resume_files
 
 
@@ -20,17 +22,27 @@ class RankFiles(TargetForm):
         tensors: the source's.
         format: of the files.
         names: of the files.
+        alone: whether no file says the strategy, so that one is written beside the ranks.
     """
 
     name = "ranks"
     by_rank = True
 
-    def __init__(self, strategy: Strategy, tensors: Mapping[str, GlobalTensor], format: str, names: FileNames) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        tensors: Mapping[str, GlobalTensor],
+        format: str,
+        names: FileNames,
+        alone: bool = False,
+    ) -> None:
         self.format = format
         self.names = names
         self.takes_everything = strategy.is_none
         self.metadata: Optional[Mapping[str, str]] = None
         self._strategy = strategy
+        self._tensors = tensors
+        self._alone = alone
         self.sections: Sequence[Section] = stage_sections(strategy, tensors)
 
     @property
@@ -47,8 +59,13 @@ class RankFiles(TargetForm):
         return True
 
     def finishing(self) -> Sequence[FinishingFile]:
-        """What trainers go by, where files are named as theirs."""
-        return resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
+        """The strategy, where none is at hand, and what trainers go by, where files are named as theirs."""
+        files = resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
+        return [FinishingFile(STRATEGY_FILE, self._strategy_file), *files] if self._alone else files
+
+    def _strategy_file(self) -> bytes:
+        shapes = {name: self._tensors[name].shape for name in self._strategy.parameters if name in self._tensors}
+        return merged_json(self._strategy, shapes, "converted", STRATEGY_FILE)
 
 
 def stage_sections(strategy: Strategy, tensors: Mapping[str, GlobalTensor]) -> list[Section]:

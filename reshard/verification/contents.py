@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from reshard.layout import Box
 from reshard.verification.difference import Difference
 from reshard.verification.parameter import Parameter, Slice, is_empty
-from reshard.verification.parts import Readable
+from reshard.verification.parts import Part, Readable
+from reshard.verification.products import is_sum, tiles
 from reshard.verification.reading import Means, sum_boxes, sum_parts
 from reshard.verification.sums import PRIME
 from reshard.verification.tree import Tree
@@ -47,7 +50,12 @@ class Contents:
         self.differences: list[Difference] = []
 
     def compare(self, copies: list[Copies]) -> None:
-        """Sum both sides; where they are not plainly equal, find out which ranks are wrong."""
+        """Sum both sides; where they are not plainly equal, find out which ranks are wrong.
+
+        What an adapter's product was added to is compared number by number.
+        """
+        self._compare_sums([copy for copy in copies if self._source.product(copy.parameter.name) is not None])
+        copies = [copy for copy in copies if self._source.product(copy.parameter.name) is None]
         parameters = {copy.parameter.name: copy.parameter for copy in copies if not copy.alone}
         stored = [(name, *one) for name, parameter in parameters.items() for one in self.stored(parameter)]
         parts: list[Readable] = [part for _, _, part in stored]
@@ -76,6 +84,35 @@ class Contents:
         self._find_wrong([one for one in found if one[0].alone], told=True)
         again = [one for one in found if (one[0].parameter.name, one[0].slice.stage) in doubtful]
         self._find_wrong(again, told=False)
+
+    def _compare_sums(self, copies: list[Copies]) -> None:
+        """Compare weights to which a product was added; of copies that are alike one."""
+        parts = [
+            (copy, rank, self._target.part(copy.parameter.name, rank, copy.parameter.shape, copy.slice.box))
+            for copy in copies
+            for rank in copy.slice.holders
+        ]
+        found = sum_parts([part for _, _, part in parts], self._means)
+        alike: dict[tuple[str, Box, int], tuple[Part, list[int]]] = {}
+        for (copy, rank, part), total in zip(parts, found):
+            alike.setdefault((copy.parameter.name, copy.slice.box, total), (part, []))[1].append(rank)
+        parameters = {copy.parameter.name: copy.parameter for copy in copies}
+        tasks = [(key, part.of_box(tile)) for key, (part, _) in alike.items() for tile in tiles(part.box)]
+
+        def fits(task: tuple[tuple[str, Box, int], Part]) -> bool:
+            (name, _, _), part = task
+            product = self._source.product(name)
+            assert product is not None
+            return is_sum(part, part.tensor.dtype, self._source, parameters[name], product, self._means.handles)
+
+        wrong: dict[str, set[int]] = defaultdict(set)
+        with ThreadPoolExecutor(max(1, min(self._means.jobs, len(tasks)))) as pool:
+            for (key, _), right in zip(tasks, pool.map(fits, tasks)):
+                if not right:
+                    wrong[key[0]].update(alike[key][1])
+        for name, ranks in wrong.items():
+            detail = "is not the source's with the product of the adapter's matrices added"
+            self.differences.append(Difference("content", name, tuple(sorted(ranks)), detail))
 
     def stored(self, parameter: Parameter) -> Iterator[tuple[int, Readable]]:
         """Every slice of a parameter in the source's stages that have all of it, with the stage."""

@@ -26,6 +26,7 @@ from reshard.verification.made import MadePart, Recipe
 from reshard.verification.origins import lists_of, needed, origins
 from reshard.verification.parameter import Holding, Parameter, Shards, Slice, shared
 from reshard.verification.parts import Readable
+from reshard.verification.products import Product
 from reshard.verification.tree import Tree
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EditedTree(Tree):
         recipes: how all others are made.
         tied: names in the source of tensors of which only the first is taken, and which should be equal.
         paths: the files that recipes read, as far as they were asked for.
+        products: what an adapter added, by the name of the weight.
     """
 
     base: Tree = field(default_factory=lambda: Tree({}, {}))
@@ -79,6 +81,7 @@ class EditedTree(Tree):
     recipes: dict[str, Recipe] = field(default_factory=dict)
     tied: tuple[tuple[str, str], ...] = ()
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    products: Mapping[str, Product] = field(default_factory=dict)
 
     @property
     def names(self) -> set[str]:
@@ -106,6 +109,10 @@ class EditedTree(Tree):
         """The floating point type of a parameter of which all that is no number counts as the same."""
         recipe = self.recipes.get(name)
         return recipe.dtype if recipe is not None and recipe.cast else None
+
+    def product(self, name: str) -> Optional[Product]:
+        """What an adapter added to a parameter."""
+        return self.products.get(name)
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
         """The source's strategy under the names that tensors have here.
@@ -162,7 +169,7 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         InputError: they do not fit the source.
     """
     # Loaded only here: most checkpoints are compared under their own names.
-    from reshard.names import AppliedStep, apply_rules
+    from reshard.names import AppliedStep, apply_rules, warning_of
 
     base.check_readings()
     made = {name: _Made(AppliedStep("", (), (name,), (name,)), 0) for name in base.parameters}
@@ -172,6 +179,9 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         shapes = {name: parameter.shape for name, parameter in base.parameters.items()}
         shapes.update((name, _value(base, name).shape) for name in kept)
         applied = apply_rules(edits.table, shapes, edits.config, edits.reverse, edits.optimizer)
+        warning = warning_of(edits.table, applied)
+        if warning is not None:
+            report.warn(warning)
         made, kept = _ruled(base, made, kept, applied)
         tied = tuple(pair for pair in applied.tied if all(name in base.parameters for name in pair))
         for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "no rule speaks of it")):

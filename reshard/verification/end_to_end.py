@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
 from collections.abc import Collection, Mapping
-from typing import Callable, NamedTuple, Optional, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import find_checkpoints, reading_error
+from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import find_iterations
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, read_checkpoint
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.checkpoints.full import HUGGINGFACE
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, TargetError
 from reshard.records import Identity, Manifest
@@ -23,7 +23,7 @@ from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import Message, joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges, some_names
+from reshard.text.wording import plural, rank_ranges
 from reshard.verification import (
     Difference,
     Means,
@@ -39,11 +39,17 @@ from reshard.verification import (
     read_step,
     read_tree,
 )
+from reshard.verification.beside import compare_beside
 from reshard.verification.compare_forms import compare_with_form
-from reshard.verification.edited import Edits, edited_tree
+from reshard.verification.edited import EditedTree, Edits, edited_tree
 from reshard.verification.forms import FormTree, tree_of
+from reshard.verification.own_names import casts_alone, weights_of, without_rules
+from reshard.verification.products import products_of
 from reshard.verification.tied import not_alike
 from reshard.verification.written import read_written
+
+if TYPE_CHECKING:
+    from reshard.lora import Scale
 
 _MOST_SHOWN = 3
 
@@ -58,6 +64,9 @@ class Source(NamedTuple):
         step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
         file_suffix: only files whose stem ends so.
         edits: the names, packing and types that it got; None where they stayed.
+        recorded: whether these are what the target's records say, of whatever source that was made.
+        beside: whether what lies beside its weights, such as a tokenizer, has to lie beside the target's.
+        adapter: what was added to its weights; None where nothing was.
     """
 
     path: str
@@ -66,6 +75,21 @@ class Source(NamedTuple):
     step: str = "latest"
     file_suffix: Optional[str] = None
     edits: Optional[Edits] = None
+    recorded: bool = False
+    beside: bool = True
+    adapter: Optional[Adapter] = None
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter that was added.
+
+    Attributes:
+        source: its matrices.
+        scale: what their products are multiplied with.
+    """
+
+    source: Source
+    scale: Scale
 
 
 class Target(NamedTuple):
@@ -124,10 +148,22 @@ def verify_conversion(
             return compared(tree, target.strategy)
         # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
         check_complete(tree, reader.strategy, Needs(Strategy.none()))
+        if source.recorded and without_rules(tree, source.edits, weights()):
+            report.note(
+                f"{target.directory} has the names of {source.path}, to which the recorded rules would give others: "
+                "compared without them; to compare otherwise, say how with --names or --rename"
+            )
+            plain = source._replace(edits=casts_alone(source.edits), recorded=False, beside=False)
+            return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
         edited = edited_tree(tree, source.edits, report)
+        if source.adapter is not None:
+            edited = _with_adapter(edited, source.adapter, means)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
         return [*not_alike(edited, means), *compared(edited, laid_out)]
+
+    def weights() -> set[str]:
+        return weights_of(target.directory, target.form, target.files, means.handles)
 
     def compared(tree: Tree, laid_out: Strategy) -> list[Difference]:
         admit, strategy = filters.admit, reader.strategy
@@ -147,7 +183,10 @@ def verify_conversion(
         if written is None:
             return found
         found += compare_with_form(tree, strategy, written, laid_out, target.directory, means, admit)
-        return found + _beside(reader.checkpoint, target, report)
+        if target.form == HUGGINGFACE and source.beside:
+            cast = source.edits is not None and bool(source.edits.casts)
+            found += compare_beside(reader.checkpoint, target.directory, written.tree, cast, report)
+        return found
 
     damaged = dict(known or {})
     if known is not None:
@@ -159,6 +198,30 @@ def verify_conversion(
             return different
         damaged.update(more)
     return differences(read_sound(reader.read, crcs, damaged))
+
+
+def _with_adapter(edited: EditedTree, adapter: Adapter, means: Means) -> EditedTree:
+    """Weights without the matrices of adapters beside them, and what one adds."""
+    # Loaded only here, because it loads what conversions are carried out with.
+    from reshard.lora.pairs import is_matrix
+
+    kept = edited.only(lambda name: not is_matrix(name))
+    assert isinstance(kept, EditedTree)
+    return replace(
+        kept, products=products_of(kept, _matrices(adapter.source, means), adapter.source.path, adapter.scale)
+    )
+
+
+def _matrices(source: Source, means: Means) -> Tree:
+    """The files of an adapter, which have to be complete."""
+    report = Report()
+    if source.form != RANKS:
+        return FormReader(source, lambda name: True, means, report).read({})
+    found = find_checkpoints(source.path, source.file_suffix)
+    check_ranks(found, source.strategy, means.handles)
+    tree = read_step(found, source.strategy, source.step, means.handles, report)
+    check_complete(tree, source.strategy, Needs(Strategy.none()))
+    return tree
 
 
 class _Reader(Protocol):
@@ -255,26 +318,6 @@ def _reader(source: Source, target: Target, filters: Filters, means: Means, repo
         return filters.admit(name) and (target.strategy.is_none or name in listed)
 
     return FormReader(source, wanted, means, report)
-
-
-def _beside(source: Optional[Checkpoint], target: Target, report: Report) -> list[Difference]:
-    """Files beside the source's weights, such as a tokenizer, that are not beside the target's."""
-    if target.form != HUGGINGFACE or not isinstance(source, FullWeights):
-        return []
-    missing, different = [], []
-    for name in source.others:
-        here, there = os.path.join(source.place, name), os.path.join(target.directory, name)
-        try:
-            if not is_regular_file(there):
-                missing.append(name)
-            elif not filecmp.cmp(here, there, shallow=False):
-                different.append(name)
-        except OSError as error:
-            raise reading_error(there, error) from error
-    if different:
-        # Somebody's own stays where it was before the conversion.
-        report.warn(f"{target.directory}: not as beside the source's weights: {some_names(different)}")
-    return [Difference("file", None, (), f"is missing, and is in {source.place}", (name,)) for name in missing]
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:

@@ -60,8 +60,39 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
     flat = np.ascontiguousarray(words).reshape(-1)
     for first in range(0, flat.size, _BLOCK):
         some = flat[first : first + _BLOCK]
-        found[first : first + _BLOCK] = _encoded(_rounded(_decoded(some, stored), dtype), some, stored, dtype)
+        found[first : first + _BLOCK] = _encoded(_rounded(decoded(some, stored), dtype), some, stored, dtype)
     return found.reshape(words.shape)
+
+
+def decoded(words: Words, stored: str) -> Words:
+    """Elements as Float64; exact.
+
+    Args:
+        words: unsigned words of the elements' size, in any shape.
+        stored: their type, one of `dtypes.CASTABLE`.
+    """
+    with np.errstate(invalid="ignore"):
+        if stored == "BFloat16":
+            # What Float32 is, less its last 16 digits.
+            return np.left_shift(words, 16, dtype="<u4", casting="unsafe").view("<f4").astype("<f8")
+        return words.view(f"<f{ITEM_SIZES[stored]}").astype("<f8")
+
+
+def half_unit(sizes: Words, dtype: str) -> Words:
+    """How far from a number the nearest that a type holds may be, at the most.
+
+    Args:
+        sizes: numbers, as Float64, none of them negative.
+        dtype: a floating point type.
+    """
+    digits, least = _TYPES[dtype]
+    return np.maximum(sizes, 2.0**least) * 2.0**-digits
+
+
+def largest(dtype: str) -> float:
+    """The largest number of a type."""
+    words = np.array([_infinite(dtype) - 1], f"<u{ITEM_SIZES[dtype]}")
+    return float(decoded(words, dtype)[0])
 
 
 def same_nans(words: Words, dtype: str) -> None:
@@ -82,15 +113,6 @@ def _infinite(dtype: str) -> int:
     """The bits of infinity."""
     kept = _TYPES[dtype].digits - 1
     return ((1 << (ITEM_SIZES[dtype] * 8 - 1)) - 1) >> kept << kept
-
-
-def _decoded(words: Words, stored: str) -> Words:
-    """Elements as Float64; exact."""
-    with np.errstate(invalid="ignore"):
-        if stored == "BFloat16":
-            # What Float32 is, less its last 16 digits.
-            return np.left_shift(words, 16, dtype="<u4", casting="unsafe").view("<f4").astype("<f8")
-        return words.view(f"<f{ITEM_SIZES[stored]}").astype("<f8")
 
 
 def _rounded(numbers: Words, dtype: str) -> Words:

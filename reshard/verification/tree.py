@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, Tensor
 from reshard.checkpoints.formats.headers import read_headers
@@ -23,6 +23,9 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.verification.parameter import Parameter, Slice
 from reshard.verification.parts import Part, Readable
 from reshard.verification.true_layouts import is_text, true_parameter
+
+if TYPE_CHECKING:
+    from reshard.verification.products import Product
 
 
 @dataclass
@@ -110,6 +113,10 @@ class Tree:
 
     def like_type(self, name: str) -> Optional[str]:
         """The floating point type of a parameter of which all that is no number counts as the same."""
+        return None
+
+    def product(self, name: str) -> Optional[Product]:
+        """What was added to a parameter, so that its elements are not compared bit by bit; None for most."""
         return None
 
     def parts(self, parameter: Parameter, boxes: Iterable[Box]) -> Iterator[tuple[int, Readable]]:

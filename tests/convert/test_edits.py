@@ -131,8 +131,17 @@ def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
         write_tree(root / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
         source = write_strategy(root / "src.ckpt", strategy, shapes_of(full), "merged")
         words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "old.*=new.*"]
-        done("convert", root / "src", root / "dst", *words)
+        told = done("convert", root / "src", root / "dst", *words)
         same_ranks(read_tree(root / "dst"), cut_ranks(layouts, renamed))
+        # The source's strategy does not know the new names.
+        beside = root / "dst" / "reshard-strategy.json"
+        warns(told, f"the strategy of these ranks is written beside them: {beside}")
+        again: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "same", "--rename", "new.*=old.*"]
+        done("convert", root / "dst", root / "once more", *again, "--format", "ckpt", "--verify")
+        same_ranks(read_tree(root / "once more"), cut_ranks(strategy, full))
+        whole: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "none", "--format", "ckpt"]
+        done("convert", root / "dst", root / "whole", *whole)
+        same_ranks(read_tree(root / "whole"), {0: renamed})
         even = not any(cut["uneven"] for stage in strategy for cut in stage["layouts"].values())
         if even and len(strategy) == 1:
             # Checkpoint 2.0 cannot say uneven slices, and says stages in its own way.
@@ -269,3 +278,31 @@ def test_a_cast_that_nothing_gets_is_an_error(status: int, cast: str, says: list
     done(*words, "*=BFloat16", "--cast", "Float16")
     found = read_checkpoint(tmp_path / "out" / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == {"w": "Float16", "v": "Float16", "steps": "Int64"}
+
+
+def test_a_strategy_is_written_beside_ranks_only_where_no_file_says_it(tmp_path: Path) -> None:
+    full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
+    strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
+    source = write_strategy(tmp_path / "src", strategy, shapes_of(full), "merged")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same"]
+    beside = tmp_path / "out" / "reshard-strategy.json"
+    for more in ([], ["--cast", "BFloat16"]):
+        done("convert", tmp_path / "src", tmp_path / "out", *words, *more, "--overwrite")
+        assert not beside.exists()
+    for rank in range(4):
+        assert not beside.exists()
+        renamed: list[Argument] = ["--rename", "m.*=n.*", "--overwrite"] if not rank else ["--rename", "m.*=n.*"]
+        done("by-rank", rank, tmp_path / "src", tmp_path / "ranks", *words, *renamed)
+    assert (tmp_path / "ranks" / "reshard-strategy.json").exists()
+    done("convert", tmp_path / "src", tmp_path / "out", *words, "--rename", "m.*=n.*", "--overwrite")
+    assert beside.read_bytes() == (tmp_path / "ranks" / "reshard-strategy.json").read_bytes()
+    # It does not stay with ranks that it does not describe.
+    done("convert", tmp_path / "src", tmp_path / "out", *words, "--overwrite")
+    assert not beside.exists()
+
+    done("convert", tmp_path / "src", tmp_path / "two", "--to", "checkpoint2", *words)
+    done("convert", tmp_path / "two", tmp_path / "back", "--to", "ranks", "--dst-strategy", "same", "--format", "ckpt")
+    told: list[Argument] = ["--src-strategy", tmp_path / "back" / "reshard-strategy.json", "--dst-strategy", "none"]
+    done("convert", tmp_path / "back", tmp_path / "whole", *told)
+    same_ranks(read_tree(tmp_path / "whole"), {0: full})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ import pytest
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
 from tests.reference import Strategy
-from tests.running import Argument, done
+from tests.running import Argument, Result, done, fails, flat, warns
 from tests.trees import (
     Value,
     cut_ranks,
@@ -57,10 +59,14 @@ class World:
 
     def back(self, source: Path, *words: Argument) -> Path:
         """Convert to Hugging Face's names; the size of the config.json is that of the model, not of ranks."""
+        self.told_back(source, *words)
+        return source.with_name(source.name + "-back")
+
+    def told_back(self, source: Path, *words: Argument) -> Result:
+        """Likewise; what was said."""
         target = source.with_name(source.name + "-back")
-        done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
-             self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
-        return target
+        return done("convert", source, target, "--to", "huggingface", "--names", self.names, "--config",
+                    self.hf / "config.json", "--max-shard-size", "4KB", *words)  # fmt: skip
 
 
 def huggingface(root: Path) -> dict[str, Value]:
@@ -156,6 +162,113 @@ def test_a_conversion_goes_on_wherever_it_was_killed_also_one_that_replaces_anot
     assert int(process.stdout) >= 2
 
 
+def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    words = [*world.convert, "--config", world.hf / "config.json"]
+    done("convert", *words, "--shard", "0/2")
+
+    # What is usual is said now, and something that no rule asks for.
+    edited = {**world.config, "use_cache": False, "torch_dtype": "float32", "head_dim": 3}
+    (world.hf / "config.json").write_text(json.dumps(edited, indent=1))
+    assert done("convert", *words, "--shard", "0/2", "--json").json["ranks"] == []
+    done("resume", tmp_path / "ranks")
+    same_ranks(read_tree(tmp_path / "ranks"), cut_ranks(world.strategy, world.made))
+    (world.hf / "config.json").write_text(json.dumps({**edited, "use_cache": True}))
+    done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
+
+    (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
+    fails(3, "convert", *words, says=["another conversion"])
+
+
+def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    config = world.hf / "config.json"
+    done("convert", *world.convert)
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--verify")
+    assert (back / "config.json").read_bytes() == config.read_bytes()
+
+    # Somebody's own stays, as that of a Hugging Face source does.
+    (back / "config.json").write_text("{}")
+    (back / "model.safetensors.index.json").unlink()
+    warns(world.told_back(tmp_path / "ranks", "--src-strategy", world.d), "config.json: was there already and is kept")
+    assert (back / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Path, key: str) -> None:
+    world = World(tmp_path, "qwen3")
+    said = {key: "float32", **world.config, "rope_scaling": {"dtype": "float32", "factor": 1e-6}}
+    config = world.hf / "config.json"
+    config.write_text(json.dumps(said))
+    done("convert", *world.convert)
+    words: list[Argument] = ["--src-strategy", world.d, "--cast", "BFloat16"]
+    told = world.told_back(tmp_path / "ranks", *words, "--shard", "1/2")
+    warns(told, f"config.json says {key} bfloat16 now")
+    back = world.back(tmp_path / "ranks", *words)
+    written = (back / "config.json").read_bytes()
+    assert json.loads(written) == {**said, key: "bfloat16"} and [*json.loads(written)] == [*said]
+    told = world.told_back(tmp_path / "ranks", *words)
+    assert "is kept" not in told.err and (back / "config.json").read_bytes() == written
+
+    # From one Hugging Face directory to another, where what lies beside the weights is compared.
+    verified: list[Argument] = ["--to", "huggingface", "--cast", "Float16"]
+    done("convert", world.hf, tmp_path / "half", *verified, "--verify")
+    assert json.loads((tmp_path / "half" / "config.json").read_text()) == {**said, key: "float16"}
+    verify: list[Argument] = ["verify", tmp_path / "half", "--src", world.hf]
+    assert "config.json" not in done(*verify).err
+    (tmp_path / "half" / "config.json").write_text(json.dumps(said))
+    warns(done(*verify), "not as beside the source's weights: config.json")
+
+
+def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Path) -> None:
+    world = World(tmp_path, "qwen3")
+    for config in (json.dumps({**world.config, "dtype": "float32"}), json.dumps(world.config), "no configuration"):
+        (world.hf / "config.json").write_text(config)
+        out = tmp_path / str(len(config))
+        told = done("convert", world.hf, out, "--to", "huggingface", "--cast", "BFloat16", "--cast", "*norm*=Float32")
+        assert (out / "config.json").read_text() == config
+        assert ("of several types (bfloat16, float32)" in flat(told.err)) == ("dtype" in config)
+        assert ("is taken over as it is" in flat(told.err)) == (config == "no configuration")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_what_went_forth_and_back_is_verified_with_what_was_at_the_beginning(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path, family)
+    done("convert", *world.convert)
+    ranks: list[Argument] = ["--src-strategy", world.d]
+    back = world.back(tmp_path / "ranks", *ranks)
+    done("convert", back, tmp_path / "again", *world.convert[2:])
+    done("convert", tmp_path / "ranks", tmp_path / "two", *ranks, "--to", "checkpoint2", "--dst-strategy", "same")
+
+    said = done("verify", back, "--src", world.hf)
+    warns(said, f"has the names of {world.hf}, to which the recorded rules would give others: compared without them")
+    both: list[Argument] = [*ranks, "--dst-strategy", world.d]
+    warns(done("verify", tmp_path / "again", "--src", tmp_path / "ranks", *both), "compared without them")
+    warns(done("verify", tmp_path / "again", "--src", tmp_path / "two", *both[2:]), "compared without them")
+    # The way that is recorded, from a copy of its source, is gone as before.
+    shutil.copytree(world.hf, tmp_path / "copy")
+    assert "without them" not in done("verify", tmp_path / "again", "--src", tmp_path / "copy", *both[2:]).err
+
+    other = {name: bits(each) for name, each in world.weights.items()}
+    write_huggingface(tmp_path / "other", other, world.config)
+    found = fails(4, "verify", back, "--src", tmp_path / "other", "--json").json["differences"]
+    assert {(each["kind"], each["parameter"]) for each in found} == {("content", name) for name in other}
+
+
+def bits(tensor: Value) -> Value:
+    """The same with the last bit of every element turned."""
+    return Value(tensor.dtype, tensor.array ^ 1)
+
+
+@pytest.mark.parametrize("cast", ["BFloat16", "*layernorm*=BFloat16"])
+def test_casts_on_the_way_back_hold_for_what_was_at_the_beginning(tmp_path: Path, cast: str) -> None:
+    world = World(tmp_path, "qwen3")
+    done("convert", *world.convert)
+    back = world.back(tmp_path / "ranks", "--src-strategy", world.d, "--cast", cast)
+    warns(done("verify", back, "--src", world.hf), "compared without them")
+    fails(4, "verify", back, "--src", world.hf, "--rename", "*=*")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replicas_replace_ranks_that_were_lost(tmp_path: Path, family: str) -> None:
     world = World(tmp_path, family)
@@ -224,6 +337,12 @@ def test_a_warning_of_what_is_usual_can_be_typed_and_loses_nothing_that_was_stat
 
     assert stated == "qwen3,gate_up=halves,qkv=grouped"
     assert "warning" not in done("plan", *source, stated).err
+    # Who compares takes the same for granted.
+    done("convert", *source, stated)
+    for words in (["verify", tmp_path / "out", "--src", source[0]], ["fingerprint", source[0]]):
+        warns(done(*words, "--names", "qwen3,gate_up=halves"), "warning: the rules", f"state it with --names {stated}")
+        assert "warning" not in done(*words, "--names", stated).err
+    assert "warning" not in done("verify", tmp_path / "out", "--src", source[0]).err
 
 
 def test_the_model_of_the_pages_is_what_its_script_makes(tmp_path: Path) -> None:

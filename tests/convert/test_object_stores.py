@@ -50,6 +50,9 @@ KINDS = {
     "huggingface to huggingface": Kind(
         FIXTURES / "full_weights/h01_bf16_sharded/model", False, ("--to", "huggingface", "--max-shard-size", "2KB")
     ),
+    "a model with its configuration": Kind(
+        FIXTURES / "models/qwen3", False, ("--to", "huggingface", "--cast", "Float32")
+    ),
 }
 
 

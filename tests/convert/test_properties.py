@@ -56,6 +56,13 @@ def write_any_form(draw: st.DrawFn, path: Path, strategy: Strategy, full: dict[s
     return write_strategy(path, strategy, shapes_of(full), form)
 
 
+def drawn(data: st.DataObject, most_devices: int = 6) -> tuple[dict[str, Value], Strategy, Strategy]:
+    """Tensors, and two strategies of theirs, the first of which has at most so many devices."""
+    full = data.draw(tensors())
+    source = data.draw(strategies(full, most_devices), label="source")
+    return full, source, data.draw(strategies(full), label="target")
+
+
 @examples(80)
 @given(st.data())
 def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
@@ -81,9 +88,7 @@ def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
 @examples(15)
 @given(st.data())
 def test_there_and_back_is_the_identity(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     with world_of(source, target) as world:
         world.save(full, copied=COPIED)
         world.convert()
@@ -121,9 +126,7 @@ def removable(strategy: Strategy, ranks: dict[int, dict[str, Value]], full: dict
 @examples(40)
 @given(st.data())
 def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full, 8), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     if data.draw(st.booleans(), label="deduplicated"):
         for (_, name, _box), group in holders(source, full).items():
@@ -144,9 +147,7 @@ def test_lost_ranks_and_deduplicated_saves_are_made_up_by_replicas(data: st.Data
 @examples(15)
 @given(st.data())
 def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     lost = data.draw(st.sampled_from(sorted(ranks)), label="lost")
     del ranks[lost]
@@ -161,9 +162,7 @@ def test_a_slice_that_is_nowhere_is_an_error_never_a_guess(data: st.DataObject) 
 @given(st.data())
 def test_whatever_is_left_of_a_checkpoint_is_converted_right_or_refused(data: st.DataObject) -> None:
     """Any tensors may be lacking in any files: what comes out is right, and no slice is made up."""
-    full = data.draw(tensors())
-    source = data.draw(strategies(full, 8), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data, 8)
     ranks: dict[int, dict[str, Value]] = cut_ranks(source, full)
     entries = [(rank, name) for rank, held in ranks.items() for name in held]
     for rank, name in data.draw(st.lists(st.sampled_from(entries), max_size=6, unique=True), label="lacking"):
@@ -245,9 +244,7 @@ def test_accumulated_gradients_keep_their_reading(data: st.DataObject) -> None:
 @given(st.data())
 def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
     """Bytes of a checkpoint or strategy file are changed, inserted or cut off."""
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     ending = data.draw(st.sampled_from(FORMATS))
     with world_of(source, target) as world:
         world.save(full, f"rank_{{rank}}/net-1_1.{ending}", copied=COPIED)
@@ -268,9 +265,7 @@ def test_damage_is_told_without_a_traceback(data: st.DataObject) -> None:
 @examples(30)
 @given(st.data())
 def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     shapes = shapes_of(full)
     with world_of(source, target) as world:
         ranks = cut_ranks(source, full, COPIED)
@@ -295,9 +290,7 @@ def test_rank_lists_are_sufficient_and_nothing_in_them_can_be_left_out(data: st.
 @examples(10)
 @given(st.data())
 def test_rank_lists_keep_to_the_ranks_that_are_available(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full, 8), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data, 8)
     available = data.draw(st.sets(st.integers(0, rank_count(source) - 1), min_size=1), label="available")
     rank = data.draw(st.integers(0, rank_count(target) - 1), label="rank")
     with world_of(source, target) as world:
@@ -332,9 +325,7 @@ def covered_by_one_stage(
 @examples(10)
 @given(st.data())
 def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     ending = data.draw(st.sampled_from(FORMATS))
     with world_of(source, target) as world:
         world.save(full, f"rank_{{rank}}/net.{ending}", copied=COPIED)
@@ -364,9 +355,7 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
 @examples(10)
 @given(st.data())
 def test_some_ranks_of_a_target_are_the_same_as_in_the_whole(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source: Strategy = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     chosen: Optional[set[int]] = data.draw(st.sets(st.integers(0, rank_count(target) - 1), min_size=1), label="ranks")
     assert chosen is not None
     with world_of(source, target) as world:
@@ -383,9 +372,7 @@ def test_the_reference_of_one_device_lists_nothing() -> None:
 @examples(40)
 @given(st.data())
 def test_a_target_is_made_of_the_same_files_whatever_is_written_with_it(data: st.DataObject) -> None:
-    full = data.draw(tensors())
-    source = data.draw(strategies(full), label="source")
-    target = data.draw(strategies(full), label="target")
+    full, source, target = drawn(data)
     left = data.draw(st.sets(st.sampled_from(range(rank_count(target))), min_size=1), label="left to write")
     with world_of(source, target) as world, FileHandles() as handles:
         world.save(full, copied=COPIED)

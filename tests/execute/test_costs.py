@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Optional
 
 import pytest
 
-from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats import alike
 from reshard.checkpoints.formats import open as opening
 from reshard.execute import reading, run
-from reshard.storage import OpenFile, ReadableFile, fill
+from reshard.storage import ReadableFile, fill
 from reshard.storage import costs as storage_costs
+from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import Value, cut_ranks, layout, read_tree, same_ranks, single, value, write_strategy, write_tree
@@ -35,11 +35,12 @@ class Costs:
         reads: (path, bytes) of every request for tensor contents.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Counter[str]) -> None:
+        self.opened = opened
         self.clear()
 
     def clear(self) -> None:
-        self.opened: Counter[str] = Counter()
+        self.opened.clear()
         self.parsed: list[str] = []
         self.compared: list[str] = []
         self.reads: list[tuple[str, int]] = []
@@ -51,12 +52,8 @@ class Costs:
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
-    counted = Costs()
-    open_file, find = FileHandles._open, alike.KnownStructures.find
-
-    def counting_open(self: Any, path: str) -> OpenFile:
-        counted.opened[path] += 1
-        return open_file(self, path)
+    counted = Costs(count_opened(monkeypatch))
+    find = alike.KnownStructures.find
 
     def counting_find(self: Any, file: ReadableFile, format: str, size: int) -> Any:
         counted.compared.append(file.path)
@@ -66,7 +63,6 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
         counted.reads.append((file.path, len(out)))
         fill(file, offset, out, *rank)
 
-    monkeypatch.setattr(FileHandles, "_open", counting_open)
     monkeypatch.setattr(alike.KnownStructures, "find", counting_find)
     monkeypatch.setattr(reading, "fill", counting_fill)
     for name in ("read_ckpt_index", "read_safetensors_index"):

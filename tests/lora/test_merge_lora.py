@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,6 +12,18 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from reshard import execute
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints.full import HUGGINGFACE
+from reshard.lora import scale_of
+from reshard.lora.low_rank import LowRank, Products
+from reshard.strategies import Strategy
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.verification import Means
+from reshard.verification.edited import Edits
+from reshard.verification.end_to_end import Adapter, Source, Target, verify_conversion
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -122,7 +135,7 @@ def test_a_weight_with_a_row_for_each_input_gets_the_product_transposed(tmp_path
     full, pairs = weights(), matrices()
     turned = {name: np.ascontiguousarray(array.T) for name, array in full.items()}
     adapter = peft(tmp_path / "adapter", pairs, fan_in_fan_out=True)
-    done("merge-lora", base(tmp_path / "base", turned), adapter, tmp_path / "out")
+    done("merge-lora", base(tmp_path / "base", turned), adapter, tmp_path / "out", "--verify")
     close(
         load_file(tmp_path / "out" / "model.safetensors"),
         {name: array.T for name, array in merged(full, pairs, 2.0).items()},
@@ -147,8 +160,9 @@ def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, sty
     whole = tmp_path / "whole"
     words: list[Argument] = ["merge-lora", tmp_path / "src", tmp_path / "src"]
     ends: list[Argument] = ["--src-strategy", saved, "--adapter-strategy", saved, "--alpha", 16]
-    done(*words, tmp_path / "out", *ends)
-    done(*words, whole, *ends, "--dst-strategy", "none", "--jobs", 1, "--max-memory", "64K")
+    done(*words, tmp_path / "out", *ends, "--verify")
+    done(*words, whole, *ends, "--dst-strategy", "none", "--jobs", 1, "--max-memory", "64K", "--verify")
+    done(*words, tmp_path / "two", *ends, "--to", "checkpoint2", "--verify")
     found = {name: value.array.view("<f4") for name, value in read_tree(whole)[0].items()}
     close(found, merged(full, pairs, 2.0))
     # However it is cut, and in whatever blocks, every element is the same.
@@ -206,7 +220,7 @@ def test_what_was_merged_is_said(tmp_path: Path) -> None:
     told = done(*words)
     warns(told, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
     warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
-    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["`reshard diff` compares"])
+    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["that command again with --verify"])
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
 
 
@@ -255,3 +269,100 @@ def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) ->
     save_file({**beside, **full}, tmp_path / "saved.safetensors")
     done("merge-lora", src, tmp_path / "saved.safetensors", tmp_path / "out", "--alpha", 16)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == full.keys()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
+    random = np.random.default_rng(3)
+    up, down = random.standard_normal((200, 4)).astype("f4"), random.standard_normal((4, 2500)).astype("f4")
+    read = []
+
+    def matrices() -> tuple[Array, Array]:
+        read.append(1)
+        return up, down
+
+    found = np.zeros((200, 2500), "<u4")
+    weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, Products(1 << 20))
+    for row in range(0, 200, rows):
+        block = found[row : row + rows]
+        weight.add(((row, row + len(block)), (0, 2500)), block[..., None])
+    assert np.allclose(found.view("f4"), 2 * up @ down, rtol=1e-5, atol=1e-5)
+    # Four bands of three tiles.
+    assert len(read) == 12
+
+
+def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
+    """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
+    with FileHandles() as handles:
+        matrices = Source(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
+        found = verify_conversion(
+            Source(
+                str(src),
+                HUGGINGFACE,
+                Strategy.none(),
+                edits=Edits(None, None, None, None, False, ()),
+                adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
+            ),
+            Target(str(out), HUGGINGFACE, Strategy.none(), {}),
+            filters=Filters(),
+            means=Means(handles, 2, 1 << 20, execute.Progress()),
+            report=Report(),
+            crcs=None,
+        )
+    return [(difference.kind, difference.parameter) for difference in found]
+
+
+def in_place(path: Path, name: str, index: tuple[int, ...], change: Callable[[Any], Any]) -> None:
+    tensors = load_file(path)
+    array = tensors[name].copy()
+    array[index] = change(array[index])
+    save_file({**tensors, name: array}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_what_was_merged_is_proven(tmp_path: Path, dtype: str) -> None:
+    src, adapter = base(tmp_path / "base", weights(dtype)), peft(tmp_path / "adapter", matrices())
+    out = tmp_path / "out"
+    words: list[Argument] = ["merge-lora", src, adapter, out, "--verify"]
+    warns(done(*words), "verified: no differences")
+    warns(done(*words), "nothing is left to write", "verified: no differences")
+    assert compared(src, adapter, out) == []
+
+    both = [("content", name) for name in sorted(CHANGED)]
+    assert sorted(compared(src, adapter, out, 16.1)) == both
+    other = peft(tmp_path / "other", matrices())
+    stem = "base_model.model." + CHANGED[0][: -len(".weight")]
+    in_place(other / "adapter_model.safetensors", f"{stem}.lora_B.weight", (600, 3), lambda one: one * 1.1)
+    assert compared(src, other, out) == [("content", CHANGED[0])]
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "change"),
+    [
+        (CHANGED[0], (639, 1499), lambda one: one + abs(one) * 2**-9 + 2**-9),
+        (CHANGED[0], (255, 1023), lambda one: np.nan),
+        (CHANGED[1], (0, 0), lambda one: np.inf),
+        (CHANGED[1], (95, 63), lambda one: -one - 1),
+        ("model.norm.weight", (5,), lambda one: np.nextafter(one, one + one)),
+    ],
+)
+def test_one_element_that_is_not_what_was_merged_is_found(
+    tmp_path: Path, name: str, index: tuple[int, ...], change: Callable[[Any], Any]
+) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    done("merge-lora", src, adapter, tmp_path / "out", "--verify")
+    in_place(tmp_path / "out" / "model.safetensors", name, index, change)
+    assert compared(src, adapter, tmp_path / "out") == [("content", name)]
+
+
+def test_elements_that_became_infinite_or_were_no_numbers_are_proven(tmp_path: Path) -> None:
+    full, pairs = weights("f2"), matrices()
+    full[CHANGED[0]][:4] = [[65504.0], [-65504.0], [np.inf], [np.nan]]
+    pairs[CHANGED[0]][1][7] = 1e5
+    src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
+    warns(done("merge-lora", src, adapter, tmp_path / "out", "--verify"), "became infinite", "no differences")
+    merged = (tmp_path / "out" / "model.safetensors").read_bytes()
+    for row, other in ((7, -np.inf), (7, 65504.0), (2, 1.0), (2, -np.inf), (3, 0.0), (20, np.nan), (20, np.inf)):
+        in_place(tmp_path / "out" / "model.safetensors", CHANGED[0], (row, 7), lambda _: other)  # noqa: B023
+        assert compared(src, adapter, tmp_path / "out") == [("content", CHANGED[0])], (row, other)
+        (tmp_path / "out" / "model.safetensors").write_bytes(merged)

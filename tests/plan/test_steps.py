@@ -28,22 +28,22 @@ OLD, NEW = tensors("old "), tensors("new ")
 
 
 def test_steps_compare_as_numbers(world: World) -> None:
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_9", OLD)
+    world.save_step("1_10", NEW)
     world.convert()
     assert_same(world, NEW)
 
 
 def test_epochs_come_before_steps(world: World) -> None:
-    world.save(OLD, "rank_{rank}/net-9_300.ckpt")
-    world.save(NEW, "rank_{rank}/net-10_8.ckpt")
+    world.save_step("9_300", OLD)
+    world.save_step("10_8", NEW)
     world.convert()
     assert_same(world, NEW)
 
 
 def test_file_times_play_no_part(world: World) -> None:
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save_step("1_10", NEW)
+    world.save_step("1_9", OLD)
     for path in world.src.glob("rank_*/net-1_10.ckpt"):
         os.utime(path, (1, 1))
     world.convert()
@@ -51,8 +51,8 @@ def test_file_times_play_no_part(world: World) -> None:
 
 
 def test_a_step_can_be_asked_for(world: World) -> None:
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_9", OLD)
+    world.save_step("1_10", NEW)
     world.convert("--step", "1_9")
     assert_same(world, OLD)
 
@@ -69,27 +69,27 @@ def test_a_step_that_is_not_there_is_an_error(world: World) -> None:
 
 
 def test_the_step_that_is_used_is_said(world: World) -> None:
-    world.save(NEW, "rank_{rank}/net-3_25.ckpt")
+    world.save_step("3_25", NEW)
     warns(world.convert(), "3_25")
 
 
 def test_an_end_of_life_save_by_one_rank_of_each_group_is_found(plain: World) -> None:
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 3])
+    plain.save_step("1_12", NEW, ranks=[0, 3])
     warns(plain.convert(), "1_12")
     assert_same(plain, NEW)
 
 
 def test_a_torn_step_is_passed_over_with_a_line(plain: World) -> None:
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 2])
+    plain.save_step("1_12", NEW, ranks=[0, 2])
     warns(plain.convert(), "1_12", "1_10")
     assert_same(plain, OLD)
 
 
 def test_a_torn_step_that_was_asked_for_is_an_error(plain: World) -> None:
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0, 2])
+    plain.save_step("1_12", NEW, ranks=[0, 2])
     plain.refuses(3, "1_12", "w", "1", "3", options=("--step", "1_12"))
 
 
@@ -107,7 +107,7 @@ def test_a_stage_without_any_rank_makes_a_step_incomplete(tmp_path: Path) -> Non
     old = {"a": value("old a", (4,)), "b": value("old b", (4,))}
     new = {"a": value("new a", (4,)), "b": value("new b", (4,))}
     world.save(old)
-    world.save(new, "rank_{rank}/net-1_12.ckpt", ranks=[0, 1])
+    world.save_step("1_12", new, ranks=[0, 1])
     warns(world.convert(), "1_12")
     assert_same(world, old)
 
@@ -135,8 +135,8 @@ def test_a_step_with_a_truncated_file_falls_back_to_the_step_before(world: World
 
 
 def test_a_step_that_is_damaged_and_asked_for_is_an_error(world: World) -> None:
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_9", OLD)
+    world.save_step("1_10", NEW)
     damaged = world.src / "rank_1" / "net-1_10.ckpt"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     world.refuses(3, str(damaged), "1_10", options=("--step", "1_10"))
@@ -144,8 +144,8 @@ def test_a_step_that_is_damaged_and_asked_for_is_an_error(world: World) -> None:
 
 def test_a_file_cut_between_two_records_is_not_taken_for_whole(world: World) -> None:
     """Such a file is well formed, it only lacks parameters that the others have."""
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_9", OLD)
+    world.save_step("1_10", NEW)
     held = cut_ranks(world.source, NEW)[2]
     write_checkpoint(world.src / "rank_2" / "net-1_10.ckpt", {"w": held["w"], "v": held["v"]})
     warns(world.convert(), "1_10")
@@ -153,8 +153,8 @@ def test_a_file_cut_between_two_records_is_not_taken_for_whole(world: World) -> 
 
 
 def test_files_of_different_steps_are_never_mixed(plain: World) -> None:
-    plain.save(OLD, "rank_{rank}/net-1_9.ckpt", ranks=[0, 2])
-    plain.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1, 3])
+    plain.save_step("1_9", OLD, ranks=[0, 2])
+    plain.save_step("1_10", NEW, ranks=[1, 3])
     plain.refuses(3)
 
 
@@ -192,8 +192,8 @@ def test_an_absent_rank_of_a_deduplicated_save_makes_its_step_incomplete(plain: 
 def test_some_ranks_take_the_step_that_all_would_take(command: str, tmp_path: Path) -> None:
     """Rank 1 has all it needs of the newest step: taking it would mix steps among the ranks."""
     world = World(tmp_path, TARGET, TARGET)
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
+    world.save_step("1_9", OLD)
+    world.save_step("1_10", NEW, ranks=[1])
     result = world.by_rank(1) if command == "by-rank" else world.convert("--ranks", "1")
     warns(result, "1_10 is not complete and is passed over", "give every rank --step 1_9")
     same_ranks(world.found(), {1: world.expected(OLD)[1]})
@@ -202,8 +202,8 @@ def test_some_ranks_take_the_step_that_all_would_take(command: str, tmp_path: Pa
 def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(tmp_path: Path) -> None:
     """Only the files of a rank list were fetched."""
     world = World(tmp_path, TARGET, TARGET)
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt", ranks=[1])
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt", ranks=[1])
+    world.save_step("1_9", OLD, ranks=[1])
+    world.save_step("1_10", NEW, ranks=[1])
     warns(world.by_rank(1), "holds 2 steps, and step 1_10 is taken; give every rank --step 1_10")
     same_ranks(world.found(), {1: world.expected(NEW)[1]})
     fails(3, *world.words(), says=["no step", "1_10", "rank 0"])
@@ -211,9 +211,9 @@ def test_the_newest_step_that_its_target_can_have_is_taken_where_none_is_whole(t
 
 def test_one_rank_with_one_step_is_not_warned_of_others(tmp_path: Path) -> None:
     world = World(tmp_path, TARGET, TARGET)
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save_step("1_9", OLD)
     assert "warning" not in world.by_rank(1).err
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_10", NEW)
     other = World(tmp_path / "other", TARGET, TARGET)
     other.src = world.src
     assert "warning" not in other.by_rank(1, "--step", "1_9").err
@@ -221,7 +221,7 @@ def test_one_rank_with_one_step_is_not_warned_of_others(tmp_path: Path) -> None:
 
 def test_a_step_that_is_passed_over_is_warned_of_under_quiet(plain: World) -> None:
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    plain.save_step("1_12", NEW, ranks=[0])
     warns(plain.convert("--quiet"), "warning: step 1_12 is not complete and is passed over")
     assert_same(plain, OLD)
 
@@ -229,13 +229,13 @@ def test_a_step_that_is_passed_over_is_warned_of_under_quiet(plain: World) -> No
 @pytest.mark.parametrize("command", ["transform-dir", "plan", "by-rank", "recover"])
 def test_no_older_step_is_taken_where_that_is_refused(command: str, plain: World) -> None:
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    plain.save_step("1_12", NEW, ranks=[0])
     words = plain.words(*([0] if command == "by-rank" else []), "--no-fallback", command=command)
     if command == "recover":
         words = [command, plain.src, plain.dst, "--strategy", plain.old, "--no-fallback"]
     fails(3, *words, says=["1_12", "--no-fallback"])
     assert not plain.dst.exists()
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt")
+    plain.save_step("1_12", NEW)
     done(*words)
 
 
@@ -248,7 +248,7 @@ def test_lost_optimizer_shards_do_not_matter_to_a_target_without_them(tmp_path: 
 
 def test_an_older_whole_step_is_taken_before_one_that_lacks_optimizer_shards(tmp_path: Path) -> None:
     world = World(tmp_path, SOURCE, PLAIN_TARGET)
-    world.save(OLD, "rank_{rank}/net-1_9.ckpt")
+    world.save_step("1_9", OLD)
     world.save(NEW, ranks=[0, 1])
     warns(world.convert(), "1_10 is not complete and is passed over")
     assert_same(world, {name: OLD[name] for name in ("w", "v")})
@@ -420,7 +420,7 @@ def test_a_torn_step_that_cannot_tell_how_gradients_are_cut_is_passed_over_for_o
 def test_filters_never_choose_the_step(plain: World) -> None:
     """w is torn at the newest step: that v is whole there does not make the step complete."""
     plain.save(OLD)
-    plain.save(NEW, "rank_{rank}/net-1_12.ckpt", ranks=[0])
+    plain.save_step("1_12", NEW, ranks=[0])
     plain.convert("--include", "v")
     for held in plain.found().values():
         assert held["v"].same(OLD["v"])
@@ -474,26 +474,26 @@ def test_a_path_with_a_rank_in_it_may_have_wildcards(world: World) -> None:
 
 
 def test_two_formats_of_one_step_are_an_error_that_lists_both(world: World) -> None:
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_10", NEW)
     world.save(NEW, "rank_{rank}/net-1_10.safetensors")
     world.refuses(3, "net-1_10.ckpt", "net-1_10.safetensors", "--")
 
 
 def test_two_namings_of_one_rank_are_an_error_that_lists_both(world: World) -> None:
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_10", NEW)
     world.save(NEW, "{rank}/net-1_10.ckpt", ranks=[1])
     world.refuses(3, "rank_1", "/1")
 
 
 def test_two_prefixes_of_one_step_are_an_error_that_lists_both(world: World) -> None:
-    world.save(NEW, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_10", NEW)
     world.save(OLD, "rank_{rank}/net_1-1_10.ckpt")
     world.refuses(3, "net-1_10", "net_1-1_10", "--file-suffix")
 
 
 def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> None:
     """A second run starts to count again, under the prefix net_1."""
-    world.save(OLD, "rank_{rank}/net-9_10.ckpt")
+    world.save_step("9_10", OLD)
     world.save(NEW, "rank_{rank}/net_1-1_10.ckpt")
     world.refuses(3, "net-9_10", "net_1-1_10", "--step")
     world.convert("--step", "1_10")
@@ -501,7 +501,7 @@ def test_two_prefixes_of_different_steps_cannot_be_compared(world: World) -> Non
 
 
 def test_a_suffix_tells_names_apart(world: World) -> None:
-    world.save(OLD, "rank_{rank}/net-1_10.ckpt")
+    world.save_step("1_10", OLD)
     world.save(NEW, "rank_{rank}/net-1_10_breakpoint.ckpt")
     world.refuses(3, "net-1_10_breakpoint", "--file-suffix")
     world.convert("--file-suffix", "_breakpoint")

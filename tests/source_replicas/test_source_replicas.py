@@ -16,14 +16,13 @@ from typing import Any, Optional
 import pytest
 
 import reshard as library
-from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.execute import reading
 from reshard.layout import Layout
 from reshard.plan.pieces import StoredSlice
 from reshard.source_replicas import files
 from reshard.source_replicas.choice import Group
-from reshard.storage import OpenFile
+from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -194,22 +193,18 @@ class Reads:
         sampled: (path, bytes) of every small request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: Counter[str]) -> None:
+        self.opened = opened
         self.clear()
 
     def clear(self) -> None:
-        self.opened: Counter[str] = Counter()
+        self.opened.clear()
         self.sampled: list[tuple[str, int]] = []
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    counted = Reads()
-    open_file = FileHandles._open
-
-    def counting_open(self: Any, path: str) -> OpenFile:
-        counted.opened[path] += 1
-        return open_file(self, path)
+    counted = Reads(count_opened(monkeypatch))
 
     class Counting(reading.ExplicitReader):
         """What reads samples; the conversion has readers of its own."""
@@ -218,7 +213,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             counted.sampled.append((source.path, len(out)))
             super().read_into(source, start, out)
 
-    monkeypatch.setattr(FileHandles, "_open", counting_open)
     monkeypatch.setattr(files, "ExplicitReader", Counting)
     return counted
 

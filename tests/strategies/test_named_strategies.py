@@ -1,4 +1,4 @@
-"""strategy make --names: the strategy of what a table of names makes of a checkpoint, before there is such a one."""
+"""--names of strategy make and derive: the strategy of what a table of names makes of a checkpoint beforehand."""
 
 from __future__ import annotations
 
@@ -65,3 +65,35 @@ def test_sizes_are_told_by_a_configuration(tmp_path: Path) -> None:
     assert not (tmp_path / "d.json").exists()
     done(*words, "--names", "qwen3", "--config", told)
     assert json.loads((tmp_path / "d.json.made").read_text())["names"] == "qwen3"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_one_is_derived_by_the_shapes_of_a_checkpoint_under_other_names(tmp_path: Path, family: str) -> None:
+    config, _ = MODELS[family]
+    source = weights(family)
+    hf = write_huggingface(tmp_path / "hf", source, config)
+    (tmp_path / "rules.toml").write_text(RULES)
+    converted = write_checkpoint(tmp_path / "converted.safetensors", mindformers(family, source, config))
+    # A strategy of this format does not tell shapes.
+    old = tmp_path / "old.ckpt"
+    done(
+        "strategy",
+        "make",
+        tmp_path / "rules.toml",
+        old,
+        "--sizes",
+        "dp=2,mp=2",
+        "--weights-only",
+        "--shapes",
+        converted,
+    )
+
+    words: list[Argument] = ["--src-sizes", "dp=2,mp=2", "--dst-sizes", "mp=2", "--weights-only"]
+    done("strategy", "derive", old, tmp_path / "one.json", *words, "--shapes", converted)
+    named: list[Argument] = ["--names", family]
+    done("strategy", "derive", old, tmp_path / "two.json", *words, "--shapes", hf, *named)
+    assert layouts(tmp_path / "two.json") == layouts(tmp_path / "one.json")
+    assert json.loads((tmp_path / "two.json.made").read_text())["names"] == family
+    fails(2, "strategy", "derive", old, tmp_path / "three.json", *words, *named, says=["--shapes is missing"])
+    fails(3, "strategy", "derive", old, tmp_path / "three.json", *words, "--shapes", hf)
+    assert not (tmp_path / "three.json").exists()

@@ -97,6 +97,17 @@ class Lease:
     def _put(self) -> None:
         self._service.put(self.path, self._content)
 
+    def say(self, content: bytes) -> None:
+        """Give the object another content.
+
+        Raises:
+            OSError: it cannot be put.
+        """
+        with self._lock:
+            self._content = content
+            if not self._released:
+                self._put()
+
     def put_again(self) -> None:
         """Say again that this process lives."""
         with self._lock, contextlib.suppress(OSError):

@@ -37,7 +37,18 @@ def modified_at(uploaded: datetime, metadata: Mapping[str, str]) -> int:
         uploaded: by the service.
         metadata: of the object, by name in lower case.
     """
+    if _SECONDS.fullmatch(metadata.get(_MODIFIED, "")) is None:
+        return round(uploaded.timestamp()) * _SECOND
+    return modified_said(metadata)
+
+
+def modified_said(metadata: Mapping[str, str]) -> int:
+    """When an object was written, in nanoseconds, as it says.
+
+    Raises:
+        ValueError: it does not say so.
+    """
     said = _SECONDS.fullmatch(metadata.get(_MODIFIED, ""))
     if said is None:
-        return round(uploaded.timestamp()) * _SECOND
+        raise ValueError("tells no time")
     return int(said[1]) * _SECOND + int((said[2] or "")[:9].ljust(9, "0"))

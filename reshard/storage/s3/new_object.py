@@ -5,18 +5,18 @@ An object of one part is put at once. A larger one is a multipart upload, see `r
 
 from __future__ import annotations
 
-import base64
 import errno
 import hashlib
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.storage.s3.address import Address, number_of
 from reshard.storage.s3.leases import Lease
-from reshard.storage.s3.metadata import WRITE, metadata_of
+from reshard.storage.s3.metadata import WRITE, metadata_of, modified_said
 from reshard.storage.s3.service import Service
-from reshard.storage.s3.uploads import abort_all, claim
+from reshard.storage.s3.uploads import PartThere, Writes, abort_all, begun_by_dead, claim
 from reshard.storage.status import FileStatus
 
 # No service takes smaller ones, but for the last, or more of them.
@@ -58,6 +58,8 @@ class NewObject:
         self._filling: dict[int, _Part] = {}
         # ETags of the parts that are there, by number from 1 on.
         self._etags: dict[int, str] = {}
+        # Parts that a dead process uploaded.
+        self._found: Mapping[int, PartThere] = {}
         self._uploaded = 0
         self._upload: Optional[str] = None
         self._lease: Optional[Lease] = None
@@ -98,16 +100,26 @@ class NewObject:
                 raise self._given_up()
             self._putting += 1
         try:
-            digest = _digest(part.data)
-            wanted = {"UploadId": upload, "PartNumber": number + 1, "Body": part.data, "ContentMD5": digest}
-            answer = self._ask("upload_part", **wanted)
+            etag = self._found_alike(number + 1, part.data)
+            if etag is None:
+                answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=part.data)
+                etag = answer["ETag"]
         finally:
             with self._lock:
                 self._putting -= 1
         with self._lock:
-            self._etags[number + 1] = answer["ETag"]
+            self._etags[number + 1] = etag
             self._uploaded += len(part.data)
             del self._filling[number]
+
+    def _found_alike(self, number: int, data: bytearray) -> Optional[str]:
+        """The ETag of a part that a dead process uploaded, if it tells that the bytes are these."""
+        there = self._found.get(number)
+        if there is None or there.size != len(data):
+            return None
+        # Where it is none of the bytes, as of encrypted objects, it is not alike.
+        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return there.etag if there.etag.strip('"') == digest else None
 
     def _begun(self) -> str:
         """The number of the upload, begun when it is first asked for."""
@@ -116,10 +128,23 @@ class NewObject:
                 raise self._given_up()
             if self._lease is None:
                 # First, so that an upload whose number gets lost on the way is found, too.
-                self._lease = claim(self._service, self._path)
+                self._lease = claim(self._service, Writes(self._path, self._size, self._part_bytes, self._metadata))
             if self._upload is None:
-                self._upload = self._service.again(self._path, self._begin)
+                self._upload = self._gone_on_with() or self._service.again(self._path, self._begin)
+                writes = Writes(self._path, self._size, self._part_bytes, self._metadata, self._upload)
+                self._lease.say(writes.content)
             return self._upload
+
+    def _gone_on_with(self) -> Optional[str]:
+        """The upload of a dead process that this goes on with, if there is one."""
+        assert self._lease is not None
+        begun = begun_by_dead(self._service, self._path, self._size, self._part_bytes, self._lease.path)
+        if begun is None:
+            return None
+        self._metadata = dict(begun.metadata)
+        self._modified = modified_said(begun.metadata)
+        self._found = begun.parts
+        return begun.upload
 
     def _begin(self) -> str:
         bucket, key = Address.parse(self._path)
@@ -151,7 +176,7 @@ class NewObject:
             raise self._given_up()
         if self._size <= self._part_bytes:
             data = self._filling[0].data
-            self._ask("put_object", Body=data, Metadata=self._metadata, ContentMD5=_digest(data))
+            self._ask("put_object", Body=data, Metadata=self._metadata)
             return
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]
         try:
@@ -219,8 +244,3 @@ class NewObject:
         """Let the memory go, and what was not published."""
         self.discard()
         self._filling.clear()
-
-
-def _digest(data: bytearray) -> str:
-    """What the service compares bytes with that came, so that what went wrong on the way is refused."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

@@ -123,6 +123,8 @@ class Service:
         }
         # Checksums in trailers, which are sent unasked, are known to few services but Amazon's.
         settings.update(request_checksum_calculation="when_required", response_checksum_validation="when_required")
+        # A digest of what is sent is signed: what goes wrong on the way is refused, whatever protocol is spoken.
+        settings["s3"] = {"payload_signing_enabled": True}
         config = Config(**settings)
         try:
             session = boto3.session.Session()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Callable, NamedTuple, Optional
 
@@ -85,8 +86,6 @@ class S3Store:
                 if name:
                     found.setdefault(name, ObjectEntry(name, directory=True))
         if not found and address.key and not marked:
-            if self._object(address, directory) is not None:
-                raise NotADirectoryError(errno.ENOTDIR, "is no directory", directory)
             raise FileNotFoundError(errno.ENOENT, "there is no such object", directory)
         return list(found.values())
 
@@ -137,10 +136,10 @@ class S3Store:
         if key:
             self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
+    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Abort uploads of dead processes."""
         with contextlib.suppress(OSError):
-            remove_dead(self._service, directory)
+            remove_dead(self._service, directory, keep)
 
     def leases_in(self, directory: str, start: str) -> list[bool]:
         """Of the objects whose names begin so, each of which says that a process lives, whether it does.

@@ -10,8 +10,9 @@ from reshard.storage.json_text import JsonError, parse_json
 from reshard.strategies.made_record import record_paths
 from reshard.strategies.rules.placement import place
 from reshard.strategies.rules.shown import Source, model_of, shown_weights
-from reshard.strategies.rules.sizes import ExpressionError, Sizes
+from reshard.strategies.rules.sizes import Sizes
 from reshard.strategies.rules.toml_file import cut_of
+from reshard.text.products import ExpressionError
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
 """The names of a device matrix's axes, of a parameter's layout; none where they are not known."""

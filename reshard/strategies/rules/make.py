@@ -28,11 +28,12 @@ from reshard.strategies.rules.optimizer_shards import (
 from reshard.strategies.rules.pipeline import stages_of
 from reshard.strategies.rules.placement import Axis, Placement, place, strided_cuts
 from reshard.strategies.rules.problems import Problems, UnsettledError
-from reshard.strategies.rules.sizes import EXPERTS, ExpressionError, NoReadingError, Sizes, product
+from reshard.strategies.rules.sizes import EXPERTS, NoReadingError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
 from reshard.strategies.rules.toml_text import quoted_list, toml_string
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.products import ExpressionError
 from reshard.text.wording import rank_ranges
 
 MODEL = "mp"

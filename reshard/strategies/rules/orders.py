@@ -67,7 +67,7 @@ def is_dp_outermost(matrix: Matrix) -> bool:
 
 def experts_across_model(matrix: Matrix) -> bool:
     """Whether ranks that share model parallel operators have different experts."""
-    return matrix[-1].names == {"ep"} or any(axis.names >= {"ep", "mp"} for axis in matrix)
+    return matrix[-1].names == ("ep",) or any({"ep", "mp"}.issubset(axis.names) for axis in matrix)
 
 
 def strides(matrix: Matrix, cuts: Collection[Cut]) -> tuple[Optional[Product], ...]:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.model import Cut, Matrix
-from reshard.strategies.rules.sizes import ExpressionError, NoReadingError, Product, Sizes
+from reshard.strategies.rules.sizes import NoReadingError, Product, Sizes
+from reshard.text.products import ExpressionError
 
 # What repeats over these is written as one axis, since operators do not tell samples from parts of a sequence.
 _SAMPLES = frozenset(("dp", "cp"))
@@ -191,7 +192,7 @@ class _Grid:
             run = next((run for run in self._runs if run[0] == position), None)
             if run is None:
                 axis, count = self._matrix[position], self._counts[position]
-                joins = axis.names <= _SAMPLES and bool(axis.names)
+                joins = _SAMPLES.issuperset(axis.names) and bool(axis.names)
                 if count > 1 or nested:
                     if samples and joins and not nested:
                         axes[-1] = Axis(f"{axes[-1].name}*{axis.text}", axes[-1].size * count)

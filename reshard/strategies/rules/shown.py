@@ -20,10 +20,11 @@ from reshard.strategies.model import RecordedLayout, Stage, Strategy
 from reshard.strategies.rules.model import WHOLE, Cut, Reading
 from reshard.strategies.rules.orders import experts_across_model, matrices_for, strides
 from reshard.strategies.rules.placement import Placement, Strided, place, strided_cuts
-from reshard.strategies.rules.sizes import ExpressionError, Sizes, product
+from reshard.strategies.rules.sizes import Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.products import ExpressionError
 from reshard.text.wording import plural, quoted
 
 _MP, _CP, _EP, _MP_CP = product("mp"), product("cp"), product("ep"), product("mp*cp")

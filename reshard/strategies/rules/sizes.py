@@ -11,6 +11,8 @@ from functools import cached_property, lru_cache
 
 from reshard.defaults import MOST_DEVICES, MOST_STAGES
 from reshard.errors import UsageError
+from reshard.text import products
+from reshard.text.products import ExpressionError
 
 STAGES = "pp"
 EXPERTS = "ep"
@@ -19,6 +21,7 @@ NAMES = ("dp", "mp", "pp", "cp", "ep")
 
 _WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 _ELSEWHERE = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "pipeline": "pp", "sp": "cp"}
 _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "<=": lambda one, other: one <= other,
@@ -28,10 +31,6 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "<": lambda one, other: one < other,
     ">": lambda one, other: one > other,
 }
-
-
-class ExpressionError(ValueError):
-    """A text that is no product of sizes, or no comparison of them."""
 
 
 class NoReadingError(ExpressionError):
@@ -115,59 +114,16 @@ def _order(power: tuple[str, int]) -> tuple[int, str]:
     return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
 
 
-@dataclass(frozen=True)
-class Product:
-    """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``.
+class Product(products.Product):
+    """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``; equal ones have one order of sizes."""
 
-    Attributes:
-        number: the numbers in it.
-        powers: how often every size is in it; negative where it is divided by.
-    """
-
-    number: Fraction
-    powers: tuple[tuple[str, int], ...]
-
-    def __mul__(self, other: Product) -> Product:
+    def __mul__(self, other: products.Product) -> Product:
         powers = dict(self.powers)
         for name, power in other.powers:
             powers[name] = powers.get(name, 0) + power
         return Product(
             self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
         )
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The sizes in it."""
-        return frozenset(name for name, _ in self.powers)
-
-    def value(self, sizes: Sizes) -> Fraction:
-        """The number that it is."""
-        value = self.number
-        for name, power in self.powers:
-            value *= Fraction(sizes[name]) ** power
-        return value
-
-    def whole(self, sizes: Sizes) -> int:
-        """The number that it is, as the size of an axis.
-
-        Raises:
-            ExpressionError: it is no whole number.
-        """
-        value = self.value(sizes)
-        if value.denominator != 1:
-            raise ExpressionError(f"{self.text} is {value}, no whole number")
-        return int(value)
-
-    @property
-    def text(self) -> str:
-        """As it is written in rules."""
-        above = [name for name, power in self.powers for _ in range(power)]
-        below = [f"/{name}" for name, power in self.powers for _ in range(-power)]
-        if self.number.numerator != 1 or not above:
-            above.insert(0, str(self.number.numerator))
-        if self.number.denominator != 1:
-            below.insert(0, f"/{self.number.denominator}")
-        return "*".join(above) + "".join(below)
 
 
 @lru_cache(maxsize=1024)
@@ -177,19 +133,7 @@ def product(text: str) -> Product:
     Raises:
         ExpressionError: the text is none.
     """
-    found = Product(Fraction(1), ())
-    for index, part in enumerate(re.split(r"([*/])", text.replace(" ", ""))):
-        if index % 2:
-            divided = part == "/"
-            continue
-        power = -1 if index and divided else 1
-        if re.fullmatch(r"[1-9][0-9]{0,8}", part):
-            found *= Product(Fraction(int(part)) ** power, ())
-        elif _NAME.fullmatch(part):
-            found *= Product(Fraction(1), ((part, power),))
-        else:
-            raise ExpressionError(f"{text!r} is no product of sizes such as dp*cp/ep")
-    return found
+    return Product(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
 
 @dataclass(frozen=True)

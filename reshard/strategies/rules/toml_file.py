@@ -23,7 +23,8 @@ from reshard.strategies.rules.model import (
     Rules,
     Shown,
 )
-from reshard.strategies.rules.sizes import Condition, ExpressionError, condition, parse_sizes, product
+from reshard.strategies.rules.sizes import Condition, condition, parse_sizes, product
+from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
 
 LARGEST = 1 << 22

@@ -7,16 +7,16 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.storage import exists, is_directory, make_directory, names_in, real, write_whole
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
-from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
+from reshard.strategies.model import StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.rules.make import MadeStage
+from reshard.strategies.written import with_shape
 from reshard.text.messages import listing
 from reshard.text.wording import plural
 
@@ -138,7 +138,7 @@ def _serialized(path: str, stages: Sequence[MadeStage], merged: bool) -> bytes:
     ending = os.path.splitext(path)[1]
     items = tuple(StrategyItem(f"made/stage-{stage.number}", stage.number) for stage in stages)
     layouts = {
-        f"{stage.number}-{name}" if merged else name: _with_shape(layout, stage.shapes[name])
+        f"{stage.number}-{name}" if merged else name: with_shape(layout, stage.shapes[name])
         if ending == ".json"
         else layout
         for stage in stages
@@ -146,22 +146,6 @@ def _serialized(path: str, stages: Sequence[MadeStage], merged: bool) -> bytes:
     }
     form = "json" if ending == ".json" else "protobuf"
     return _WRITERS[ending](StrategyFile(path, form, items, layouts))
-
-
-def _with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
-    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several."""
-    if not recorded.nested:
-        return replace(recorded, tensor_shape=shape)
-    sizes = recorded.device_matrix[::-1]
-    entries: list[int] = []
-    expanded: list[int] = []
-    for axes, size in zip(recorded.dimensions, shape):
-        entries += axes or (-1,)
-        for axis in axes[:-1]:
-            expanded.append(sizes[axis])
-            size //= sizes[axis]
-        expanded.append(size)
-    return replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
 
 
 def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:

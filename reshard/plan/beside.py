@@ -1,0 +1,99 @@
+"""Files beside the weights of a Hugging Face directory: the model's configuration, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Optional
+
+from reshard.checkpoints import reading_error
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.plan.edits import Edits
+from reshard.storage import UnfitError, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.target import FinishingFile
+from reshard.text.names import is_weight
+from reshard.text.report import Report
+from reshard.text.wording import quoted
+
+CONFIG = "config.json"
+TYPE_KEYS = ("dtype", "torch_dtype")
+"""Keys of config.json for the type in which loaders hold the weights, the newer first."""
+
+# Of a file beside the weights, such as a tokenizer's.
+_LARGEST = 1 << 30
+_LARGEST_CONFIG = 1 << 22
+
+
+def files_beside(
+    to: str, checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], edits: Optional[Edits], report: Report
+) -> list[FinishingFile]:
+    """What a Hugging Face directory takes over from another, and the configuration that was named for the rules.
+
+    Args:
+        to: the form that is written; no other takes any.
+        checkpoint: what is written.
+        tensors: those of its tensors that are.
+        edits: what is asked of names and types, if anything.
+        report: told what is not taken over, and what is changed.
+
+    Raises:
+        RetryableError: the configuration cannot be read.
+    """
+    stored = stored_checkpoint(checkpoint)
+    others = stored.others if isinstance(stored, FullWeights) else ()
+    if to != HUGGINGFACE:
+        if others:
+            report.note("files beside the weights are not taken over: " + ", ".join(others[:8]))
+        return []
+    paths = {name: os.path.join(stored.place, name) for name in others}
+    if CONFIG not in paths:
+        named = None if edits is None else getattr(edits.config, "path", None)
+        if named is not None:
+            report.note(f"{CONFIG} is taken over from {named}")
+            paths[CONFIG] = named
+    files = {name: _copied(name, path) for name, path in paths.items()}
+    if CONFIG in paths and edits is not None and edits.casts:
+        content = _of_other_types(paths[CONFIG], tensors, report)
+        if content is not None:
+            files[CONFIG] = FinishingFile(CONFIG, lambda: content)
+    return [*files.values()]
+
+
+def _copied(name: str, path: str) -> FinishingFile:
+    return FinishingFile(name, lambda: read_small(path, _LARGEST))
+
+
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Report) -> Optional[bytes]:
+    """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+
+    Raises:
+        RetryableError: it cannot be read.
+    """
+    try:
+        config = parse_json(read_small(path, _LARGEST_CONFIG))
+    except (UnfitError, JsonError) as error:
+        report.warn(f"{path} {error}; it is taken over as it is: see that it names the type of the weights")
+        return None
+    except OSError as error:
+        raise reading_error(path, error) from error
+    said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
+    types = sorted({tensor.dtype.lower() for name, tensor in tensors.items() if _is_floating_weight(name, tensor)})
+    if not said or not types or all(types == [value] for value in said.values()):
+        return None
+    key, value = next(iter(said.items()))
+    if len(types) > 1:
+        report.warn(
+            f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
+            f"({', '.join(types)}): see that it is the one in which they are to be loaded"
+        )
+        return None
+    report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
+    return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
+
+
+def _is_floating_weight(name: str, tensor: GlobalTensor) -> bool:
+    return is_weight(name) and "Float" in tensor.dtype

@@ -1,0 +1,72 @@
+"""Layouts as a strategy file records them, and a strategy as one file of all its stages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Optional
+
+from reshard.layout import Layout
+from reshard.strategies.json_file import serialize_strategy
+from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
+
+
+def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
+    """A strategy as one JSON file, as MindSpore merges the stages of a pipeline.
+
+    Args:
+        strategy: every stage lists some parameter.
+        shapes: full shapes by name, as far as they are known.
+        maker: what the operators are called that tell the stages.
+        path: where it will be, for messages.
+    """
+    layouts = {
+        f"{stage.number}-{name}": recorded(layout, shapes.get(name))
+        for stage in strategy.stages
+        for name, layout in stage.layouts.items()
+    }
+    items = tuple(StrategyItem(f"{maker}/stage-{stage.number}", stage.number) for stage in strategy.stages)
+    return serialize_strategy(StrategyFile(path, "json", items, layouts))
+
+
+def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout:
+    """What a JSON file says of a layout.
+
+    Args:
+        layout: of one parameter.
+        shape: the parameter's; None where it is not known.
+    """
+    if shape is not None:
+        # Where the file it was read from leaves open which entries are one dimension, the shape tells.
+        grouped = (each for each in layout.regroupings() if each.recorded_shape in (None, shape))
+        layout = next((each for each in grouped if len(each.tensor_map) == len(shape)), layout)
+    nested = any(len(axes) > 1 for axes in layout.tensor_map)
+    flat = tuple(axes[0] if axes else -1 for axes in layout.tensor_map)
+    uneven = layout.uneven or ()
+    found = RecordedLayout(
+        layout.device_matrix,
+        tuple(axes or (-1,) for axes in layout.tensor_map) if nested else (flat,),
+        nested,
+        shard_step=layout.shard_step,
+        shard_size=layout.shard_size,
+        split_sizes=uneven,
+        split_offsets=tuple(itertools.accumulate(uneven, initial=0))[:-1] if uneven else (),
+    )
+    return found if shape is None or uneven else with_shape(found, shape)
+
+
+def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
+    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several."""
+    if not recorded.nested:
+        return replace(recorded, tensor_shape=shape)
+    sizes = recorded.device_matrix[::-1]
+    entries: list[int] = []
+    expanded: list[int] = []
+    for axes, size in zip(recorded.dimensions, shape):
+        entries += axes or (-1,)
+        for axis in axes[:-1]:
+            expanded.append(sizes[axis])
+            size //= sizes[axis]
+        expanded.append(size)
+    return replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))

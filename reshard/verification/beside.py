@@ -1,0 +1,89 @@
+"""Files beside the weights of a Hugging Face directory, compared with those of the source."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+from reshard.checkpoints import reading_error
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.full import FullWeights
+from reshard.storage import UnfitError, is_regular_file, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.names import is_weight
+from reshard.text.report import Report
+from reshard.text.wording import some_names
+from reshard.verification.difference import Difference
+from reshard.verification.tree import Tree
+
+_CONFIG = "config.json"
+_TYPES = ("torch_dtype", "dtype")
+_LARGEST_CONFIG = 1 << 22
+# None is copied that is larger.
+_LARGEST = 1 << 30
+
+
+def compare_beside(
+    source: Optional[Checkpoint], directory: str, written: Tree, cast: bool, report: Report
+) -> list[Difference]:
+    """Which files beside the source's weights, such as a tokenizer, are not beside the target's.
+
+    Args:
+        source: what was converted; only Hugging Face directories have such files.
+        directory: what was written.
+        written: what its files hold.
+        cast: whether weights were cast, so that the configuration may name another type.
+        report: told which files are others than the source's.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    if not isinstance(source, FullWeights):
+        return []
+    missing, different = [], []
+    for name in source.others:
+        here, there = os.path.join(source.place, name), os.path.join(directory, name)
+        try:
+            if not is_regular_file(there):
+                missing.append(name)
+            elif not (_fits(here, there, written) if cast and name == _CONFIG else _same(here, there)):
+                different.append(name)
+        except OSError as error:
+            raise reading_error(there, error) from error
+    if different:
+        # Somebody's own stays where it was before the conversion.
+        report.warn(f"{directory}: not as beside the source's weights: {some_names(different)}")
+    return [Difference("file", None, (), f"is missing, and is in {source.place}", (name,)) for name in missing]
+
+
+def _same(here: str, there: str) -> bool:
+    """Whether two files, either of which may be an object in a store, hold the same.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    try:
+        return read_small(here, _LARGEST) == read_small(there, _LARGEST)
+    except UnfitError:
+        return False
+
+
+def _fits(here: str, there: str, written: Tree) -> bool:
+    """Whether a configuration is the source's, but names the one type that all weights have after a cast.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    types = {
+        parameter.dtype
+        for name, parameter in written.parameters.items()
+        if is_weight(name) and "Float" in parameter.dtype
+    }
+    try:
+        before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (here, there))
+    except (UnfitError, JsonError):
+        return _same(here, there)
+    if not isinstance(before, dict) or len(types) != 1:
+        return bool(before == after)
+    named = types.pop().lower()
+    return bool({key: named if key in _TYPES else value for key, value in before.items()} == after)
