@@ -42,9 +42,8 @@ class Writes(NamedTuple):
     @property
     def content(self) -> bytes:
         """Of the object that says so."""
-        return json.dumps(
-            {"writes": self.path, **{name: value for name, value in self._asdict().items() if name != "path"}}
-        ).encode()
+        said = self._asdict()
+        return json.dumps({"writes": said.pop("path"), **said}).encode()
 
     @classmethod
     def parse(cls, content: bytes) -> Writes:
@@ -55,8 +54,9 @@ class Writes(NamedTuple):
         """
         try:
             said = json.loads(content)
-            upload, metadata = said["upload"], said["metadata"]
-            found = cls(str(said["writes"]), int(said["size"]), int(said["part_bytes"]), dict(metadata), upload)
+            metadata, upload = dict(said.get("metadata", {})), said.get("upload")
+            size, part = int(said.get("size", 0)), int(said.get("part_bytes", 0))
+            found = cls(str(said["writes"]), size, part, metadata, upload)
             # Names that none of ours can have are no reason to fail.
             found.path.encode()
             Address.parse(found.path)
