@@ -81,7 +81,7 @@ def _writes(service: Service, directory: str, path: str) -> str:
         Address.parse(said)
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, RecursionError, UsageError):
         return ""
-    return str(said) if _directory(said) == directory else ""
+    return str(said) if _directory(said) == directory and not said.endswith("/") else ""
 
 
 def remove_dead(service: Service, directory: str) -> None:
