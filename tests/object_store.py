@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Callable, Optional
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -77,6 +78,7 @@ _REFUSALS = {
     "conflict": (409, "ConditionalRequestConflict", "A conflicting operation is under way"),
     "not implemented": (501, "NotImplemented", "A header implies functionality that is not implemented"),
     "unmet": (412, "PreconditionFailed", "At least one of the preconditions did not hold"),
+    "no upload": (404, "NoSuchUpload", "The specified upload does not exist."),
     "absent": (404, "NoSuchKey", "The specified key does not exist."),
 }
 _CONDITIONS = ("if-match", "if-none-match")
@@ -118,6 +120,8 @@ class Proxy:
 
             def pass_on(self, fault: Optional[str]) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                answer: Optional[http.client.HTTPResponse]
+                refusal: Optional[str] = None
                 if fault == "drop":
                     return self.hang_up()
                 if fault in _REFUSALS:
@@ -130,6 +134,9 @@ class Proxy:
                         answer, content = self.ask(self.command, body) if refusal is None else (None, b"")
                 else:
                     answer, content = self.ask(self.command, body)
+                    if answer.status == 500 and "uploadId=" in self.path and not self.is_under_way():
+                        # The server's own fault, where other services have an answer.
+                        answer, refusal = None, "no upload"
                 if fault == "lost":
                     return self.hang_up()
                 if answer is None:
@@ -172,6 +179,17 @@ class Proxy:
                 if there.status == 404:
                     return None if match is None else "absent"
                 return None if match is not None and match == there.getheader("ETag") else "unmet"
+
+            def is_under_way(self) -> bool:
+                """Whether there is an upload of the number that is asked for."""
+                server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                bucket = self.path.split("/")[1]
+                with contextlib.closing(server):
+                    server.request(
+                        "GET", f"/{bucket}?uploads", headers={"Authorization": self.headers["Authorization"]}
+                    )
+                    found = server.getresponse().read().decode()
+                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in found
 
             def refuse(self, kind: str) -> None:
                 status, code, message = _REFUSALS[kind]

@@ -82,6 +82,11 @@ def content(size: int) -> bytes:
     return b"".join((n * 2654435761 % 2**32).to_bytes(4, "little") for n in range(size // 4 + 1))[:size]
 
 
+def wait_until_killed(process: int) -> None:
+    """Wait until a process has ended of which nobody has asked how."""
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+
+
 @pytest.fixture(params=["local", "objects", "failing"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param == "local":

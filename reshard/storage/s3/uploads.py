@@ -207,7 +207,7 @@ def _writes(service: Service, directory: str, path: str) -> Optional[Writes]:
     except (FileNotFoundError, ValueError):
         return None
     # Nothing elsewhere is touched.
-    return said if _directory(said.path) == directory else None
+    return said if _directory(said.path) == directory and not said.path.endswith("/") else None
 
 
 def remove_dead(service: Service, directory: str, keep: Collection[str] = ()) -> None:
