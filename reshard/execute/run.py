@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, RetryableError, TargetError, Unwritable
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import Bytes, make_reader
+from reshard.execute.reading import Bytes, ChosenIo, choose_io, make_reader
 from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
@@ -50,7 +50,7 @@ class ExecutionOptions:
     Attributes:
         jobs: CPUs to keep busy.
         max_memory: bytes that all buffers together may take.
-        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
+        io: what was asked for: ``auto``, ``mmap`` or ``pread``.
         storage: what the source files lie on.
         checksum: compute a CRC-32 of every target file.
         target: what the target files lie on.
@@ -94,9 +94,14 @@ class ExecutionOptions:
         return self._held_bytes + 2 * _FAIR_BLOCK_BYTES
 
     @property
+    def chosen_io(self) -> ChosenIo:
+        """How sources are read, and why."""
+        return choose_io(self.io, self.storage)
+
+    @property
     def mapped(self) -> bool:
         """Whether sources are looked at through memory maps; never unasked, see `reading`."""
-        return self.io == "mmap"
+        return self.chosen_io.way == "mmap"
 
     @property
     def window_bytes(self) -> int:
