@@ -31,9 +31,15 @@ _LEAST_GIVEN_BACK = 4 << 20
 # A look at a few bytes brings in their page, of up to 64 KiB, or as much of smaller ones around it.
 _AROUND = 64 << 10
 _MAPS = 64
+# Of the largest size; as many more as they are smaller.
 _MOST_WINDOWS = 32
-# Where many threads share little memory their windows are smaller than the storage would like, down to this.
-_LEAST_WINDOW = 256 << 10
+# Windows are smaller than the storage would like where little memory is shared by many threads, or many files are
+# joined, of each of which a window has to stay; down to this where a request takes a round trip.
+_LEAST_WINDOW = 16 << 10
+_FIRST_WINDOW = 64 << 10
+_WANTED_WINDOWS = 4
+# Windows of which it is remembered that there was no room for them.
+_MOST_DROPPED = 256
 
 
 class ChosenIo(NamedTuple):
@@ -93,7 +99,8 @@ class ExplicitReader:
     """Reads with `pread`, in the requests it is given; for one thread.
 
     Small tensors lie close together, and a request costs as much as copying many of them, so small
-    requests are answered from windows of the file that are kept for a while.
+    requests are answered from windows of the file that are kept for a while. Where one is asked for again
+    that there was no room for any more, more of them are kept, and smaller ones.
 
     Args:
         handles: open source files.
@@ -104,10 +111,19 @@ class ExplicitReader:
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
         self._handles = handles
-        self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
-        self._small = min(storage.small, self._window_size)
-        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // self._window_size))
+        self._window_bytes, self._largest = window_bytes, storage.window
+        self._least = _LEAST_WINDOW if storage.remote else storage.window
+        self._small = min(storage.small, storage.window)
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        # Those that there was no room for any more, the last ones last.
+        self._dropped: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._use_windows_of(min(storage.window, max(_FIRST_WINDOW, window_bytes // _WANTED_WINDOWS)))
+
+    def _use_windows_of(self, size: int) -> None:
+        self._window_size = size
+        self._most_windows = max(1, min(_MOST_WINDOWS * self._largest // size, self._window_bytes // size))
+        self._windows.clear()
+        self._dropped.clear()
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -125,6 +141,9 @@ class ExplicitReader:
             return False
         key = (source.path, number)
         window = self._windows.get(key)
+        if window is None and key in self._dropped and self._window_size // 2 >= self._least:
+            self._use_windows_of(self._window_size // 2)
+            return self._read_small(source, offset, out)
         if window is None:
             try:
                 with self._handles.borrow(source.path) as file:
@@ -133,7 +152,9 @@ class ExplicitReader:
                 raise unreadable(source, error) from error
             self._windows[key] = window
             if len(self._windows) > self._most_windows:
-                self._windows.popitem(last=False)
+                self._dropped[self._windows.popitem(last=False)[0]] = None
+                if len(self._dropped) > _MOST_DROPPED:
+                    self._dropped.popitem(last=False)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]

@@ -39,6 +39,10 @@ LEAST_BLOCK_BYTES = 4 << 10
 # Of smaller ones there are more requests and calls.
 _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
+# Requests under way per CPU, of whatever size.
+_FEW = 4
+# What windows of small reads need where several files are joined and each window costs a round trip.
+_WINDOW_BYTES = 256 << 10
 # So many files that fail are no accident of theirs.
 _MOST_FAILURES = 8
 
@@ -70,9 +74,16 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        in_flight = max(self.storage.in_flight, self.target.in_flight)
-        wanted = max(self.jobs, min(_MOST_WAITING, self.jobs * in_flight))
+        wanted = max(self.jobs, self._under_way(self.storage), self._under_way(self.target))
         return min(wanted, max(1, self.max_memory // self._least_share)) if self.part_bytes else wanted
+
+    def _under_way(self, storage: Storage) -> int:
+        """Requests to storage worth having under way."""
+        most = _MOST_WAITING
+        if storage.large:
+            # What they bring together has its bound in memory: more requests are smaller ones.
+            most = min(most, max(self.jobs * _FEW, self.max_memory // (2 * storage.large)))
+        return min(most, self.jobs * storage.in_flight)
 
     @property
     def least_memory(self) -> int:
@@ -105,8 +116,9 @@ class ExecutionOptions:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of a thread's windows for small reads: an eighth of its share."""
-        return max(0, self.max_memory // self.threads - self._held_by_target) // 8
+        """Bytes of a thread's windows for small reads: an eighth of its share, or more of it on network disks."""
+        share = max(0, self.max_memory // self.threads - self._held_by_target)
+        return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
     def block_bytes(self) -> int:

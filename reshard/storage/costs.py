@@ -33,6 +33,7 @@ class Storage(NamedTuple):
         held: bytes that are held while a request is answered, beside the buffer that it fills.
         round_trip: seconds that a request takes before its first byte comes, as measured; None where it was not.
         mappable: whether what lies there can be mapped into memory.
+        large: bytes that each request should have room for before more than a few per CPU are under way.
     """
 
     remote: bool
@@ -43,10 +44,11 @@ class Storage(NamedTuple):
     held: int = 0
     round_trip: Optional[float] = None
     mappable: bool = True
+    large: int = 0
 
 
 LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
-REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
+REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10, large=2 << 20)
 """A network file system: what suits it at the least, and where no round trip could be measured."""
 OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
 """An object store, likewise, but that a round trip takes long there before one was measured."""
