@@ -35,7 +35,7 @@ _MAPS = 64
 _MOST_WINDOWS = 32
 # Windows are smaller than the storage would like where little memory is shared by many threads, or many files are
 # joined, of each of which a window has to stay; down to this where a request takes a round trip.
-_LEAST_WINDOW = 16 << 10
+_LEAST_WINDOW = 4 << 10
 _FIRST_WINDOW = 64 << 10
 _WANTED_WINDOWS = 4
 # Windows of which it is remembered that there was no room for them.
