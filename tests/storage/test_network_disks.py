@@ -153,7 +153,7 @@ def test_files_of_network_file_systems_tell_and_others_do_not(
 
 
 def test_plan_tells_how_requests_to_network_disks_are_made(tmp_path: Path) -> None:
-    words = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--jobs", 2]
+    words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--jobs", 2]
     told = json.loads(slowed(12, "nfs4", *words, "--json"))
     check(told, SCHEMAS / "plan.v1.json")
     requests = told["requests"]
@@ -165,7 +165,7 @@ def test_plan_tells_how_requests_to_network_disks_are_made(tmp_path: Path) -> No
 
 def test_plan_tells_it_in_words(tmp_path: Path) -> None:
     weights = FIXTURES / "full_weights/h01_bf16_sharded/model"
-    words = ["plan", weights, tmp_path / "out", "--to", "huggingface", "--jobs", 2]
+    words: list[Argument] = ["plan", weights, tmp_path / "out", "--to", "huggingface", "--jobs", 2]
     text = slowed(12, "lustre", *words)
     assert "requests 16 at a time, of up to" in text and " ms so far" in text
     assert "io       pread, as mmap would take a round trip" in text
@@ -200,7 +200,7 @@ def test_maps_are_used_where_they_are_asked_for_and_can_be_made(asked: str, stor
 
 
 def test_plan_tells_what_maps_were_asked_for(tmp_path: Path) -> None:
-    words = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--io", "mmap"]
+    words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--io", "mmap"]
     assert done(*words, "--json").json["io"] == {"way": "mmap", "why": "as asked for"}
     assert "io       mmap, as asked for" in done(*words).out
 
