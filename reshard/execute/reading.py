@@ -72,7 +72,7 @@ def choose_io(asked: str, storage: Storage) -> ChosenIo:
         return ChosenIo("mmap", "as asked for")
     if storage.remote:
         return ChosenIo("pread", "as mmap would take a round trip for each page")
-    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and no file may become shorter under it")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
 
 
 class Reader(Protocol):
