@@ -15,7 +15,7 @@ from benchmarks.throughput import COLUMNS_CUT, SHARDS, Claim, prepare
 
 DELAYS = (0, 1, 5, 20)
 DELAYS_OF_FORMS = (5, 20)
-LARGE = Model(layers=6, matrices=8, rows=2304, columns=2304)
+LARGE = Model(layers=3, matrices=8, rows=2304, columns=2304)
 SMALL = Model(layers=30, matrices=12, rows=64, columns=48)
 PARAMETERS = SMALL.layers * SMALL.matrices
 WIDE = Scheme(data=8, model=8, sharded=True)
