@@ -99,8 +99,8 @@ class ExplicitReader:
     """Reads with `pread`, in the requests it is given; for one thread.
 
     Small tensors lie close together, and a request costs as much as copying many of them, so small
-    requests are answered from windows of the file that are kept for a while. Where one is asked for again
-    that there was no room for any more, more of them are kept, and smaller ones.
+    requests are answered from windows of the file that are kept for a while. Where one that answered a
+    single request before there was no room for it any more is asked for again, more and smaller ones are kept.
 
     Args:
         handles: open source files.
@@ -115,7 +115,8 @@ class ExplicitReader:
         self._least = _LEAST_WINDOW if storage.remote else storage.window
         self._small = min(storage.small, storage.window)
         self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        # Those that there was no room for any more, the last ones last.
+        # Those that answered one request so far; and those that had to go before another, the last ones last.
+        self._once: set[tuple[str, int]] = set()
         self._dropped: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._use_windows_of(min(storage.window, max(_FIRST_WINDOW, window_bytes // _WANTED_WINDOWS)))
 
@@ -123,6 +124,7 @@ class ExplicitReader:
         self._window_size = size
         self._most_windows = max(1, min(_MOST_WINDOWS * self._largest // size, self._window_bytes // size))
         self._windows.clear()
+        self._once.clear()
         self._dropped.clear()
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
@@ -151,14 +153,23 @@ class ExplicitReader:
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
+            self._once.add(key)
             if len(self._windows) > self._most_windows:
-                self._dropped[self._windows.popitem(last=False)[0]] = None
-                if len(self._dropped) > _MOST_DROPPED:
-                    self._dropped.popitem(last=False)
+                self._drop_first()
+        else:
+            self._once.discard(key)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]
         return True
+
+    def _drop_first(self) -> None:
+        key, _ = self._windows.popitem(last=False)
+        if key in self._once:
+            self._once.remove(key)
+            self._dropped[key] = None
+            if len(self._dropped) > _MOST_DROPPED:
+                self._dropped.popitem(last=False)
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """Always None: there is nothing to look at before it is read."""
