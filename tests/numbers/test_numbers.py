@@ -19,7 +19,7 @@ from reshard.numbers import magnitudes, statistics, sweep
 from reshard.numbers.difference import Differences, Pair, differences
 from reshard.numbers.magnitudes import ONE
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.numbers.widening import BYTES, in_numpy, table
+from reshard.numbers.widening import BYTES, Widener, in_numpy, table
 from tests.conftest import LONG
 from tests.layouts import strategies
 from tests.reference import Array
@@ -77,6 +77,19 @@ def test_8_bit_floats_are_what_ml_dtypes_says(dtype: str) -> None:
     expected = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(np.float64)
     assert np.array_equal(table(dtype)[:, 0], expected, equal_nan=True)
     assert np.array_equal(in_numpy(np.arange(256, dtype=np.uint8), dtype), expected.astype("f4"), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype, first", [("Float16", "<f2"), ("BFloat16", "<u2")])
+@pytest.mark.parametrize("finite", [True, False])
+def test_16_bit_floats_are_widened_exactly(dtype: str, first: str, finite: bool) -> None:
+    codes = np.arange(1 << 16, dtype="<u2")
+    widest = 0x7C00 if dtype == "Float16" else 0x7F80
+    if finite:
+        codes = codes[codes & 0x7FFF < widest]
+    numbers = codes.view(first).astype("<f4") if first == "<f2" else (codes.astype("<u4") << 16).view("<f4")
+    widened = Widener().floats(codes.view(np.uint8), dtype)
+    assert widened.dtype == np.float32 and np.array_equal(widened, numbers, equal_nan=True)
+    assert np.array_equal(np.signbit(widened), np.signbit(numbers))
 
 
 @st.composite
