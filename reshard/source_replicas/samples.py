@@ -10,24 +10,18 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.layout import Box, volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
-from reshard.source_replicas.files import ReplicaFiles
+from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
 from reshard.source_replicas.tally import Tally
 
 _SAMPLE_BYTES = 4 << 10
 MOST_PLACES = 4
 """Places that are tried where all elements are the same."""
-# Where requests take a round trip.
-_IN_FLIGHT = 16
-
-# What a function gives for each of some arguments, in their order: one after the other, or at the same time.
-_Map = Callable[..., Iterator[Any]]
 
 
 class Effort(NamedTuple):
@@ -89,7 +83,7 @@ class Samples:
     def __init__(self, kinds: Sequence[Alike], files: ReplicaFiles, remote: bool, effort: Effort, tally: Tally) -> None:
         self._kinds = [kind for kind in kinds if len(kind)]
         self._files = files
-        self._in_flight = _IN_FLIGHT if remote else 1
+        self._remote = remote
         self._effort = effort
         self._tally = tally
         self._reads = 0
@@ -100,27 +94,20 @@ class Samples:
 
     def run(self) -> None:
         """Compare them."""
-        if self._in_flight == 1:
-            self._run(map, map)
-            return
-        # What waits for others must not take the threads that these need.
-        with ThreadPoolExecutor(self._in_flight) as pool, ThreadPoolExecutor(self._in_flight) as readers:
-            self._run(pool.map, readers.map)
-
-    def _run(self, compare_each: _Map, read_each: _Map) -> None:
-        compare = functools.partial(self._compare, read_each)
-        for turn in itertools.count():
-            samples = list(self._samples(turn))
-            if not samples:
-                return
-            for sample, outcome in zip(samples, compare_each(compare, samples)):
-                self._reads += outcome.reads
-                if outcome.telling:
-                    self._tally.add(sample.kind, sample.parameter, outcome.ranks)
-                    if sample.is_probe:
-                        self._probed.add(sample.kind.structure)
-                    if outcome.ranks is not None:
-                        self._doubtful.add(sample.kind.structure)
+        with at_a_time(self._remote) as (compare_each, read_each):
+            compare = functools.partial(self._compare, read_each)
+            for turn in itertools.count():
+                samples = list(self._samples(turn))
+                if not samples:
+                    return
+                for sample, outcome in zip(samples, compare_each(compare, samples)):
+                    self._reads += outcome.reads
+                    if outcome.telling:
+                        self._tally.add(sample.kind, sample.parameter, outcome.ranks)
+                        if sample.is_probe:
+                            self._probed.add(sample.kind.structure)
+                        if outcome.ranks is not None:
+                            self._doubtful.add(sample.kind.structure)
 
     def _samples(self, turn: int) -> Iterator[_Sample]:
         """One of every kind that has more, as long as it is not enough."""
@@ -146,7 +133,7 @@ class Samples:
             reads += len(holders)
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
-    def _compare(self, read_each: _Map, sample: _Sample) -> _Outcome:
+    def _compare(self, read_each: Each, sample: _Sample) -> _Outcome:
         if time.monotonic() > self._deadline:
             return _Outcome(0)
         parameter, (first, *others) = sample.parameter, sample.holders
