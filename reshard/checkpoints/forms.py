@@ -67,6 +67,7 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     return {form for form in (CHECKPOINT2 if recognise(directory, names) else None, full) if form is not None}
 
 
+@asks_once
 def read_checkpoint(
     form: str,
     src: str,

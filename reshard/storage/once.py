@@ -33,6 +33,16 @@ class _Said:
     def __init__(self) -> None:
         self.statuses: dict[str, _Status] = {}
         self.entries: dict[str, _Entries] = {}
+        self._named: dict[str, dict[str, Entry]] = {}
+
+    def named(self, directory: str) -> dict[str, Entry]:
+        """What is in a directory, by name; nothing where it was not listed."""
+        entries = self.entries.get(directory)
+        if not isinstance(entries, list):
+            return {}
+        if directory not in self._named:
+            self._named[directory] = {entry.name: entry for entry in entries}
+        return self._named[directory]
 
 
 _said: ContextVar[Optional[_Said]] = ContextVar("said", default=None)
@@ -63,6 +73,15 @@ def asks_once(function: _F) -> _F:
             return function(*arguments, **named)
 
     return asking  # type: ignore[return-value]
+
+
+def listed(path: str) -> Optional[Entry]:
+    """What stands at a path by the list of its directory, where such a block has seen one that has it; else None."""
+    said = _said.get()
+    if said is None:
+        return None
+    directory, _, name = path.rstrip("/").rpartition("/")
+    return said.named(directory).get(name)
 
 
 def through(store: Store) -> Store:
@@ -113,8 +132,7 @@ class _Once:
     def _unlisted(self, key: str) -> Optional[OSError]:
         """The error for a path that is not in the list of its directory, if there is one."""
         directory, _, name = key.rpartition("/")
-        listed = self._said.entries.get(directory)
-        if not isinstance(listed, list) or any(entry.name == name for entry in listed):
+        if not isinstance(self._said.entries.get(directory), list) or name in self._said.named(directory):
             return None
         return FileNotFoundError(errno.ENOENT, "there is no such object", key)
 
