@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from statistics import median
 from typing import NamedTuple, Optional
 
 # Where a page fault is a memory access or a disk read and never a round trip.
@@ -92,6 +91,9 @@ class Measured:
 
     def storage(self, held: int = 0) -> Storage:
         """What follows from that."""
+        # Loaded where requests were measured: it takes some of the time that a command needs to start.
+        from statistics import median
+
         with self._lock:
             seconds = list(self._seconds)
         return storage_with(median(seconds), held) if seconds else storage_with(_USUAL_ROUND_TRIP, held)
