@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Optional, Protocol
 
 import numpy as np
@@ -34,6 +34,8 @@ _MAPS = 64
 _MOST_WINDOWS = 32
 # Where many threads share little memory their windows are smaller than the storage would like, down to this.
 _LEAST_WINDOW = 256 << 10
+# ... and where many files take turns, down to this.
+_SMALLEST_WINDOW = 64 << 10
 
 
 class Reader(Protocol):
@@ -73,8 +75,12 @@ class ExplicitReader:
         self._handles = handles
         self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)
-        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // self._window_size))
-        self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._window_bytes = window_bytes
+        # By file, and where in it they begin.
+        self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._held = 0
+        # Files of the last small requests.
+        self._files: deque[str] = deque(maxlen=_MOST_WINDOWS)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -87,24 +93,36 @@ class ExplicitReader:
 
     def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
         """Fill ``out`` from a window; False where it does not lie in one."""
-        number, inside = divmod(offset, self._window_size)
-        if inside + len(out) > self._window_size:
+        self._files.append(source.path)
+        size = self._size_of_windows(len(out))
+        number, inside = divmod(offset, size)
+        if inside + len(out) > size:
             return False
-        key = (source.path, number)
+        key = (source.path, size, number)
         window = self._windows.get(key)
         if window is None:
             try:
                 with self._handles.borrow(source.path) as file:
-                    window = file.read(number * self._window_size, self._window_size)
+                    window = file.read(number * size, size)
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
-            if len(self._windows) > self._most_windows:
-                self._windows.popitem(last=False)
+            self._held += len(window)
+            while len(self._windows) > 1 and (self._held > self._window_bytes or len(self._windows) > _MOST_WINDOWS):
+                _, dropped = self._windows.popitem(last=False)
+                self._held -= len(dropped)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]
         return True
+
+    def _size_of_windows(self, wanted: int) -> int:
+        """Bytes of a window: where files take turns, each needs its own, or none would be used twice."""
+        size = self._window_size
+        files = len(set(self._files))
+        while files * size > self._window_bytes and size // 2 >= max(wanted, _SMALLEST_WINDOW):
+            size //= 2
+        return size
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """Always None: there is nothing to look at before it is read."""
