@@ -41,18 +41,21 @@ class Magnitudes:
         self._filled = 0
         self._words = np.empty(AT_ONCE, np.uint32)
 
-    def add(self, numbers: Array, zeros: int) -> None:
+    def add(self, numbers: Array) -> int:
         """Count some numbers.
 
         Args:
             numbers: `AT_ONCE` at the most, all finite, in one dimension; Float32, integers of 16 bits, or Float64.
-            zeros: how many of them are zero.
+
+        Returns:
+            How many of them are zero.
         """
         if numbers.dtype.itemsize <= 4:
-            self._add_singles(np.ascontiguousarray(numbers, np.float32), zeros)
-            return
+            return self._add_singles(np.ascontiguousarray(numbers, np.float32))
+        zeros = len(numbers) - int(np.count_nonzero(numbers))
         self._counts += np.bincount(exponents(numbers), minlength=EXPONENTS)
         self._counts[0] -= zeros
+        return zeros
 
     def weigh(self, doubles: npt.NDArray[np.float64], counts: Counts) -> None:
         """Count every number so many times; there is no zero among them."""
@@ -64,7 +67,7 @@ class Magnitudes:
         taken, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
         return taken
 
-    def _add_singles(self, singles: npt.NDArray[np.float32], zeros: int) -> None:
+    def _add_singles(self, singles: npt.NDArray[np.float32]) -> int:
         count = len(singles)
         if self._filled + count > _TOGETHER:
             self._count_waiting()
@@ -73,11 +76,14 @@ class Magnitudes:
         # The sign is lost above the byte.
         np.copyto(found, bits, casting="unsafe")
         self._filled += count
-        least = count - int(np.count_nonzero(found))
-        if least > zeros:
-            # Float64 gives each of these an exponent of its own.
-            small = singles[found == 0]
-            self._counts += np.bincount(exponents(small[small != 0]), minlength=EXPONENTS)
+        if np.count_nonzero(found) == count:
+            return 0
+        least = singles[found == 0]
+        # Float64 gives each of those that are not zero an exponent of its own.
+        small = least[least != 0]
+        if len(small):
+            self._counts += np.bincount(exponents(small), minlength=EXPONENTS)
+        return len(least) - len(small)
 
     def _count_waiting(self) -> None:
         waiting = self._waiting[: self._filled]

@@ -203,17 +203,16 @@ class _Computer:
         count = len(numbers)
         integers = numbers.dtype.kind in "iu"
         sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
-        mask = np.equal(numbers, 0, out=self._mask[:count])
-        zeros = int(np.count_nonzero(mask))
-        sums.zeros += zeros
-        sums.finite += count
         doubles = self._widener.double(numbers)
-        sums.totals.append(float(doubles.sum()))
-        sums.squares.append(_squares(doubles))
-        if sums.magnitudes is not None:
+        if sums.magnitudes is None:
+            sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
+        else:
             # What Float32 holds is counted sooner.
             narrow = numbers.dtype == np.float32 or numbers.dtype.itemsize == 2
-            sums.magnitudes.add(numbers if narrow else doubles, zeros)
+            sums.zeros += sums.magnitudes.add(numbers if narrow else doubles)
+        sums.finite += count
+        sums.totals.append(float(doubles.sum()))
+        sums.squares.append(_squares(doubles))
 
 
 class _Sums:
@@ -269,8 +268,7 @@ def _add_complex(sums: _Sums, numbers: Array) -> None:
     kept = numbers[finite].astype(np.complex128)
     sums.squares.append(float((kept.real**2 + kept.imag**2).sum()))
     if sums.magnitudes is not None:
-        sizes = np.abs(kept)
-        sums.magnitudes.add(sizes, len(sizes) - int(np.count_nonzero(sizes)))
+        sums.magnitudes.add(np.abs(kept))
 
 
 def _slices(raw: Bytes, width: int) -> Iterator[Bytes]:
