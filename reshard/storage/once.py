@@ -18,7 +18,7 @@ from typing import Callable, Optional, TypeVar, Union
 
 from reshard.storage.costs import Storage
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, OpenFile, Store
+from reshard.storage.store import Entry, NewFile, OpenFile, Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
@@ -28,9 +28,14 @@ _Entries = Union[list[Entry], OSError]
 
 
 class _Said:
-    """What was said of paths so far, by path without a slash in the end."""
+    """What was said of paths so far, by path without a slash in the end.
+
+    Attributes:
+        counts: whether it still does: nobody has written anything.
+    """
 
     def __init__(self) -> None:
+        self.counts = True
         self.statuses: dict[str, _Status] = {}
         self.entries: dict[str, _Entries] = {}
         self._named: dict[str, dict[str, Entry]] = {}
@@ -52,7 +57,8 @@ _said: ContextVar[Optional[_Said]] = ContextVar("said", default=None)
 def asked_once() -> Iterator[None]:
     """In this block, and in this thread, object stores are asked once what is at a path, and what is in a directory.
 
-    For blocks that find out what is there and write nothing. Files are opened anew each time.
+    For blocks that find out what is there; once something is written in one, all is asked anew. Files are opened anew
+    each time.
     """
     if _said.get() is not None:
         yield
@@ -78,7 +84,7 @@ def asks_once(function: _F) -> _F:
 def listed(path: str) -> Optional[Entry]:
     """What stands at a path by the list of its directory, where such a block has seen one that has it; else None."""
     said = _said.get()
-    if said is None:
+    if said is None or not said.counts:
         return None
     directory, _, name = path.rstrip("/").rpartition("/")
     return said.named(directory).get(name)
@@ -87,7 +93,7 @@ def listed(path: str) -> Optional[Entry]:
 def through(store: Store) -> Store:
     """A store, or in such a block what it has said."""
     said = _said.get()
-    return store if said is None else _Once(store, said)
+    return store if said is None or not said.counts else _Once(store, said)
 
 
 class _Once:
@@ -104,6 +110,8 @@ class _Once:
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         """What is at a path; no links are there."""
+        if not self._said.counts:
+            return self._store.status(path, through_links)
         key = path.rstrip("/")
         found = self._said.statuses.get(key)
         if found is None:
@@ -114,6 +122,8 @@ class _Once:
 
     def entries(self, directory: str) -> list[Entry]:
         """What is in a directory."""
+        if not self._said.counts:
+            return self._store.entries(directory)
         found = self._said.entries.get(directory.rstrip("/"))
         if found is None:
             found = self._keep(directory, lambda: self._store.entries(directory))
@@ -128,6 +138,39 @@ class _Once:
     def costs(self, path: str) -> Storage:
         """What requests cost."""
         return self._store.costs(path)
+
+    def new_file(self, path: str, size: int) -> NewFile:
+        """Begin to write a file."""
+        return self._written().new_file(path, size)
+
+    def part_bytes(self, size: int) -> int:
+        """Bytes of a new file that are held until they are written."""
+        return self._store.part_bytes(size)
+
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Write a small file."""
+        self._written().write_whole(path, data)
+
+    def make_directory(self, path: str) -> bool:
+        """Make a directory."""
+        return self._written().make_directory(path)
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        self._written().remove(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory."""
+        self._written().remove_directory(path)
+
+    def remove_dead(self, directory: str, complete: bool) -> None:
+        """Remove what dead runs left."""
+        self._written().remove_dead(directory, complete)
+
+    def _written(self) -> Store:
+        """The store, in which something is about to change."""
+        self._said.counts = False
+        return self._store
 
     def _unlisted(self, key: str) -> Optional[OSError]:
         """The error for a path that is not in the list of its directory, if there is one."""

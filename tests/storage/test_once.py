@@ -57,6 +57,16 @@ def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
     assert exists(path) and "new" in names_in(run.path("run"))
 
 
+def test_whoever_writes_asks_anew(run: Objects) -> None:
+    path = run.path("run/new")
+    with asked_once():
+        assert not exists(path) and "new" not in names_in(run.path("run"))
+        store_of(path).write_whole(path, b"1")
+        assert is_regular_file(path) and "new" in names_in(run.path("run"))
+        store_of(path).remove(path)
+        assert not exists(path)
+
+
 def test_other_threads_ask_for_themselves(run: Objects) -> None:
     with asked_once(), ThreadPoolExecutor(1) as pool:
         assert not exists(run.path("run/new"))
