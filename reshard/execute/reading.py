@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import NamedTuple, Optional, Protocol
 
 import numpy as np
@@ -31,15 +31,12 @@ _LEAST_GIVEN_BACK = 4 << 20
 # A look at a few bytes brings in their page, of up to 64 KiB, or as much of smaller ones around it.
 _AROUND = 64 << 10
 _MAPS = 64
-# Of the largest size; as many more as they are smaller.
 _MOST_WINDOWS = 32
-# Windows are smaller than the storage would like where little memory is shared by many threads, or many files are
-# joined, of each of which a window has to stay; down to this where a request takes a round trip.
-_LEAST_WINDOW = 4 << 10
-_FIRST_WINDOW = 64 << 10
-_WANTED_WINDOWS = 4
-# Windows of which it is remembered that there was no room for them.
-_MOST_DROPPED = 256
+_MOST_REMOTE_WINDOWS = 256
+# Where many threads share little memory their windows are smaller than the storage would like, down to this.
+_LEAST_WINDOW = 256 << 10
+# ... and where many files take turns, as when they are joined, down to this where a request takes a round trip.
+_SMALLEST_WINDOW = 4 << 10
 
 
 class ChosenIo(NamedTuple):
@@ -111,21 +108,16 @@ class ExplicitReader:
     def __init__(self, handles: FileHandles, storage: Storage = LOCAL, window_bytes: int = 1 << 20) -> None:
         self.worth_skipping = storage.worth_skipping
         self._handles = handles
-        self._window_bytes, self._largest = window_bytes, storage.window
-        self._least = _LEAST_WINDOW if storage.remote else storage.window
-        self._small = min(storage.small, storage.window)
-        self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        # Those that answered one request so far; and those that had to go before another, the last ones last.
-        self._once: set[tuple[str, int]] = set()
-        self._dropped: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._use_windows_of(min(storage.window, max(_FIRST_WINDOW, window_bytes // _WANTED_WINDOWS)))
-
-    def _use_windows_of(self, size: int) -> None:
-        self._window_size = size
-        self._most_windows = max(1, min(_MOST_WINDOWS * self._largest // size, self._window_bytes // size))
-        self._windows.clear()
-        self._once.clear()
-        self._dropped.clear()
+        self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
+        self._small = min(storage.small, self._window_size)
+        self._smallest = _SMALLEST_WINDOW if storage.remote else self._window_size
+        self._window_bytes = window_bytes
+        # By file, and where in it they begin.
+        self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._held = 0
+        # Files of the last small requests, of each of which a window should stay.
+        self._most = _MOST_REMOTE_WINDOWS if storage.remote else _MOST_WINDOWS
+        self._files: deque[str] = deque(maxlen=self._most)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -138,38 +130,36 @@ class ExplicitReader:
 
     def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
         """Fill ``out`` from a window; False where it does not lie in one."""
-        number, inside = divmod(offset, self._window_size)
-        if inside + len(out) > self._window_size:
+        self._files.append(source.path)
+        size = self._size_of_windows(len(out))
+        number, inside = divmod(offset, size)
+        if inside + len(out) > size:
             return False
-        key = (source.path, number)
+        key = (source.path, size, number)
         window = self._windows.get(key)
-        if window is None and key in self._dropped and self._window_size // 2 >= self._least:
-            self._use_windows_of(self._window_size // 2)
-            return self._read_small(source, offset, out)
         if window is None:
             try:
                 with self._handles.borrow(source.path) as file:
-                    window = file.read(number * self._window_size, self._window_size)
+                    window = file.read(number * size, size)
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
-            self._once.add(key)
-            if len(self._windows) > self._most_windows:
-                self._drop_first()
-        else:
-            self._once.discard(key)
+            self._held += len(window)
+            while len(self._windows) > 1 and (self._held > self._window_bytes or len(self._windows) > self._most):
+                _, dropped = self._windows.popitem(last=False)
+                self._held -= len(dropped)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]
         return True
 
-    def _drop_first(self) -> None:
-        key, _ = self._windows.popitem(last=False)
-        if key in self._once:
-            self._once.remove(key)
-            self._dropped[key] = None
-            if len(self._dropped) > _MOST_DROPPED:
-                self._dropped.popitem(last=False)
+    def _size_of_windows(self, wanted: int) -> int:
+        """Bytes of a window: where files take turns, each needs its own, or none would be used twice."""
+        size = self._window_size
+        files = len(set(self._files))
+        while files * size > self._window_bytes and size // 2 >= max(wanted, self._smallest):
+            size //= 2
+        return size
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """Always None: there is nothing to look at before it is read."""

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from statistics import median_low
 from typing import NamedTuple, Optional
 
 # Where a page fault is a memory access or a disk read and never a round trip.
@@ -96,6 +95,9 @@ def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
     That is what the middle one took of those that were waited for. What a cache of this machine answers tells
     nothing of the network: it is left out, and where nearly everything was answered so there is nothing to tell.
     """
+    # Loaded where requests were measured: it takes some of the time that a command needs to start.
+    from statistics import median_low
+
     waited = [one for one in seconds if one >= _LEAST_WAIT]
     return median_low(waited) if waited and _ONE_OF * len(waited) >= len(seconds) else None
 
