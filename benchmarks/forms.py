@@ -8,8 +8,10 @@ from typing import Callable, NamedTuple
 from benchmarks.measure import COMPARED, Compared, Section, against_copy, memory_backed, reshard
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 from benchmarks.synthetic_forms import (
+    UNIFIED_MAP,
     write_checkpoint2,
     write_huggingface,
+    write_unified,
     wrong_in_checkpoint2,
     wrong_in_full_weights,
 )
@@ -17,7 +19,6 @@ from benchmarks.throughput import MODEL
 
 PAIRS = 4
 FILES = 3
-SHARD_SIZE = MODEL.nbytes // FILES
 WHOLE = Scheme()
 
 
@@ -34,6 +35,10 @@ FORMS = {
         lambda place, model, scheme: wrong_slices(place, model, scheme, "safetensors"),
     ),
     "checkpoint2": Form(write_checkpoint2, lambda place, model, scheme: wrong_in_checkpoint2(place, model)),
+    "unified": Form(
+        lambda place, model, scheme: write_unified(place, model, FILES),
+        lambda place, model, scheme: wrong_in_full_weights(place, model, UNIFIED_MAP),
+    ),
     "huggingface": Form(
         lambda place, model, scheme: write_huggingface(place, model, FILES),
         lambda place, model, scheme: wrong_in_full_weights(place, model),
@@ -72,8 +77,8 @@ def prepare(place: Path, model: Model, claim: Claim) -> list[object]:
     if claim.source == "ranks":
         write_strategy(place / "old", model, claim.old)
         words += ["--src-strategy", place / "old"]
-    if claim.target == "huggingface":
-        words += ["--max-shard-size", SHARD_SIZE]
+    if claim.target in ("unified", "huggingface"):
+        words += ["--max-shard-size", model.nbytes // FILES]
     else:
         write_strategy(place / "new", model, claim.new)
         words += ["--dst-strategy", place / "new"]

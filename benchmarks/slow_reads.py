@@ -2,8 +2,9 @@
 
 usage: python -m benchmarks.slow_reads MILLISECONDS FILE_SYSTEM reshard's arguments...
 
-FILE_SYSTEM is the type that the source's file system is taken for. Delays of several threads pass at
-the same time, as requests of several threads do.
+FILE_SYSTEM is the type that the source's file system is taken for. Files that are opened for reading and
+nothing else take a round trip, too. Delays of several threads pass at the same time, as requests of several
+threads do.
 """
 
 from __future__ import annotations
@@ -20,17 +21,32 @@ from reshard.storage import costs as storage
 def delayed(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     """The same call after a wait."""
 
-    def later(*arguments: Any) -> Any:
+    def later(*arguments: Any, **named: Any) -> Any:
         time.sleep(seconds)
-        return call(*arguments)
+        return call(*arguments, **named)
+
+    return later
+
+
+def opening(seconds: float) -> Callable[..., int]:
+    """`os.open`, with a wait before files that are read."""
+    call = os.open
+
+    def later(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if flags & (os.O_ACCMODE | os.O_DIRECTORY | os.O_CREAT) == os.O_RDONLY:
+            time.sleep(seconds)
+        return call(path, flags, *arguments, **named)
 
     return later
 
 
 if __name__ == "__main__":
     milliseconds, file_system, *words = sys.argv[1:]
-    for name in ("pread", "preadv"):
-        setattr(os, name, delayed(getattr(os, name), float(milliseconds) / 1000))
+    wait = float(milliseconds) / 1000
+    if wait:
+        for name in ("pread", "preadv"):
+            setattr(os, name, delayed(getattr(os, name), wait))
+        os.open = opening(wait)
     storage.file_system_of = lambda path: file_system
     sys.argv = ["reshard", *words]
     main()

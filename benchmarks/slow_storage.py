@@ -2,59 +2,111 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import forms
 from benchmarks.measure import MIB, Run, Section, memory_backed, remove, run
-from benchmarks.synthetic import Model, Scheme
+from benchmarks.synthetic import Model, Scheme, wrong_slices
 from benchmarks.throughput import COLUMNS_CUT, SHARDS, Claim, prepare
 
-DELAYS = (0, 1, 5)
-LARGE = Model(layers=6, matrices=8, rows=2304, columns=2304)
+DELAYS = (0, 1, 5, 20)
+DELAYS_OF_FORMS = (5, 20)
+LARGE = Model(layers=3, matrices=8, rows=2304, columns=2304)
 SMALL = Model(layers=30, matrices=12, rows=64, columns=48)
+PARAMETERS = SMALL.layers * SMALL.matrices
+WIDE = Scheme(data=8, model=8, sharded=True)
 KINDS: list[tuple[str, Model, Claim, list[object]]] = [
     (SHARDS.name, LARGE, SHARDS, ["transform-dir"]),
     (COLUMNS_CUT.name, LARGE, COLUMNS_CUT, ["transform-dir"]),
     (f"{COLUMNS_CUT.name}, one rank", LARGE, COLUMNS_CUT, ["by-rank", 3]),
     (
-        f"{SMALL.layers * SMALL.matrices} small parameters, 64 ranks to 32",
+        f"{PARAMETERS} small parameters, 64 ranks to 32",
         SMALL,
-        Claim("", 1, Scheme(data=8, model=8, sharded=True), Scheme(data=4, model=8, sharded=True)),
+        Claim("", 1, WIDE, Scheme(data=4, model=8, sharded=True)),
         ["transform-dir"],
     ),
+    (
+        f"{PARAMETERS} small parameters, 16 ranks to 2, of 8 each",
+        SMALL,
+        Claim("", 1, Scheme(data=8, model=2, sharded=True), Scheme(model=2)),
+        ["transform-dir"],
+    ),
+]
+FORMS = [
+    forms.Claim("ranks to 2.0", 1, "ranks", SHARDS.old, "checkpoint2", Scheme(model=4)),
+    forms.Claim("ranks to unified", 1, "ranks", SHARDS.old, "unified", Scheme()),
+    forms.Claim("ranks to Hugging Face", 1, "ranks", SHARDS.old, "huggingface", Scheme()),
+    forms.Claim("2.0 to ranks", 1, "checkpoint2", Scheme(model=8), "ranks", Scheme(model=4)),
+    forms.Claim("2.0 to Hugging Face", 1, "checkpoint2", Scheme(model=8), "huggingface", Scheme()),
+    forms.Claim("unified to ranks", 1, "unified", Scheme(), "ranks", Scheme(model=8, cut=1)),
+    forms.Claim("unified to 2.0", 1, "unified", Scheme(), "checkpoint2", Scheme(model=4)),
+    forms.Claim("Hugging Face to ranks", 1, "huggingface", Scheme(), "ranks", Scheme(model=8, cut=1)),
+    forms.Claim("Hugging Face to unified", 1, "huggingface", Scheme(), "unified", Scheme()),
 ]
 
 
 def measure() -> Section:
-    """Measure all kinds at all delays."""
+    """Measure all kinds at all delays, and all forms."""
     section = Section("Storage with latency")
     section.say(
-        f"A delay before every read, in milliseconds; {LARGE.nbytes / 1e9:.2f} GB, and small parameters. *Local* is "
-        "what a program does that knows of no latency: one request per CPU, as small as they come. *Remote* is what "
-        "`--io auto` does on network file systems: more and larger ones. Shorter of two runs."
+        "A delay in milliseconds before every read and before every file that is opened for reading, on "
+        f"{LARGE.nbytes / 1e9:.2f} GB and on small parameters. *Remote over local* is the time of what is done on "
+        "network file systems, as many and as large requests as follow from the round trip that was measured, over "
+        "that of what a program does that knows of no latency: one request per CPU, as small as they come. Shorter of "
+        "two runs each, in turns. `python -m benchmarks slow_storage` measures them."
     )
-    section.table("kind", "delay", "local", "remote", "remote over local", "anonymous, remote")
+    section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
     for name, model, claim, command in KINDS:
         with memory_backed() as place:
             options = prepare(place, model, claim)
+            source, made = place / "src", place / "made"
             for delay in DELAYS:
-                local, remote = (
-                    slowed(place, delay, kind, [*command, place / "src", place / "made", *options, "--io", "pread"])
-                    for kind in ("ext4", "nfs")
-                )
-                ratio = f"{remote.seconds / local.seconds:.2f}"
-                seconds = (f"{local.seconds:.2f} s", f"{remote.seconds:.2f} s")
-                section.row(name, f"{delay} ms", *seconds, ratio, f"{remote.anonymous / MIB:.0f} MiB")
+                row(section, name, made, delay, [source, made, *options, "--io", "pread"], command)
+            assert command[0] != "transform-dir" or wrong_slices(made, model, claim.new, claim.ending) == 0
+    section.say("The same for `convert` between forms, `.safetensors` in and out.")
+    section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
+    for between in FORMS:
+        for model, size in ((LARGE, "large"), (SMALL, f"{PARAMETERS} small")):
+            with memory_backed() as place:
+                words = forms.prepare(place, model, between)
+                # Without what starts the program, and the name of the command.
+                words = words[words.index("convert") + 1 :]
+                for delay in DELAYS_OF_FORMS:
+                    row(section, f"{between.name}, {size}", place / "made", delay, words, ["convert"])
+                assert forms.FORMS[between.target].wrong(place / "made", model, between.new) == 0
     return section
 
 
-def slowed(place: Path, delay: int, file_system: str, words: list[object]) -> Run:
-    """The shorter of two runs with a delay before every read."""
-    runs = []
-    for _ in range(2):
-        remove(place / "made")
-        runs.append(run([sys.executable, "-m", "benchmarks.slow_reads", delay, file_system, *words]))
-    return min(runs, key=lambda one: one.seconds)
+def row(
+    section: Section, name: str, made: Path, delay: int, words: Sequence[object], command: Sequence[object]
+) -> None:
+    """Measure one kind at one delay; what the last run wrote stays."""
+    remove(made)
+    ranks = ["--ranks", command[1]] if command[0] == "by-rank" else []
+    told = subprocess.run(slowly(delay, "nfs", ["plan", *words, *ranks, "--json"]), check=True, stdout=subprocess.PIPE)
+    requests = json.loads(told.stdout)["requests"]["at_a_time"]
+    found = [both(made, delay, [*command, *words]) for _ in range(2)]
+    local, remote = (min(runs, key=lambda one: one.seconds) for runs in zip(*found))
+    ratio = f"{remote.seconds / local.seconds:.2f}"
+    section.row(name, f"{delay} ms", str(requests), ratio, f"{remote.anonymous / MIB:.0f} MiB")
+
+
+def both(made: Path, delay: int, words: Sequence[object]) -> list[Run]:
+    """A run as for local files, and one as for remote ones."""
+    found = []
+    for kind in ("ext4", "nfs"):
+        remove(made)
+        found.append(run(slowly(delay, kind, words)))
+    return found
+
+
+def slowly(delay: int, file_system: str, words: Sequence[object]) -> list[str]:
+    """A command with a delay before every read."""
+    return [str(word) for word in [sys.executable, "-m", "benchmarks.slow_reads", delay, file_system, *words]]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from reshard.storage import read_range
 
 ITERATION = 10
 INDEX = "model.safetensors.index.json"
+UNIFIED_MAP = "param_name_map.json"
 
 
 def write_checkpoint2(root: Path, model: Model, scheme: Scheme) -> None:
@@ -74,19 +75,29 @@ def _axes(tensor_map: list[Any]) -> tuple[tuple[int, ...], ...]:
 
 def write_huggingface(directory: Path, model: Model, files: int) -> None:
     """Write whole tensors into so many files of about equal size, with their index."""
+    _write_full_weights(
+        directory, model, [f"model-{n:05d}-of-{files:05d}.safetensors" for n in range(1, files + 1)], INDEX
+    )
+
+
+def write_unified(directory: Path, model: Model, files: int) -> None:
+    """Likewise as MindSpore writes unified weights."""
+    _write_full_weights(directory, model, [f"part{n}.safetensors" for n in range(files)], UNIFIED_MAP)
+
+
+def _write_full_weights(directory: Path, model: Model, files: list[str], index: str) -> None:
     names = model.names(Scheme(), 0)
-    share = -(-len(names) // files)
-    parts = [names[first : first + share] for first in range(0, len(names), share)]
+    share = -(-len(names) // len(files))
     where = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    for number, file in enumerate(files):
+        part = names[number * share : (number + 1) * share]
         writer = Writer(directory / file, part, (model.rows, model.columns), model.rows * model.columns * 4)
         for name in part:
             writer.write(model.tensor(name))
             where[name] = file
         writer.close()
-    index = {"metadata": {"total_size": model.nbytes}, "weight_map": where}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    listed = {"metadata": {"total_size": model.nbytes}, "weight_map": where}
+    (directory / index).write_text(json.dumps(listed, indent=2, sort_keys=True))
 
 
 def wrong_in_checkpoint2(root: Path, model: Model) -> int:

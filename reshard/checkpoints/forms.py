@@ -12,7 +12,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
 from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import CheckpointError, UsageError
-from reshard.storage import exists, is_directory
+from reshard.storage import asks_once, exists, is_directory
 from reshard.strategies import Strategy
 from reshard.text.near_names import path_meant
 from reshard.text.report import Report
@@ -27,6 +27,7 @@ def counted_as(form: str) -> str:
     return "rank" if form == RANKS else "file"
 
 
+@asks_once
 def form_of(src: str) -> str:
     """The form of a source, by names alone; what is no other form is `RANKS`, be it there or not.
 
@@ -66,6 +67,7 @@ def forms_among(directory: str, names: Sequence[str]) -> set[str]:
     return {form for form in (CHECKPOINT2 if recognise(directory, names) else None, full) if form is not None}
 
 
+@asks_once
 def read_checkpoint(
     form: str,
     src: str,

@@ -10,6 +10,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of, read_checkpoint, strategy_of
 from reshard.cli import options
 from reshard.errors import UsageError
+from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.report import Report
 
@@ -32,6 +33,7 @@ class Ends(NamedTuple):
     target: Strategy
 
 
+@asks_once
 def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     """The forms and strategies of source and target.
 

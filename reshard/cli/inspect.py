@@ -15,7 +15,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
 from reshard.errors import UsageError
-from reshard.storage import absolute, exists, is_directory
+from reshard.storage import absolute, asked_once, exists, is_directory
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
 
@@ -68,7 +68,9 @@ def inspect(
     shows iterations, files, tensors, how these are cut, and what is lost.
     """
     decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
-    form = form_of(path)
+    with asked_once():
+        form = form_of(path)
+        several = "{rank}" in path or not exists(path) or is_directory(path)
     if form != RANKS:
         if strategy is not None or file_suffix is not None:
             raise UsageError(
@@ -83,7 +85,7 @@ def inspect(
         else:
             show_form(inspected, verbose)
         return
-    if not exists(path) or is_directory(path) or "{rank}" in path:
+    if several:
         from reshard.inspection.tree import inspect_tree
         from reshard.strategies import read_strategy
 

@@ -112,6 +112,7 @@ def _json(prepared: Prepared, summary: Summary, moved: Transfers) -> dict[str, A
             "expected": _expected_memory(state.execution),
         },
         "threads": state.execution.threads,
+        "io": state.execution.chosen_io._asdict(),
         "requests": _requests_json(state.execution),
         "uploads": _uploads_json(state.execution),
         "space": [
@@ -139,6 +140,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
             f"  memory   about {memory}, {buffers} of it buffers of {plural(state.execution.threads, 'thread')}",
             *_requests(state.execution),
             *_uploads(state.execution),
+            "  io       {}, {}".format(*state.execution.chosen_io),
             *(_room(space, several=len(spaces) > 1) for space in spaces),
         ]
     else:
@@ -209,7 +211,12 @@ def _requests_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
     storage = execution.storage
     if not storage.remote:
         return None
-    return {"at_a_time": execution.threads, "most_bytes": execution.block_bytes, "round_trip": storage.round_trip}
+    return {
+        "at_a_time": execution.threads,
+        "most_bytes": execution.block_bytes,
+        "found": "usual" if storage.round_trip is None else "measured",
+        "round_trip": storage.round_trip,
+    }
 
 
 def _requests(execution: ExecutionOptions) -> list[str]:
@@ -217,8 +224,10 @@ def _requests(execution: ExecutionOptions) -> list[str]:
     storage = execution.storage
     if not storage.remote:
         return []
-    took = "" if storage.round_trip is None else f", of which one took {1000 * storage.round_trip:.1f} ms so far"
-    return [f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}{took}"]
+    line = f"  requests {execution.threads} at a time, of up to {byte_size(execution.block_bytes)}"
+    if storage.round_trip is None:
+        return [f"{line}, as usual: no round trip was seen, as what was asked for so far came at once"]
+    return [f"{line}, of which one took {1000 * storage.round_trip:.1f} ms so far"]
 
 
 def _uploads_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import mmap
-from collections import OrderedDict
-from typing import Optional, Protocol
+from collections import OrderedDict, deque
+from typing import NamedTuple, Optional, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,44 @@ _LEAST_GIVEN_BACK = 4 << 20
 _AROUND = 64 << 10
 _MAPS = 64
 _MOST_WINDOWS = 32
+_MOST_REMOTE_WINDOWS = 256
 # Where many threads share little memory their windows are smaller than the storage would like, down to this.
 _LEAST_WINDOW = 256 << 10
+# ... and where many files take turns, as when they are joined, down to this where a request takes a round trip.
+_SMALLEST_WINDOW = 4 << 10
+
+
+class ChosenIo(NamedTuple):
+    """How sources are read.
+
+    Attributes:
+        way: ``pread`` or ``mmap``.
+        why: the reason, as the end of a sentence.
+    """
+
+    way: str
+    why: str
+
+
+def choose_io(asked: str, storage: Storage) -> ChosenIo:
+    """How to read sources.
+
+    On local disks maps take between 0.8 and 1.1 of the time of explicit reads (`benchmarks/io.py`), within what runs
+    differ by: too little for what they risk.
+
+    Args:
+        asked: ``auto``, ``mmap`` or ``pread``.
+        storage: what the source files lie on.
+    """
+    if asked == "pread":
+        return ChosenIo("pread", "as asked for")
+    if not storage.mappable:
+        return ChosenIo("pread", "as nothing can be mapped in an object store")
+    if asked == "mmap":
+        return ChosenIo("mmap", "as asked for")
+    if storage.remote:
+        return ChosenIo("pread", "as mmap would take a round trip for each page")
+    return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
 
 
 class Reader(Protocol):
@@ -60,7 +96,8 @@ class ExplicitReader:
     """Reads with `pread`, in the requests it is given; for one thread.
 
     Small tensors lie close together, and a request costs as much as copying many of them, so small
-    requests are answered from windows of the file that are kept for a while.
+    requests are answered from windows of the file that are kept for a while. Where one that answered a
+    single request before there was no room for it any more is asked for again, more and smaller ones are kept.
 
     Args:
         handles: open source files.
@@ -73,8 +110,14 @@ class ExplicitReader:
         self._handles = handles
         self._window_size = min(storage.window, max(_LEAST_WINDOW, window_bytes))
         self._small = min(storage.small, self._window_size)
-        self._most_windows = max(1, min(_MOST_WINDOWS, window_bytes // self._window_size))
-        self._windows: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._smallest = _SMALLEST_WINDOW if storage.remote else self._window_size
+        self._window_bytes = window_bytes
+        # By file, and where in it they begin.
+        self._windows: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._held = 0
+        # Files of the last small requests, of each of which a window should stay.
+        self._most = _MOST_REMOTE_WINDOWS if storage.remote else _MOST_WINDOWS
+        self._files: deque[str] = deque(maxlen=self._most)
 
     def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``start`` on."""
@@ -87,24 +130,36 @@ class ExplicitReader:
 
     def _read_small(self, source: StoredSlice, offset: int, out: memoryview) -> bool:
         """Fill ``out`` from a window; False where it does not lie in one."""
-        number, inside = divmod(offset, self._window_size)
-        if inside + len(out) > self._window_size:
+        self._files.append(source.path)
+        size = self._size_of_windows(len(out))
+        number, inside = divmod(offset, size)
+        if inside + len(out) > size:
             return False
-        key = (source.path, number)
+        key = (source.path, size, number)
         window = self._windows.get(key)
         if window is None:
             try:
                 with self._handles.borrow(source.path) as file:
-                    window = file.read(number * self._window_size, self._window_size)
+                    window = file.read(number * size, size)
             except OSError as error:
                 raise unreadable(source, error) from error
             self._windows[key] = window
-            if len(self._windows) > self._most_windows:
-                self._windows.popitem(last=False)
+            self._held += len(window)
+            while len(self._windows) > 1 and (self._held > self._window_bytes or len(self._windows) > self._most):
+                _, dropped = self._windows.popitem(last=False)
+                self._held -= len(dropped)
         if inside + len(out) > len(window):
             return False
         out[:] = window[inside : inside + len(out)]
         return True
+
+    def _size_of_windows(self, wanted: int) -> int:
+        """Bytes of a window: where files take turns, each needs its own, or none would be used twice."""
+        size = self._window_size
+        files = len(set(self._files))
+        while files * size > self._window_bytes and size // 2 >= max(wanted, self._smallest):
+            size //= 2
+        return size
 
     def view(self, source: StoredSlice, start: int, length: int) -> Optional[Bytes]:
         """Always None: there is nothing to look at before it is read."""

@@ -25,7 +25,7 @@ from reshard.errors import ReshardError, RetryableError, TargetError, Unwritable
 from reshard.execute.boxes import boxes_of_range
 from reshard.execute.filling import BlockFiller
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import Bytes, make_reader
+from reshard.execute.reading import Bytes, ChosenIo, choose_io, make_reader
 from reshard.execute.schedule import Schedule, Task
 from reshard.execute.writing import Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
@@ -39,6 +39,10 @@ LEAST_BLOCK_BYTES = 4 << 10
 # Of smaller ones there are more requests and calls.
 _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
+# Requests under way per CPU, of whatever size.
+_FEW = 4
+# What windows of small reads need where several files are joined and each window costs a round trip.
+_WINDOW_BYTES = 256 << 10
 # So many files that fail are no accident of theirs.
 _MOST_FAILURES = 8
 
@@ -50,7 +54,7 @@ class ExecutionOptions:
     Attributes:
         jobs: CPUs to keep busy.
         max_memory: bytes that all buffers together may take.
-        io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
+        io: what was asked for: ``auto``, ``mmap`` or ``pread``.
         storage: what the source files lie on.
         checksum: compute a CRC-32 of every target file.
         target: what the target files lie on.
@@ -70,9 +74,16 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        in_flight = max(self.storage.in_flight, self.target.in_flight)
-        wanted = max(self.jobs, min(_MOST_WAITING, self.jobs * in_flight))
+        wanted = max(self.jobs, self._under_way(self.storage), self._under_way(self.target))
         return min(wanted, max(1, self.max_memory // self._least_share)) if self.part_bytes else wanted
+
+    def _under_way(self, storage: Storage) -> int:
+        """Requests to storage worth having under way."""
+        most = _MOST_WAITING
+        if storage.large:
+            # What they bring together has its bound in memory: more requests are smaller ones.
+            most = min(most, max(self.jobs * _FEW, self.max_memory // (2 * storage.large)))
+        return min(most, self.jobs * storage.in_flight)
 
     @property
     def least_memory(self) -> int:
@@ -94,14 +105,20 @@ class ExecutionOptions:
         return self._held_bytes + 2 * _FAIR_BLOCK_BYTES
 
     @property
+    def chosen_io(self) -> ChosenIo:
+        """How sources are read, and why."""
+        return choose_io(self.io, self.storage)
+
+    @property
     def mapped(self) -> bool:
         """Whether sources are looked at through memory maps; never unasked, see `reading`."""
-        return self.io == "mmap"
+        return self.chosen_io.way == "mmap"
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of a thread's windows for small reads: an eighth of its share."""
-        return max(0, self.max_memory // self.threads - self._held_by_target) // 8
+        """Bytes of a thread's windows for small reads: an eighth of its share, or more of it on network disks."""
+        share = max(0, self.max_memory // self.threads - self._held_by_target)
+        return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
     def block_bytes(self) -> int:

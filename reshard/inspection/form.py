@@ -15,7 +15,7 @@ from reshard.checkpoints.forms import CHECKPOINT2, read_checkpoint
 from reshard.checkpoints.full import FullWeights
 from reshard.errors import InputError
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
-from reshard.storage import is_directory, names_in, status_at
+from reshard.storage import asks_once, is_directory, names_in, status_at
 from reshard.text.messages import listing
 from reshard.text.names import kind_of
 from reshard.text.report import Report
@@ -116,6 +116,7 @@ class InspectedForm:
         return sum(file.nbytes for file in self.files)
 
 
+@asks_once
 def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
     """What is in a checkpoint.
 

@@ -31,7 +31,7 @@ from reshard.plan.selection import Incomplete, StepSelector
 from reshard.plan.source import SourceStep
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
-from reshard.storage import absolute, exists, is_directory, names_in, storage_of, store_of
+from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
 from reshard.strategies import Strategy
 from reshard.strategies.replicas import replicas_of_strategy
 from reshard.text.messages import listing
@@ -139,21 +139,24 @@ def inspect_tree(
         UsageError: ``step`` is no step, or a strategy goes with one rank directory.
         RetryableError: listing or reading failed.
     """
-    one_rank = None
-    try:
-        tree = find_checkpoints(path, file_suffix)
-    except CheckpointError as error:
-        one_rank = find_rank(path, file_suffix)
-        if one_rank is None:
-            raise _other_directory(path) or error from error
-        tree = one_rank
-    if one_rank is not None and strategy is not None:
-        raise UsageError(
-            f"{path} is the directory of one rank; --strategy goes with a rank tree",
-            hint=f"name the directory that holds all ranks, {os.path.dirname(absolute(path))}",
-        )
-    named = None if step == "latest" else tree.named(step)
-    return _Inspection(tree, strategy, one_rank is not None, decryption).run(named)
+    # Headers are read afterwards: what was seen by then may be gone.
+    with asked_once():
+        one_rank = None
+        try:
+            tree = find_checkpoints(path, file_suffix)
+        except CheckpointError as error:
+            one_rank = find_rank(path, file_suffix)
+            if one_rank is None:
+                raise _other_directory(path) or error from error
+            tree = one_rank
+        if one_rank is not None and strategy is not None:
+            raise UsageError(
+                f"{path} is the directory of one rank; --strategy goes with a rank tree",
+                hint=f"name the directory that holds all ranks, {os.path.dirname(absolute(path))}",
+            )
+        named = None if step == "latest" else tree.named(step)
+        inspection = _Inspection(tree, strategy, one_rank is not None, decryption)
+    return inspection.run(named)
 
 
 def _other_directory(path: str) -> Optional[CheckpointError]:
@@ -202,10 +205,10 @@ class _Inspection:
         self._findings: list[Finding] = []
         sizes = _sizes([file.path for file in tree.files])
         self._steps = {number: self._by_names(number, sizes) for number in tree.steps}
+        self._look_at_names()
 
     def run(self, named: Optional[Step]) -> InspectedTree:
         """Everything, with the headers that ``named`` or the lack of it asks for."""
-        self._look_at_names()
         found = InspectedTree(self._tree.root, self._tree.ranks, list(self._steps.values()), self._findings)
         found.one_rank = self._one_rank
         with FileHandles(decryption=self._decryption) as handles:

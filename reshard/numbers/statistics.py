@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute import Progress
+from reshard.numbers.magnitudes import EXPONENTS, Magnitudes
 from reshard.numbers.sweep import Block, Item, sweep
 from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
 from reshard.opened import LazyTensor, OpenedCheckpoint
@@ -21,11 +22,6 @@ Bytes = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
 Number = Union[int, float]
 
-EXPONENTS = 2048
-"""Exponents that a Float64 may have, as its bits count them."""
-ONE = 1023
-"""The exponent of 1.0 there."""
-_EXPONENT_SHIFT = 52
 # Numbers that BLAS squares and adds up without threads.
 _DOT = 1 << 12
 
@@ -142,7 +138,7 @@ class _Computer:
 
     def __init__(self, dtypes: Sequence[str], magnitudes: bool) -> None:
         self._dtypes = dtypes
-        self._magnitudes = magnitudes
+        self._magnitudes = Magnitudes() if magnitudes else None
         self._widener = Widener()
         self._mask = np.empty(AT_ONCE, np.bool_)
 
@@ -185,7 +181,7 @@ class _Computer:
             sums.squares += (weighted * values[there]).tolist()
             if sums.magnitudes is not None:
                 kept = there & (values != 0)
-                np.add.at(sums.magnitudes, _exponents(values[kept]), counts[kept])
+                sums.magnitudes.weigh(values[kept], counts[kept])
         return sums.part()
 
     def _add_floats(self, sums: _Sums, numbers: Array) -> None:
@@ -207,28 +203,28 @@ class _Computer:
         count = len(numbers)
         integers = numbers.dtype.kind in "iu"
         sums.widen(numbers.min() if low is None else low, numbers.max() if high is None else high, integers)
-        mask = np.equal(numbers, 0, out=self._mask[:count])
-        zeros = int(np.count_nonzero(mask))
-        sums.zeros += zeros
-        sums.finite += count
         doubles = self._widener.double(numbers)
+        if sums.magnitudes is None:
+            sums.zeros += int(np.count_nonzero(np.equal(numbers, 0, out=self._mask[:count])))
+        else:
+            # What Float32 holds is counted sooner.
+            narrow = numbers.dtype == np.float32 or numbers.dtype.itemsize == 2
+            sums.zeros += sums.magnitudes.add(numbers if narrow else doubles)
+        sums.finite += count
         sums.totals.append(float(doubles.sum()))
         sums.squares.append(_squares(doubles))
-        if sums.magnitudes is not None:
-            kept = doubles[np.logical_not(mask)] if zeros else doubles
-            sums.magnitudes += np.bincount(_exponents(kept), minlength=EXPONENTS)
 
 
 class _Sums:
     """What is added up over the blocks of a part."""
 
-    def __init__(self, magnitudes: bool) -> None:
+    def __init__(self, magnitudes: Optional[Magnitudes]) -> None:
         self.nan = self.inf = self.zeros = self.finite = 0
         self.low: Optional[Number] = None
         self.high: Optional[Number] = None
         self.totals: list[float] = []
         self.squares: list[float] = []
-        self.magnitudes = np.zeros(EXPONENTS, np.int64) if magnitudes else None
+        self.magnitudes = magnitudes
 
     def widen(self, low: Any, high: Any, integers: bool) -> None:
         """There are numbers from ``low`` to ``high``."""
@@ -239,7 +235,8 @@ class _Sums:
     def part(self) -> _Part:
         """All of it."""
         total, squares = _sum(self.totals), _sum(self.squares)
-        return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, self.magnitudes)
+        magnitudes = None if self.magnitudes is None else self.magnitudes.taken()
+        return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, magnitudes)
 
 
 def _squares(doubles: npt.NDArray[np.float64]) -> float:
@@ -271,15 +268,7 @@ def _add_complex(sums: _Sums, numbers: Array) -> None:
     kept = numbers[finite].astype(np.complex128)
     sums.squares.append(float((kept.real**2 + kept.imag**2).sum()))
     if sums.magnitudes is not None:
-        sizes = np.abs(kept)
-        sums.magnitudes += np.bincount(_exponents(sizes[sizes > 0]), minlength=EXPONENTS)
-
-
-def _exponents(doubles: npt.NDArray[np.float64]) -> Counts:
-    """The exponent of every number, as its bits count it."""
-    bits = np.ascontiguousarray(doubles, np.float64).view(np.uint64) >> np.uint64(_EXPONENT_SHIFT)
-    exponents: Counts = (bits & np.uint64(EXPONENTS - 1)).astype(np.int64)
-    return exponents
+        sums.magnitudes.add(np.abs(kept))
 
 
 def _slices(raw: Bytes, width: int) -> Iterator[Bytes]:

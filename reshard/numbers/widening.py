@@ -24,6 +24,12 @@ _PLAIN = {"Float16": "<f2", "Float32": "<f4", "Float64": "<f8"}
 INTEGERS = {"Int16": "<i2", "UInt16": "<u2", "Int32": "<i4", "UInt32": "<u4", "Int64": "<i8", "UInt64": "<u8"}
 COMPLEX = {"Complex64": "<c8", "Complex128": "<c16"}
 
+_FLOAT16_INF = 0x7C00
+_FLOAT16_MINUS_INF = 0xFC00
+# The sign, and 15 bits less far up than a Float32 has room for.
+_FLOAT16_BITS = np.int32(0x0FFFFFFF - (1 << 31))
+_FLOAT16_SCALE = np.float32(2.0 ** (127 - 15))
+
 
 class _Float8(NamedTuple):
     """A type of 8-bit floats.
@@ -133,10 +139,23 @@ class Widener:
             np.left_shift(words, 16, out=words)
             return self._single[: len(halves)]
         if dtype == "Float16":
-            singles = self._single[: len(raw) // 2]
+            return self._from_float16(raw)
+        return raw.view(_PLAIN[dtype])
+
+    def _from_float16(self, raw: Bytes) -> Array:
+        singles = self._single[: len(raw) // 2]
+        # As integers of either sign, numbers that are not finite are above all others.
+        finite = raw.view("<i2").max(initial=0) < _FLOAT16_INF and raw.view("<u2").max(initial=0) < _FLOAT16_MINUS_INF
+        if not finite:
             np.copyto(singles, raw.view("<f2"))
             return singles
-        return raw.view(_PLAIN[dtype])
+        # Sign, exponent and fraction where a Float32 has them; what its exponents begin with is multiplied in. That is
+        # some times as quick as NumPy's own way.
+        words = singles.view(np.int32)
+        np.copyto(words, raw.view("<i2"))
+        np.left_shift(words, 13, out=words)
+        np.bitwise_and(words, _FLOAT16_BITS, out=words)
+        return np.multiply(singles, _FLOAT16_SCALE, out=singles)
 
     def doubles(self, raw: Bytes, dtype: str) -> Array:
         """Any type as Float64, a complex one as Complex128; of Int4 both numbers of every byte."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from reshard.layout import whole_box
 from reshard.opened.contents import Contents
-from reshard.opened.engine import CHUNK_BYTES, Bytes, Engine, chunks_of, wait_for
+from reshard.opened.engine import Bytes, Engine, chunks_of, wait_for
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
 
@@ -99,11 +99,12 @@ def _begin(tensors: Sequence[LazyTensor], engine: Engine) -> list[_Coming]:
     """Have threads read some tensors."""
     arrays = [tensor.empty(tensor.shape) for tensor in tensors]
     rooms = [array.reshape(-1).view(np.uint8) for array in arrays]
-    if len(tensors) == 1 and rooms[0].nbytes > CHUNK_BYTES:
+    most = engine.chunk_bytes(rooms[0].nbytes)
+    if len(tensors) == 1 and rooms[0].nbytes > most:
         target, room = tensors[0].target, rooms[0]
         futures = [
             engine.submit(engine.fill_alone, target, box, room[first:last])
-            for box, first, last in chunks_of(whole_box(target.shape), target.item_size)
+            for box, first, last in chunks_of(whole_box(target.shape), target.item_size, most)
         ]
     else:
         targets = [tensor.target for tensor in tensors]

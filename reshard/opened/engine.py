@@ -31,7 +31,8 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 8 << 20
-"""What one thread reads at a time of what several read."""
+"""What one thread reads at a time of what several read, at the most."""
+_LEAST_CHUNK_BYTES = 1 << 20
 
 
 class Worker(NamedTuple):
@@ -125,11 +126,16 @@ class Engine:
 
     def fill(self, tensor: TargetTensor, box: Box, out: Bytes) -> None:
         """Fill ``out`` with the bytes of a box, in C order; by several threads where it is large."""
-        chunks = list(chunks_of(box, tensor.item_size)) if len(out) > CHUNK_BYTES and self.threads > 1 else []
+        most = self.chunk_bytes(len(out))
+        chunks = list(chunks_of(box, tensor.item_size, most)) if len(out) > most and self.threads > 1 else []
         if len(chunks) < 2:
             self.fill_alone(tensor, box, out)
             return
         wait_for([self.submit(self.fill_alone, tensor, part, out[first:last]) for part, first, last in chunks])
+
+    def chunk_bytes(self, nbytes: int) -> int:
+        """What one thread reads at a time of so many bytes, so that all threads have some."""
+        return min(CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, nbytes // self.threads))
 
     def fill_alone(self, tensor: TargetTensor, box: Box, out: Bytes) -> None:
         """Likewise, by this thread."""
@@ -153,11 +159,11 @@ class Engine:
             pool.shutdown(cancel_futures=True)
 
 
-def chunks_of(box: Box, item_size: int) -> Iterator[tuple[Box, int, int]]:
-    """A box in parts for several threads, each with its first byte and the byte behind its last."""
+def chunks_of(box: Box, item_size: int, most: int) -> Iterator[tuple[Box, int, int]]:
+    """A box in parts of so many bytes at the most, each with its first byte and the byte behind its last."""
     first = 0
     shape = shape_of(box)
-    for part in boxes_of_range(shape, 0, volume_of(box), max(1, CHUNK_BYTES // item_size)):
+    for part in boxes_of_range(shape, 0, volume_of(box), max(1, most // item_size)):
         last = first + volume_of(part) * item_size
         yield tuple((start + low, start + high) for (start, _), (low, high) in zip(box, part)), first, last
         first = last

@@ -17,6 +17,7 @@ from reshard.opened.checkpoint import Effort, OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
+from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
@@ -97,6 +98,7 @@ def open(
     return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
+@asks_once
 def reading_request(
     src: str,
     src_strategy: Optional[str],

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.numbers.statistics import ONE, TensorStatistics
+from reshard.numbers.magnitudes import ONE
+from reshard.numbers.statistics import TensorStatistics
 from reshard.pictures.svg import CHARACTER_WIDTH, LINE_HEIGHT, document, paragraph, rectangle, text
 from reshard.text.wording import one_line, plural
 

@@ -21,7 +21,7 @@ from reshard.layout import shape_of, volume_of
 from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
-from reshard.source_replicas.files import ReplicaFiles
+from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
 from reshard.source_replicas.samples import MOST_PLACES, sample_box
 
 _MOST_OF_A_KIND = 2
@@ -82,17 +82,21 @@ def compare_slices(
     """
     files = ReplicaFiles(step, handles, execution.storage)
     deadline = time.monotonic() + _SECONDS
+    chosen = [one for kind in alike(parameters, step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]
     compared = 0
     same: list[SameSlices] = []
-    for kind in alike(parameters, step):
-        for parameter in kind.parameters[:_MOST_OF_A_KIND] if kind.is_cut else ():
+    with at_a_time(execution.storage.remote) as (compare_each, read_each):
+
+        def equal(parameter: GlobalTensor) -> tuple[list[Holder], list[list[int]]]:
             if time.monotonic() > deadline:
-                break
+                return [], []
             holders = _holders(parameter, step)
             try:
-                groups = _equal(parameter, holders, files) if len(holders) > 1 else []
+                return holders, _equal(parameter, holders, files, read_each) if len(holders) > 1 else []
             except (DamagedCheckpointError, RetryableError):
-                continue
+                return holders, []
+
+        for parameter, (holders, groups) in zip(chosen, compare_each(equal, chosen)):
             compared += bool(groups)
             first = next((group for group in groups if len(group) > 1), None)
             if first is not None:
@@ -114,18 +118,22 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     return [holder for holder in made if volume_of(holder.box) and shape_of(holder.box) == shape_of(made[0].box)]
 
 
-def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles) -> list[list[int]]:
+def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles, read_each: Each) -> list[list[int]]:
     """Ranks, those together whose slices are equal; none where they have too few different elements to tell."""
     for place in range(MOST_PLACES):
-        found: dict[bytes, list[int]] = {}
-        for holder in holders:
+
+        def read(holder: Holder, place: int = place) -> bytes:
             own = Replicated(holder.box, (Group((holder.rank,), (holder.rank,), holder.box),))
             box = sample_box(own, parameter, number_of(parameter.name, place))
             data = bytearray(volume_of(box) * parameter.item_size)
             files.read(parameter, holder, box, memoryview(data))
-            elements = {bytes(data[at : at + parameter.item_size]) for at in range(0, len(data), parameter.item_size)}
+            return bytes(data)
+
+        found: dict[bytes, list[int]] = {}
+        for holder, data in zip(holders, read_each(read, holders)):
+            elements = {data[at : at + parameter.item_size] for at in range(0, len(data), parameter.item_size)}
             if len(elements) >= _FEWEST_ELEMENTS:
-                found.setdefault(bytes(data), []).append(holder.rank)
+                found.setdefault(data, []).append(holder.rank)
         if found:
             return list(found.values())
     return []

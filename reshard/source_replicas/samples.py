@@ -6,24 +6,22 @@ values that tell something, and so do all others where something differs; the re
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
-from reshard.layout import volume_of
+from reshard.layout import Box, volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
-from reshard.source_replicas.files import ReplicaFiles
+from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
 from reshard.source_replicas.tally import Tally
 
 _SAMPLE_BYTES = 4 << 10
 MOST_PLACES = 4
 """Places that are tried where all elements are the same."""
-# Where requests take a round trip.
-_IN_FLIGHT = 16
 
 
 class Effort(NamedTuple):
@@ -85,7 +83,7 @@ class Samples:
     def __init__(self, kinds: Sequence[Alike], files: ReplicaFiles, remote: bool, effort: Effort, tally: Tally) -> None:
         self._kinds = [kind for kind in kinds if len(kind)]
         self._files = files
-        self._in_flight = _IN_FLIGHT if remote else 1
+        self._remote = remote
         self._effort = effort
         self._tally = tally
         self._reads = 0
@@ -96,13 +94,13 @@ class Samples:
 
     def run(self) -> None:
         """Compare them."""
-        with ThreadPoolExecutor(self._in_flight) as pool:
-            run = map if self._in_flight == 1 else pool.map
+        with at_a_time(self._remote) as (compare_each, read_each):
+            compare = functools.partial(self._compare, read_each)
             for turn in itertools.count():
                 samples = list(self._samples(turn))
                 if not samples:
                     return
-                for sample, outcome in zip(samples, run(self._compare, samples)):
+                for sample, outcome in zip(samples, compare_each(compare, samples)):
                     self._reads += outcome.reads
                     if outcome.telling:
                         self._tally.add(sample.kind, sample.parameter, outcome.ranks)
@@ -135,7 +133,7 @@ class Samples:
             reads += len(holders)
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
-    def _compare(self, sample: _Sample) -> _Outcome:
+    def _compare(self, read_each: Each, sample: _Sample) -> _Outcome:
         if time.monotonic() > self._deadline:
             return _Outcome(0)
         parameter, (first, *others) = sample.parameter, sample.holders
@@ -143,15 +141,12 @@ class Samples:
         try:
             for place in range(MOST_PLACES):
                 box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
-                mine = bytearray(volume_of(box) * parameter.item_size)
-                self._files.read(parameter, first, box, memoryview(mine))
+                mine = self._read(parameter, box, first)
                 reads += 1
                 telling = mine != mine[: parameter.item_size] * (len(mine) // parameter.item_size)
                 if telling or box == sample.replicated.box:
                     break
-            theirs = bytearray(len(mine))
-            for other in others:
-                self._files.read(parameter, other, box, memoryview(theirs))
+            for other, theirs in zip(others, read_each(functools.partial(self._read, parameter, box), others)):
                 reads += 1
                 if theirs != mine:
                     return _Outcome(reads, True, (first.rank, other.rank))
@@ -159,6 +154,11 @@ class Samples:
             # Whoever needs this file will find out.
             return _Outcome(reads)
         return _Outcome(reads, telling)
+
+    def _read(self, parameter: GlobalTensor, box: Box, holder: Holder) -> bytearray:
+        data = bytearray(volume_of(box) * parameter.item_size)
+        self._files.read(parameter, holder, box, memoryview(data))
+        return data
 
 
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:

@@ -18,6 +18,7 @@ from reshard.storage.look import (
     status_of_each,
     too_long,
 )
+from reshard.storage.once import asked_once, asks_once
 from reshard.storage.opened import opened_regular, read_small
 from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read_each, read_range
 from reshard.storage.status import FileStatus
@@ -52,6 +53,8 @@ __all__ = [
     "Store",
     "UnfitError",
     "absolute",
+    "asked_once",
+    "asks_once",
     "common_directory",
     "cut_short",
     "entries_of_each",

@@ -1,9 +1,9 @@
 """What kind of storage files lie on, and which requests suit it.
 
 On a local file system a request costs microseconds. On a network file system it costs a round trip,
-so there requests are larger, read more of what is not needed, and many are under way at a time. The
-numbers come from `benchmarks/slow_storage.py`. Of an object store it is measured how long a round trip
-takes, and the rest follows from that.
+so there requests are larger, read more of what is not needed, and many are under way at a time: as large
+and as many as suits the round trip that those took which were made so far. The numbers come from
+`benchmarks/slow_storage.py` and `benchmarks/object_store.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from statistics import median
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 # Where a page fault is a memory access or a disk read and never a round trip.
@@ -31,6 +31,8 @@ class Storage(NamedTuple):
         small: requests up to this size are answered from such windows.
         held: bytes that are held while a request is answered, beside the buffer that it fills.
         round_trip: seconds that a request takes before its first byte comes, as measured; None where it was not.
+        mappable: whether what lies there can be mapped into memory.
+        large: bytes that each request should have room for before more than a few per CPU are under way.
     """
 
     remote: bool
@@ -40,35 +42,44 @@ class Storage(NamedTuple):
     small: int
     held: int = 0
     round_trip: Optional[float] = None
+    mappable: bool = True
+    large: int = 0
 
 
 LOCAL = Storage(remote=False, in_flight=1, worth_skipping=16 << 10, window=64 << 10, small=16 << 10)
-REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10)
+REMOTE = Storage(remote=True, in_flight=4, worth_skipping=256 << 10, window=256 << 10, small=64 << 10, large=2 << 20)
+"""A network file system: what suits it at the least, and where no round trip could be measured."""
+OBJECTS = Storage(remote=True, in_flight=4, worth_skipping=64 << 10, window=256 << 10, small=64 << 10, mappable=False)
+"""An object store, likewise, but that a round trip takes long there before one was measured."""
 
 
-# What is taken for a round trip before one was measured.
+# What is taken for a round trip to an object store before one was measured.
 _USUAL_ROUND_TRIP = 0.05
 # Bytes a second that one of many requests under way gets; so many bytes pass while another makes its round trip.
 _SHARE = 16 << 20
 # While a request is waited for, a CPU moves as much as some requests bring, each in this time.
 _SECONDS_PER_REQUEST = 1.5e-3
 _REMEMBERED = 64
+# What is answered sooner was answered by a cache of this machine, or might as well have been.
+_LEAST_WAIT = 5e-4
+# One of so many requests has to have been waited for: on a busy machine some are that knew no network.
+_ONE_OF = 4
 
 
-def storage_with(round_trip: float, held: int = 0) -> Storage:
+def storage_with(round_trip: float, held: int = 0, least: Storage = OBJECTS) -> Storage:
     """Storage of which a request takes a round trip of so many seconds, whatever lies between.
 
     Args:
         round_trip: seconds until the first byte comes.
         held: bytes that are held while a request is answered, beside the buffer that it fills.
+        least: what suits storage of this kind however short its round trips are.
     """
     passed = int(_SHARE * round_trip)
-    return Storage(
-        remote=True,
-        in_flight=_within(4, round(round_trip / _SECONDS_PER_REQUEST), 32),
-        worth_skipping=_within(64 << 10, passed, 4 << 20),
-        window=_within(256 << 10, passed, 1 << 20),
-        small=_within(64 << 10, passed // 4, 256 << 10),
+    return least._replace(
+        in_flight=_within(least.in_flight, round(round_trip / _SECONDS_PER_REQUEST), 32),
+        worth_skipping=_within(least.worth_skipping, passed, 4 << 20),
+        window=_within(least.window, passed, 1 << 20),
+        small=_within(least.small, passed // 4, 256 << 10),
         held=held,
         round_trip=round_trip,
     )
@@ -78,10 +89,30 @@ def _within(least: int, wanted: int, most: int) -> int:
     return max(least, min(wanted, most))
 
 
-class Measured:
-    """How long requests took until their first byte came, of late; for any number of threads."""
+def round_trip_of(seconds: Sequence[float]) -> Optional[float]:
+    """The round trip that requests tell of which took so many seconds; None if they tell of none.
 
-    def __init__(self) -> None:
+    That is what the middle one took of those that were waited for. What a cache of this machine answers tells
+    nothing of the network: it is left out, and where nearly everything was answered so there is nothing to tell.
+    """
+    # Loaded where requests were measured: it takes some of the time that a command needs to start.
+    from statistics import median_low
+
+    waited = [one for one in seconds if one >= _LEAST_WAIT]
+    return median_low(waited) if waited and _ONE_OF * len(waited) >= len(seconds) else None
+
+
+class Measured:
+    """How long requests took until their first byte came, of late; for any number of threads.
+
+    Args:
+        least: what suits storage of this kind however short its round trips are.
+        usual: seconds that are taken for a round trip where none was measured.
+    """
+
+    def __init__(self, least: Storage = OBJECTS, usual: float = _USUAL_ROUND_TRIP) -> None:
+        self._least = least
+        self._usual = usual
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
@@ -93,8 +124,10 @@ class Measured:
     def storage(self, held: int = 0) -> Storage:
         """What follows from that."""
         with self._lock:
-            seconds = list(self._seconds)
-        return storage_with(median(seconds), held) if seconds else storage_with(_USUAL_ROUND_TRIP, held)
+            round_trip = round_trip_of(self._seconds)
+        if round_trip is None:
+            return storage_with(self._usual, held, self._least)._replace(round_trip=None)
+        return storage_with(round_trip, held, self._least)
 
 
 def storage_on(path: str) -> Storage:

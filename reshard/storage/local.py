@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.storage import temporary
-from reshard.storage.costs import Storage, storage_on
+from reshard.storage.costs import Storage
+from reshard.storage.network import FileSystems, NetworkFile
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, Store
+from reshard.storage.store import Entry, OpenFile, Store
 
 
 class LocalFile(NamedTuple):
@@ -58,6 +60,9 @@ class LocalFile(NamedTuple):
 class LocalStore:
     """Whatever has a path on this machine."""
 
+    def __init__(self) -> None:
+        self._file_systems = FileSystems()
+
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         """What is at a path."""
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
@@ -67,14 +72,21 @@ class LocalStore:
         with os.scandir(directory) as entries:
             return list(entries)
 
-    def open(self, path: str, through_links: bool = True) -> LocalFile:
+    def open(self, path: str, through_links: bool = True) -> OpenFile:
         """Open a file for reading, a FIFO without waiting for its writer."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        return LocalFile(os.open(path, flags | (0 if through_links else os.O_NOFOLLOW)), path)
+        begun = time.perf_counter()
+        descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
+        took = time.perf_counter() - begun
+        measured = self._file_systems.measured(os.fstat(descriptor).st_dev, path)
+        if measured is None:
+            return LocalFile(descriptor, path)
+        measured.request(took)
+        return NetworkFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
-        """What requests cost on the file system that a path lies on."""
-        return storage_on(path)
+        """What requests cost on the file system that a path lies on, by those that were made."""
+        return self._file_systems.costs(path)
 
     def new_file(self, path: str, size: int) -> NewLocalFile:
         """Begin to write a file under a temporary name, in a directory that is made where it is not there."""

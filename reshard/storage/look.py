@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Callable, Optional
 
 from reshard.errors import InputError, ReshardError, RetryableError, UsageError
+from reshard.storage.once import listed
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry, for_each, store_of
 
@@ -88,6 +89,9 @@ def is_directory(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
+    entry = listed(path)
+    if entry is not None:
+        return entry.is_dir()
     found = status_at(path)
     return found is not None and found.directory
 
@@ -98,6 +102,9 @@ def is_regular_file(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
+    entry = listed(path)
+    if entry is not None:
+        return entry.is_file()
     found = status_at(path)
     return found is not None and found.regular
 

@@ -173,9 +173,10 @@ def store_of(path: str) -> Store:
         raise UsageError(f"{path}: an object's path is s3://bucket/key, with two slashes", file=path)
     if in_object_store(path):
         # Loaded where it is needed: it takes half a second.
+        from reshard.storage.once import through
         from reshard.storage.s3 import s3_store
 
-        return s3_store(path)
+        return through(s3_store(path))
     from reshard.storage.local import LOCAL_STORE
 
     return LOCAL_STORE

@@ -11,13 +11,17 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
+from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 
+from reshard.source_replicas.files import ReplicaFiles
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.running import LAUNCHER, Argument, done, fails, reshard, warns
+from tests.trees import Value, cut_ranks, layout, single, write_strategy, write_tree
 
 DEMO = FIXTURES / "demo"
 
@@ -130,6 +134,61 @@ def test_each_header_takes_one_request(objects: Objects, tmp_path: Path) -> None
     done(*words)
     read = Counter(path for method, path in objects.faults.asked if method == "GET" and path.endswith(".ckpt"))
     assert len(read) == 8 and set(read.values()) == {1}
+
+
+def lists(objects: Objects) -> Counter[str]:
+    """How often each directory was listed, by what its keys begin with; looks whether there is any key apart."""
+    found: Counter[str] = Counter()
+    for _, path in objects.faults.asked:
+        query = parse_qs(urlsplit(path).query)
+        if "list-type" in query and "max-keys" not in query:
+            found[query.get("prefix", [""])[0]] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("command", ["convert", "inspect", "stats"])
+def test_a_directory_is_listed_once_to_know_its_form_and_once_to_read_it(
+    name: str, command: str, objects: Objects, tmp_path: Path
+) -> None:
+    kind = KINDS[name]
+    source = objects.upload(kind.source, "ckpt")
+    strategy: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"] if kind.strategy else []
+    if command == "convert":
+        done(command, source, tmp_path / "out", *strategy, *kind.options)
+    else:
+        done(command, source, *(strategy if command == "stats" else []))
+    listed = lists(objects)
+    assert listed.pop("ckpt/") == 2
+    # Directories of ranks, and of the iteration.
+    assert set(listed.values()) <= {1}
+    # That files are there is known from the lists; `inspect` tells their sizes, too.
+    looked_at = [path for method, path in objects.faults.asked if method == "HEAD" and not path.endswith("/ckpt")]
+    assert command == "inspect" or not looked_at
+
+
+@pytest.mark.parametrize("cut, at_a_time", [([0, -1], 4), ([-1, -1], 3)])
+def test_what_tests_the_strategy_is_read_at_the_same_time(
+    cut: list[int], at_a_time: int, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Slices that should differ, of four ranks, or replicas, of which the first tells where the others are read.
+    strategy = single({"w": layout([4], cut)})
+    full = {"w": Value("Float32", np.random.default_rng(1).integers(1, 1 << 30, (64, 1024)).astype("<u4"))}
+    write_tree(tmp_path / "src", cut_ranks(strategy, full), "rank_{rank}/net.ckpt")
+    old = write_strategy(tmp_path / "old", strategy)
+    together = threading.Barrier(at_a_time)
+    read = ReplicaFiles.read
+    alone = itertools.count()
+
+    def held(self: ReplicaFiles, *arguments: Any) -> None:
+        read(self, *arguments)
+        if next(alone) >= 4 - at_a_time:
+            together.wait(timeout=60)
+
+    monkeypatch.setattr(ReplicaFiles, "read", held)
+    done("convert", objects.upload(tmp_path / "src", "ckpt"), tmp_path / "out", "--src-strategy", old,
+         "--dst-strategy", "none")  # fmt: skip
+    assert next(alone) == 4 and not together.broken
 
 
 def test_plan_tells_how_requests_are_made(objects: Objects, tmp_path: Path) -> None:

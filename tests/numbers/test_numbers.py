@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.execute import Progress
-from reshard.numbers import sweep
+from reshard.numbers import magnitudes, statistics, sweep
 from reshard.numbers.difference import Differences, Pair, differences
-from reshard.numbers.statistics import ONE, TensorStatistics, statistics_of
-from reshard.numbers.widening import BYTES, in_numpy, table
+from reshard.numbers.magnitudes import ONE
+from reshard.numbers.statistics import TensorStatistics, statistics_of
+from reshard.numbers.widening import BYTES, Widener, in_numpy, table
 from tests.conftest import LONG
 from tests.layouts import strategies
 from tests.reference import Array
@@ -77,6 +79,19 @@ def test_8_bit_floats_are_what_ml_dtypes_says(dtype: str) -> None:
     assert np.array_equal(in_numpy(np.arange(256, dtype=np.uint8), dtype), expected.astype("f4"), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype, first", [("Float16", "<f2"), ("BFloat16", "<u2")])
+@pytest.mark.parametrize("finite", [True, False])
+def test_16_bit_floats_are_widened_exactly(dtype: str, first: str, finite: bool) -> None:
+    codes = np.arange(1 << 16, dtype="<u2")
+    widest = 0x7C00 if dtype == "Float16" else 0x7F80
+    if finite:
+        codes = codes[codes & 0x7FFF < widest]
+    numbers = codes.view(first).astype("<f4") if first == "<f2" else (codes.astype("<u4") << 16).view("<f4")
+    widened = Widener().floats(codes.view(np.uint8), dtype)
+    assert widened.dtype == np.float32 and np.array_equal(widened, numbers, equal_nan=True)
+    assert np.array_equal(np.signbit(widened), np.signbit(numbers))
+
+
 @st.composite
 def contents(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> Value:
     """A tensor of any bytes, of which many are zero and some NaN or infinite."""
@@ -89,6 +104,27 @@ def contents(draw: st.DrawFn, dtype: str, shape: tuple[int, ...]) -> Value:
     array = np.array(array)
     array[rng.random(shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 0
     return Value(dtype, array)
+
+
+def magnitudes_of(value: Value) -> dict[int, int]:
+    """How many finite numbers but zeros there are of every power of two, number by number."""
+    counts: Counter[int] = Counter()
+    for number in values_of(value).tolist():
+        size = abs(number)
+        if size and math.isfinite(size):
+            # Of an integer of 64 bits its Float64 counts, which may be the next power of two.
+            counts[math.frexp(float(size))[1] - 1] += 1
+    return counts
+
+
+def check_magnitudes(found: TensorStatistics, value: Value) -> None:
+    expected = magnitudes_of(value)
+    if value.dtype == "Float64":
+        # Numbers below its normal ones have all one exponent.
+        small = sum(expected.pop(power) for power in [*expected] if power < 1 - ONE)
+        expected.update({-ONE: small} if small else {})
+    assert found.magnitudes is not None
+    assert {int(at) - ONE: int(found.magnitudes[at]) for at in np.flatnonzero(found.magnitudes)} == expected
 
 
 def check_statistics(found: TensorStatistics, value: Value) -> None:
@@ -123,10 +159,13 @@ def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
         old = write_strategy(root / "old", strategy)
         write_checkpoint(root / "whole" / "all.safetensors", full)
         with reshard.open(root / "src", src_strategy=old, jobs=data.draw(st.integers(1, 3))) as opened:
-            found = statistics_of(opened, MEMORY, Progress(), magnitudes=data.draw(st.booleans()))
+            counted = data.draw(st.booleans())
+            found = statistics_of(opened, MEMORY, Progress(), magnitudes=counted)
         assert [tensor.name for tensor in found] == sorted(full)
         for tensor in found:
             check_statistics(tensor, full[tensor.name])
+            if counted:
+                check_magnitudes(tensor, full[tensor.name])
         with reshard.open(root / "whole" / "all.safetensors", src_strategy="none") as opened:
             assert found == statistics_of(opened, MEMORY, Progress())
         whole = reshard.open(root / "whole" / "all.safetensors", src_strategy="none")
@@ -160,6 +199,55 @@ def test_sums_are_the_same_to_the_last_bit_whatever_the_layout_and_the_threads(
             found += statistics_of(opened, MEMORY, Progress())
     assert found[0] == found[1] == found[2]
     check_statistics(found[0], full["w"])
+
+
+@settings(max_examples=60 * SCALE)
+@given(st.data())
+def test_magnitudes_are_counted_as_number_by_number(data: st.DataObject) -> None:
+    """Of every type, with numbers of any bits beside ordinary ones and those below the normal ones."""
+    dtype = data.draw(st.sampled_from(TYPES), label="dtype")
+    shape = (data.draw(st.sampled_from([0, 1, 2, 3, 255, 256, 1001])),)
+    value = data.draw(contents(dtype, shape))
+    array = value.array
+    if dtype in ("Float16", "BFloat16", "Float32", "Float64"):
+        mantissa = {"Float16": 10, "BFloat16": 7, "Float32": 23, "Float64": 52}[dtype]
+        below = array & array.dtype.type((1 << mantissa) - 1)
+        most = np.random.default_rng(data.draw(st.integers(0, 99))).random(shape)
+        array = np.where(most < data.draw(st.sampled_from([0.0, 0.5, 1.0])), below, array).astype(array.dtype)
+    value = Value(dtype, array)
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        # Tensors of several parts and blocks, which are computed with by the same threads one after the other.
+        patch.setattr(sweep, "CHUNK_ELEMENTS", data.draw(st.sampled_from([100, 1 << 23])))
+        patch.setattr(statistics, "AT_ONCE", data.draw(st.sampled_from([1, 7, 1 << 16])))
+        patch.setattr(magnitudes, "_TOGETHER", data.draw(st.sampled_from([1 << 16, 1 << 18])))
+        path = Path(directory) / "all.safetensors"
+        write_checkpoint(path, {"a": value, "b": value})
+        with reshard.open(path, src_strategy="none", jobs=2) as opened:
+            for tensor in statistics_of(opened, MEMORY, Progress(), magnitudes=True):
+                check_magnitudes(tensor, value)
+
+
+@pytest.mark.parametrize("dtype", ["Float16", "BFloat16", "Float32"])
+def test_magnitudes_of_many_numbers_are_numpys(dtype: str, tmp_path: Path) -> None:
+    """More than are counted together, an odd number, with what is no ordinary number at any place."""
+    rng = np.random.default_rng(7)
+    size = (1 << 18) * 2 + 77_777
+    numbers = (rng.standard_normal(size) * 10.0 ** rng.integers(-50, 37, size)).astype("f4")
+    numbers[rng.random(size) < 0.01] = 0
+    numbers[200_000:200_100], numbers[-1] = np.nan, np.inf
+    bits = numbers.view("<u4") if dtype == "Float32" else (numbers.view("<u4") >> 16).astype("<u2")
+    if dtype == "Float16":
+        bits = rng.integers(0, 1 << 16, size, "<u2")
+    value = Value(dtype, bits)
+    write_checkpoint(tmp_path / "w.safetensors", {"w": value})
+    with reshard.open(tmp_path / "w.safetensors", src_strategy="none") as opened:
+        (found,) = statistics_of(opened, MEMORY, Progress(), magnitudes=True)
+    finite = np.abs(values_of(value).astype("f8"))
+    finite = finite[np.isfinite(finite) & (finite > 0)]
+    powers, counts = np.unique(np.frexp(finite)[1] - 1, return_counts=True)
+    assert found.magnitudes is not None
+    assert np.array_equal(np.flatnonzero(found.magnitudes) - ONE, powers)
+    assert np.array_equal(found.magnitudes[found.magnitudes > 0], counts)
 
 
 def test_magnitudes_count_every_power_of_two(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from reshard.errors import CheckpointError, ReshardError
 from reshard.storage import (
     Entry,
     absolute,
+    asks_once,
     entries_of_each,
     exists,
     is_directory,
@@ -230,6 +231,7 @@ class SourceTree:
         )
 
 
+@asks_once
 def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
     """Find the checkpoint files of a source.
 

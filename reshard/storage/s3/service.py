@@ -28,7 +28,7 @@ V = TypeVar("V")
 # Connections of each client; as many as threads ever wait for storage.
 _CONNECTIONS = 64
 # Requests under way for what is read of one object, or looked at.
-_AT_A_TIME = 16
+_AT_A_TIME = 64
 _CONNECT_SECONDS = 10
 # Without a byte, or for a whole request of obstore's, which asks for some MiB.
 _READ_SECONDS = 60

@@ -10,12 +10,12 @@ K = TypeVar("K")
 
 # Bytes of the windows of all objects together, and how many of each.
 _MOST_BYTES = 16 << 20
-_MOST_WINDOWS = 64
+_MOST_WINDOWS = 128
 # Jumps that differ by no more are alike: what lies between is of equal size, and names are longer or shorter.
 _ALIKE = 1 << 10
 # A jump is one that leads past so many bytes.
 _LEAST_JUMP = 64 << 10
-_MOST_AHEAD = 32
+_MOST_AHEAD = 64
 _MOST_REMEMBERED = 512
 
 
@@ -69,10 +69,11 @@ class Jumps:
     """Learns from where requests were where the next ones will be.
 
     Records of a file tell one by one where the next begins, but layers of a model are alike: the distances
-    between records come again. A wrong guess costs some KiB.
+    between records come again. A wrong guess costs some KiB. For any number of threads.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._last: Optional[int] = None
         self._lengths: list[int] = []
         self._expected: list[int] = []
@@ -80,6 +81,10 @@ class Jumps:
 
     def to(self, offset: int) -> list[int]:
         """A request is at an offset: where others will probably follow, which were not told before."""
+        with self._lock:
+            return self._to(offset)
+
+    def _to(self, offset: int) -> list[int]:
         if self._last is None or offset < self._last:
             self._last = offset
             return []

@@ -1,0 +1,72 @@
+"""Small requests, which are answered from windows of the files: in one file, and in many by turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.execute.reading import ExplicitReader
+from reshard.plan.pieces import StoredSlice
+from reshard.storage import LocalFile
+from reshard.storage.costs import REMOTE
+
+FILES = 12
+SIZE = 1 << 20
+SMALL = 16 << 10
+STORAGE = REMOTE._replace(window=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What is in each file, by path."""
+    place = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(3)
+    found = {str(place / f"{number}.ckpt"): rng.bytes(SIZE) for number in range(FILES)}
+    for path, data in found.items():
+        Path(path).write_bytes(data)
+    return found
+
+
+def read(reader: ExplicitReader, path: str, start: int, count: int) -> bytes:
+    out = bytearray(count)
+    reader.read_into(StoredSlice(path, 0, ((0, SIZE),), ((0, SIZE),)), start, memoryview(out))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("files", [1, 2, 8, FILES])
+def test_what_is_read_from_files_by_turns_is_read_about_once(
+    files: int, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    whole = LocalFile.read
+
+    def counted(self: LocalFile, offset: int, count: int) -> bytes:
+        asked.append(count)
+        return whole(self, offset, count)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    with FileHandles() as handles:
+        reader = ExplicitReader(handles, STORAGE, window_bytes=1 << 20)
+        for start in range(0, SIZE, SMALL):
+            for path in [*contents][:files]:
+                assert read(reader, path, start, SMALL) == contents[path][start : start + SMALL]
+    # At first nobody knows that others will follow.
+    assert sum(asked) <= files * SIZE + 3 * SIZE
+    assert len(asked) <= 1 if files == 1 else len(asked) <= files * SIZE // SMALL // 2
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_is_read_is_what_the_file_holds(contents: dict[str, bytes], data: st.DataObject) -> None:
+    requests = st.tuples(st.sampled_from([*contents]), st.integers(0, SIZE - 1), st.integers(1, 128 << 10))
+    with FileHandles() as handles:
+        window_bytes = data.draw(st.sampled_from([1, 64 << 10, 1 << 20, 8 << 20]))
+        reader = ExplicitReader(handles, STORAGE, window_bytes)
+        for path, start, count in data.draw(st.lists(requests, max_size=60)):
+            count = min(count, SIZE - start)
+            assert read(reader, path, start, count) == contents[path][start : start + count]

@@ -1,0 +1,234 @@
+"""Network file systems: requests follow from how long those took that were made, whatever the page cache answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoints import FileHandles
+from reshard.execute import ExecutionOptions
+from reshard.execute.reading import choose_io, make_reader
+from reshard.plan.pieces import StoredSlice
+from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
+from reshard.storage.local import LocalStore
+from tests.corpus import FIXTURES, ROOT
+from tests.running import Argument, done
+from tests.schemas import SCHEMAS, check
+from tests.trees import tree_bytes
+
+MS = 1e-3
+HIT = 5e-6
+DEMO = FIXTURES / "demo"
+WORDS: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt", "--dst-strategy", DEMO / "dst_strategy.ckpt"]
+ROUND_TRIPS = st.floats(0, 10)
+
+
+def slowed(milliseconds: float, file_system: str, *words: Argument) -> str:
+    """What a command prints if every read takes a round trip of so long, on a file system of this type."""
+    command = [sys.executable, "-m", "benchmarks.slow_reads", milliseconds, file_system, *words]
+    found = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([], None),
+        ([5 * MS], 5 * MS),
+        ([1 * MS, 3 * MS, 2 * MS], 2 * MS),
+        # Opening a file is often several round trips.
+        ([30 * MS, 10 * MS], 10 * MS),
+        # What the page cache answers says nothing of the network, as long as something else does.
+        ([HIT, 5 * MS, HIT, 6 * MS, HIT, 7 * MS], 6 * MS),
+        ([HIT] * 64, None),
+        # A machine that is busy for a moment is no network.
+        ([HIT] * 63 + [40 * MS], None),
+    ],
+    ids=str,
+)
+def test_the_round_trip_is_that_of_requests_that_were_waited_for(
+    seconds: list[float], expected: Optional[float]
+) -> None:
+    assert round_trip_of(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("round_trip", "in_flight"), [(0.3 * MS, 4), (1 * MS, 4), (6 * MS, 4), (12 * MS, 8), (24 * MS, 16), (1.0, 32)]
+)
+def test_a_longer_round_trip_has_more_requests_under_way(round_trip: float, in_flight: int) -> None:
+    for least in (REMOTE, OBJECTS):
+        measured = Measured(least)
+        measured.request(round_trip)
+        if round_trip >= MS:
+            assert measured.storage().round_trip == round_trip
+        assert storage_with(round_trip, 0, least).in_flight == in_flight
+
+
+@given(ROUND_TRIPS, ROUND_TRIPS)
+def test_requests_only_grow_with_the_round_trip_and_never_fall_below_what_is_usual(one: float, other: float) -> None:
+    quick, slow = (storage_with(seconds, 0, REMOTE) for seconds in sorted((one, other)))
+    for less, more in ((REMOTE, quick), (quick, slow)):
+        assert less.in_flight <= more.in_flight and less.worth_skipping <= more.worth_skipping
+        assert less.window <= more.window and less.small <= more.small
+    assert slow.small <= slow.window
+
+
+def test_what_tells_of_no_round_trip_leaves_what_is_usual() -> None:
+    measured = Measured(REMOTE, usual=0.0)
+    assert measured.storage() == REMOTE
+    for _ in range(100):
+        measured.request(HIT)
+    assert measured.storage() == REMOTE
+    for _ in range(100):
+        measured.request(20 * MS)
+    assert measured.storage().in_flight > REMOTE.in_flight
+
+
+@given(st.integers(1, 128), st.integers(1, 1 << 32), ROUND_TRIPS)
+def test_more_requests_than_usual_are_under_way_only_while_they_are_large(
+    jobs: int, max_memory: int, round_trip: float
+) -> None:
+    usual, measured = (
+        ExecutionOptions(jobs, max_memory, storage=storage) for storage in (REMOTE, storage_with(round_trip, 0, REMOTE))
+    )
+    assert usual.threads <= measured.threads <= max(jobs, 64)
+    if measured.threads > usual.threads:
+        # An eighth is for windows of small reads.
+        assert measured.block_bytes >= REMOTE.large * 3 // 4
+    if max_memory >= 1 << 20:
+        assert measured.buffer_bytes <= max(max_memory, measured.threads * (64 << 10))
+
+
+def slow_open(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Opening and reading take so long from now on."""
+    open_file, pread = os.open, os.pread
+
+    def later(*arguments: Any, **named: Any) -> int:
+        time.sleep(seconds)
+        return open_file(*arguments, **named)
+
+    def read_later(*arguments: Any) -> bytes:
+        time.sleep(seconds)
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "open", later)
+    monkeypatch.setattr(os, "pread", read_later)
+
+
+@pytest.mark.parametrize("file_system", ["nfs4", "lustre", "fuse.something", "ext4", "tmpfs"])
+def test_files_of_network_file_systems_tell_and_others_do_not(
+    file_system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reshard.storage.costs.file_system_of", lambda path: file_system)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(100)))
+    store = LocalStore()
+    before = store.costs(str(path))
+    slow_open(monkeypatch, 0.02)
+    file = store.open(str(path))
+    assert file.read(10, 5) == bytes(range(10, 15)) and file.read(90, 50) == bytes(range(90, 100))
+    out = bytearray(4)
+    assert file.read_into(1, memoryview(out)) == 4 and out == bytes(range(1, 5))
+    assert file.size() == file.status().size == 100 and not file.pinned and file.cipher is None
+    file.close()
+    after = store.costs(str(path))
+    if file_system in ("ext4", "tmpfs"):
+        assert before is LOCAL and after is LOCAL
+        return
+    assert before == REMOTE and after.in_flight > REMOTE.in_flight
+    assert after.round_trip is not None and after.round_trip >= 0.02
+    # Nobody knows yet of a file system that nothing was read of.
+    assert LocalStore().costs(str(path)) == REMOTE
+    assert store.costs(str(tmp_path / "nothing" / "here")) == REMOTE
+
+
+def test_plan_tells_how_requests_to_network_disks_are_made(tmp_path: Path) -> None:
+    words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--jobs", 2]
+    told = json.loads(slowed(12, "nfs4", *words, "--json"))
+    check(told, SCHEMAS / "plan.v1.json")
+    requests = told["requests"]
+    assert requests["found"] == "measured" and requests["round_trip"] >= 0.012
+    # As many as have room in memory, being large.
+    assert requests["at_a_time"] == told["threads"] == 16
+    assert told["io"]["way"] == "pread" and "round trip for each page" in told["io"]["why"]
+
+
+def test_plan_tells_it_in_words(tmp_path: Path) -> None:
+    weights = FIXTURES / "full_weights/h01_bf16_sharded/model"
+    words: list[Argument] = ["plan", weights, tmp_path / "out", "--to", "huggingface", "--jobs", 2]
+    text = slowed(12, "lustre", *words)
+    assert "requests 16 at a time, of up to" in text and " ms so far" in text
+    assert "io       pread, as mmap would take a round trip" in text
+    here = slowed(12, "ext4", *words)
+    assert "requests" not in here and "io       pread, as mmap is hardly quicker on a local disk" in here
+
+
+def test_how_slow_a_disk_is_does_not_change_what_is_written(tmp_path: Path) -> None:
+    made = []
+    for name, milliseconds, file_system in (("here", 0, "ext4"), ("far", 8, "nfs4")):
+        place = tmp_path / name
+        slowed(milliseconds, file_system, "convert", DEMO / "src_checkpoints", place, *WORDS, "--verify")
+        made.append({name: data for name, data in tree_bytes(place).items() if name.endswith(".ckpt")})
+    assert made[0] == made[1] and made[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "storage", "way"),
+    [
+        ("auto", LOCAL, "pread"),
+        ("auto", REMOTE, "pread"),
+        ("auto", OBJECTS, "pread"),
+        ("pread", LOCAL, "pread"),
+        ("mmap", LOCAL, "mmap"),
+        ("mmap", REMOTE, "mmap"),
+        ("mmap", OBJECTS, "pread"),
+    ],
+)
+def test_maps_are_used_where_they_are_asked_for_and_can_be_made(asked: str, storage: Storage, way: str) -> None:
+    assert choose_io(asked, storage).way == way
+    assert ExecutionOptions(1, io=asked, storage=storage).mapped == (way == "mmap")
+
+
+def test_plan_tells_what_maps_were_asked_for(tmp_path: Path) -> None:
+    words: list[Argument] = ["plan", DEMO / "src_checkpoints", tmp_path / "out", *WORDS, "--io", "mmap"]
+    assert done(*words, "--json").json["io"] == {"way": "mmap", "why": "as asked for"}
+    assert "io       mmap, as asked for" in done(*words).out
+
+
+@pytest.mark.parametrize("files", [2, 8, 30])
+@pytest.mark.parametrize("window_bytes", [256 << 10, 1 << 20])
+def test_small_pieces_of_many_files_take_far_fewer_requests_than_there_are_pieces(
+    files: int, window_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece, count = 512, 400
+    contents = [bytes([number, 7]) * (piece * count // 2) for number in range(files)]
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+    requests = []
+    pread = os.pread
+
+    def counting(descriptor: int, size: int, offset: int) -> bytes:
+        requests.append(size)
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counting)
+    with FileHandles() as handles:
+        reader = make_reader(REMOTE, False, handles, window_bytes, 8)
+        for start in range(0, piece * count, piece):
+            for number, content in enumerate(contents):
+                source = StoredSlice(str(tmp_path / str(number)), number, ((0, len(content)),), ((0, len(content)),))
+                out = bytearray(piece)
+                reader.read_into(source, start, memoryview(out))
+                assert out == content[start : start + piece]
+    # Were there no room for a window of each file, every piece would take one.
+    assert len(requests) <= files * count // 4 and max(requests) <= REMOTE.window

@@ -1,0 +1,106 @@
+"""What is asked of an object store once, while it is found out what lies there."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from reshard.errors import RetryableError
+from reshard.storage import asked_once, exists, is_directory, is_regular_file, names_in, status_at, store_of
+from tests.object_store import Objects
+
+KEYS = ["run/rank_0/net.ckpt", "run/rank_1/net.ckpt", "run/rank_1/more/x", "run/notes", "run/step.10/a", "run/empty/"]
+PATHS = [
+    "run", "run/", "run/rank_0", "run/rank_1", "run/rank_0/net.ckpt", "run/rank_0/nothing", "run/notes", "run/notes/x",
+    "run/step.10", "run/step.10/a", "run/empty", "run/empty/x", "nothing", "nothing/x", "",
+]  # fmt: skip
+QUESTIONS: list[Callable[[str], Any]] = [exists, is_directory, is_regular_file, names_in, status_at]
+
+
+@pytest.fixture
+def run(objects: Objects) -> Objects:
+    for key in KEYS:
+        objects.put(key, key.encode())
+    return objects
+
+
+def test_what_is_there_is_asked_for_once(run: Objects) -> None:
+    run.faults.asked.clear()
+    with asked_once():
+        for _ in range(3):
+            assert exists(run.path("run")) and is_directory(run.path("run"))
+            assert names_in(run.path("run")) == ["empty", "notes", "rank_0", "rank_1", "step.10"]
+            # The list tells.
+            assert is_directory(run.path("run/rank_0")) and is_regular_file(run.path("run/notes"))
+            assert not exists(run.path("run/nothing"))
+    asked = Counter(run.faults.asked)
+    assert set(asked.values()) == {1} and len(asked) == 3
+
+
+def test_behind_the_block_it_is_asked_anew(run: Objects) -> None:
+    path = run.path("run/new")
+    with asked_once():
+        assert names_in(run.path("run")) and not exists(path)
+        run.put("run/new", b"1")
+        # Of one moment, as far as it was asked for.
+        assert not exists(path)
+        assert store_of(path).open(path).read(0, 1) == b"1"
+        with asked_once():
+            assert not exists(path)
+        assert not exists(path)
+    assert exists(path) and "new" in names_in(run.path("run"))
+
+
+def test_whoever_writes_asks_anew(run: Objects) -> None:
+    path = run.path("run/new")
+    with asked_once():
+        assert not exists(path) and "new" not in names_in(run.path("run"))
+        store_of(path).write_whole(path, b"1")
+        assert is_regular_file(path) and "new" in names_in(run.path("run"))
+        store_of(path).remove(path)
+        assert not exists(path)
+
+
+def test_other_threads_ask_for_themselves(run: Objects) -> None:
+    with asked_once(), ThreadPoolExecutor(1) as pool:
+        assert not exists(run.path("run/new"))
+        run.put("run/new", b"1")
+        assert pool.submit(exists, run.path("run/new")).result()
+
+
+def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.0)
+    with asked_once():
+        run.faults.choose = lambda *_: "unavailable"
+        for ask in (is_directory, names_in):
+            with pytest.raises(RetryableError):
+                ask(run.path("run"))
+        run.faults.choose = lambda *_: None
+        assert is_directory(run.path("run")) and "notes" in names_in(run.path("run"))
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)  # fmt: skip
+@given(st.lists(st.tuples(st.sampled_from(QUESTIONS), st.sampled_from(PATHS)), max_size=12))
+def test_answers_are_those_of_the_store(run: Objects, asked: list[tuple[Callable[[str], Any], str]]) -> None:
+    with asked_once():
+        found = [ask(run.path(path)) for ask, path in asked]
+    assert found == [answers(run)[ask, path] for ask, path in asked]
+
+
+_ANSWERS: dict[str, dict[tuple[Callable[[str], Any], str], Any]] = {}
+
+
+def answers(run: Objects) -> dict[tuple[Callable[[str], Any], str], Any]:
+    """What the store says to every question, asked anew each time."""
+    if run.bucket not in _ANSWERS:
+        _ANSWERS[run.bucket] = {(ask, path): ask(run.path(path)) for ask, path in itertools.product(QUESTIONS, PATHS)}
+    return _ANSWERS[run.bucket]
