@@ -11,7 +11,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Callable, Optional, TypeVar, Union
@@ -163,9 +163,9 @@ class _Once:
         """Remove a directory."""
         self._written().remove_directory(path)
 
-    def remove_dead(self, directory: str, complete: bool) -> None:
+    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Remove what dead runs left."""
-        self._written().remove_dead(directory, complete)
+        self._written().remove_dead(directory, complete, keep)
 
     def _written(self) -> Store:
         """The store, in which something is about to change."""

@@ -91,7 +91,7 @@ class Lease:
         self._content = content
         self._lock = threading.Lock()
         self._released = False
-        self._put()
+        service.to_its_end(self._put, lambda _: self._release())
         _keep_alive(self)
 
     def _put(self) -> None:
@@ -116,6 +116,9 @@ class Lease:
 
     def release(self) -> None:
         """Remove the object, as far as possible; it is not put again."""
+        self._service.to_its_end(self._release, lambda _: None)
+
+    def _release(self) -> None:
         _let_go(self)
         with self._lock:
             if self._released:
@@ -198,7 +201,10 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
         return
     name = holder()
     while True:
-        etag = put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name)
+        etag = service.to_its_end(
+            lambda: put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name),
+            lambda etag: _Held(service, path, name, etag).release() if etag is not None else None,
+        )
         if etag is not None:
             break
         wait()
@@ -206,7 +212,7 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
     try:
         yield
     finally:
-        held.release()
+        service.to_its_end(held.release, lambda _: None)
 
 
 def _said(name: str, number: int) -> bytes:
@@ -248,6 +254,9 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     try:
         return str(service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"])
     except FileNotFoundError:
+        if "IfMatch" not in condition:
+            # There is no such bucket.
+            raise
         return None
     except OSError as error:
         if error.errno != errno.ESTALE:

@@ -1,0 +1,405 @@
+"""Runs that write to an object store and are killed: nothing half of it is seen, and the next run completes it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Callable, NamedTuple, Optional
+
+import pytest
+
+from reshard.storage.s3.leases import _machine
+from tests.convert.test_writing_to_stores import tree, written
+from tests.object_store import Objects
+from tests.preloaded import Preloaded
+from tests.running import Argument, done, fails
+from tests.small import SOURCE, TARGET, World, tensors
+from tests.trees import layout, single, value
+
+MANIFEST = "reshard-manifest.json"
+UNFINISHED = "reshard-unfinished.safetensors"
+#: The options that write a form, and what its loaders wait for.
+FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
+    "ranks": ([], None),
+    "parts": ([], None),
+    "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
+    "unified": (["--max-shard-size", "200"], "param_name_map.json"),
+    "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory, object_server: int) -> Iterator[Preloaded]:
+    found = Preloaded(tmp_path_factory.mktemp("runs"))
+    yield found
+    found.close()
+
+
+class Job(NamedTuple):
+    """A conversion, and what it writes when nothing goes wrong.
+
+    Attributes:
+        words: of `convert`, `{}` in the place of DST.
+        whole: by name.
+        mark: what loaders wait for, if they wait.
+    """
+
+    words: list[Argument]
+    whole: dict[str, bytes]
+    mark: Optional[str]
+
+    def into(self, dst: str, *more: Argument) -> list[Argument]:
+        return ["convert", *(dst if word == "{}" else word for word in self.words), *more]
+
+
+def job(form: str, root: Path, label: str = "") -> Job:
+    """A small conversion; files of `parts` are uploaded in two parts each."""
+    options, mark = FORMS[form]
+    if form == "parts":
+        world = World(root, single({"w": layout([2], [0, -1])}), single({"w": layout([2], [-1, 0])}))
+        world.save({"w": value(label + "w", (1024, 3000))})
+    else:
+        world = World(root, SOURCE, TARGET)
+        world.save(tensors(label))
+    to: list[Argument] = ["--dst-strategy", world.new] if mark is None else ["--to", form, *options]
+    words: list[Argument] = [world.src, "{}", "--src-strategy", world.old, *to]
+    found = Job(words, {}, mark)
+    done(*found.into(str(root / "whole")))
+    return found._replace(whole=tree(root / "whole"))
+
+
+class Killer:
+    """Sends a process a signal when it makes its n-th request that changes something, counted from 0.
+
+    Args:
+        at: n.
+        what: the signal.
+        arrives: that request is heeded by the store.
+    """
+
+    def __init__(self, at: int, what: int = signal.SIGKILL, arrives: bool = False) -> None:
+        self.at, self.what, self.arrives = at, what, arrives
+        self.kill: Callable[[int], None] = lambda what: None
+        self.ready = threading.Event()
+        self.done = False
+        self._counted = itertools.count()
+
+    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+        self.ready.wait(60)
+        if method in ("GET", "HEAD"):
+            return None
+        if next(self._counted) == self.at:
+            self.done = True
+            self.kill(self.what)
+            if self.what == signal.SIGKILL:
+                return "lost" if self.arrives else "drop"
+        return None
+
+
+def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: list[Argument]) -> int:
+    """Run a command that gets a signal at a request; its status."""
+    objects.faults.choose = killer
+    run = preloaded.start(*words)
+    killer.kill = run.send
+    killer.ready.set()
+    result = run.result()
+    objects.faults.choose = lambda *_: None
+    assert "Traceback" not in result.err, result.err
+    return result.status
+
+
+def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[Job] = None) -> None:
+    """Whatever has a final name is whole, and what says that all is there comes last."""
+    content = objects.content("out")
+    found = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
+    for name, data in found.items():
+        assert data in (job.whole[name], *([before.whole[name]] if before and name in before.whole else ())), name
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    if before is None and (MANIFEST in content or (job.mark or MANIFEST) in content):
+        assert weights <= set(found)
+    if before is None and job.mark is not None and weights & set(found) and not weights <= set(found):
+        assert any(name.rpartition("/")[2] == UNFINISHED for name in content)
+
+
+def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> None:
+    """What stands there is what was asked for, and nothing that a run needs while it lives.
+
+    Args:
+        objects: where.
+        job: what was asked for.
+        ended: the last run that wrote something was not killed. One that was after it had written the manifest is
+            followed by none that begins, so that what says that it lived stays: nobody takes it for alive.
+    """
+    found = written(objects)
+    assert sorted(found) == sorted(job.whole)
+    assert found == job.whole
+    assert not uploads(objects)
+    names = objects.content("out")
+    assert not [name for name in names if ".reshard-tmp-" in name]
+    assert MANIFEST in names
+    # The records of one conversion.
+    assert len({name.split("/")[1] for name in names if name.startswith(".reshard/") and name.count("/") > 1}) == 1
+    if ended:
+        assert not [name for name in names if "/lock." in name or "/sign." in name]
+        assert names[".reshard/lock"] == b"free"
+
+
+def uploads(objects: Objects) -> list[str]:
+    found = objects.client.list_multipart_uploads(Bucket=objects.bucket).get("Uploads", [])
+    return [upload["Key"] for upload in found]
+
+
+def clear(objects: Objects) -> None:
+    for name in objects.content():
+        objects.client.delete_object(Bucket=objects.bucket, Key=name)
+
+
+def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
+    """What `status` says of a directory; None where nothing was begun."""
+    result = preloaded.start("status", dst, "--json").result()
+    if result.status == 3:
+        assert "no conversion was begun here" in result.err
+        return None
+    found: dict[str, object] = json.loads(result.err)
+    return found
+
+
+def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Kill a run at a request, see what is there, and complete it; whether it came so far."""
+    killer = Killer(at, arrives=arrives)
+    dst = objects.path("out")
+    ended = interrupted(preloaded, objects, killer, job.into(dst))
+    assert ended == (-signal.SIGKILL if killer.done else 0)
+    check_nothing_is_half_written(objects, job)
+    said = status(preloaded, dst)
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    content = objects.content("out")
+    assert (said is not None and said["complete"]) == (weights <= set(content) and MANIFEST in content)
+    if said is not None:
+        assert not said["writing"]
+    given = said is not None and any("/command." in name for name in content)
+    again = ["resume", dst] if at // 2 % 2 and given else job.into(dst)
+    preloaded.done(*again)
+    check_nothing_is_left(objects, job, ended=MANIFEST not in content)
+    clear(objects)
+    return killer.done
+
+
+@pytest.mark.parametrize("form, at", [("parts", 21), ("parts", 28), ("unified", 23), ("checkpoint2", 30)])
+def test_the_next_run_completes_what_a_killed_one_began(
+    form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    assert kill_and_go_on(at, False, job(form, tmp_path), preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_wherever_a_run_is_killed_the_next_one_completes_it(
+    form: str, arrives: bool, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    wanted = job(form, tmp_path)
+    for at in itertools.count(int(arrives), 2):
+        if not kill_and_go_on(at, arrives, wanted, preloaded, objects):
+            break
+    assert at > 20
+
+
+def stop_and_go_on(at: int, what: int, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Ask a run at a request to end, see that it leaves nothing, and complete it; whether it came so far."""
+    killer = Killer(at, what)
+    dst = objects.path("out")
+    ended = interrupted(preloaded, objects, killer, job.into(dst))
+    assert ended == (128 + what if killer.done else 0)
+    check_nothing_is_half_written(objects, job)
+    assert not uploads(objects)
+    names = objects.content("out")
+    assert not [name for name in names if ".reshard-tmp-" in name or "/lock." in name or "/sign." in name]
+    preloaded.done(*job.into(dst))
+    check_nothing_is_left(objects, job)
+    clear(objects)
+    return killer.done
+
+
+@pytest.mark.parametrize("what, form, at", [(signal.SIGTERM, "parts", 19), (signal.SIGINT, "huggingface", 20)])
+def test_a_run_that_is_asked_to_end_leaves_nothing(
+    what: int, form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    assert stop_and_go_on(at, what, job(form, tmp_path), preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["parts", "unified"])
+def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
+    form: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    wanted = job(form, tmp_path)
+    for at in itertools.count(0, 2):
+        if not stop_and_go_on(at, (signal.SIGTERM, signal.SIGINT)[at // 2 % 2], wanted, preloaded, objects):
+            break
+    assert at > 20
+
+
+def test_runs_at_the_same_time_do_not_disturb_each_other(
+    preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    """Two of the same files, and two of one rank each."""
+    wanted = job("parts", tmp_path)
+    dst = objects.path("out")
+    ranks = [["by-rank", rank, *wanted.into(dst)[1:]] for rank in (0, 1)]
+    runs = [preloaded.start(*words) for words in (wanted.into(dst), wanted.into(dst), *ranks)]
+    results = [run.result() for run in runs]
+    assert [result.status for result in results] == [0] * 4, [result.err for result in results]
+    check_nothing_is_left(objects, wanted)
+
+
+def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    """Its upload of the same object is aborted once nobody else uploads it."""
+    wanted = job("parts", tmp_path)
+    dst = objects.path("out")
+    parts = itertools.count()
+    killed: list[Callable[[int], None]] = []
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if "partNumber=" in path and killed and next(parts) == 1:
+            killed.pop()(signal.SIGKILL)
+        return None
+
+    objects.faults.choose = choose
+    first = preloaded.start(*wanted.into(dst))
+    killed.append(first.send)
+    second = preloaded.start(*wanted.into(dst))
+    first.result()
+    assert second.result().status == 0, second.result().err
+    objects.faults.choose = lambda *_: None
+    preloaded.done(*wanted.into(dst))
+    assert written(objects) == wanted.whole
+
+
+def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+    dst = objects.path("out")
+    writing, go_on = threading.Event(), threading.Event()
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if "partNumber=" in path:
+            writing.set()
+            go_on.wait(60)
+        return None
+
+    objects.faults.choose = choose
+    run = preloaded.start(*wanted.into(dst))
+    assert writing.wait(60)
+    said = status(preloaded, dst)
+    assert said is not None and said["writing"] and not said["complete"]
+    result = preloaded.start(*other.into(dst, "--overwrite")).result()
+    assert result.status == 3 and "another conversion is being written" in result.err, result.err
+    go_on.set()
+    assert run.result().status == 0, run.result().err
+    check_nothing_is_left(objects, wanted)
+    result = preloaded.start(*other.into(dst)).result()
+    assert result.status == 3 and "holds another conversion" in result.err, result.err
+    check_nothing_is_left(objects, wanted)
+
+
+def overwrite_after_kill(at: int, before: Job, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Fill a directory, kill the run that replaces it at a request, and give it again; whether it came so far."""
+    dst = objects.path("out")
+    preloaded.done(*before.into(dst))
+    killer = Killer(at)
+    interrupted(preloaded, objects, killer, job.into(dst, "--overwrite"))
+    check_nothing_is_half_written(objects, job, before)
+    said = status(preloaded, dst)
+    assert said is not None
+    if said["complete"]:
+        assert written(objects) in (before.whole, job.whole)
+    preloaded.done(*job.into(dst, "--overwrite"))
+    check_nothing_is_left(objects, job)
+    clear(objects)
+    return killer.done
+
+
+PAIRS = [("ranks", "ranks"), ("unified", "huggingface"), ("checkpoint2", "ranks"), ("ranks", "unified")]
+
+
+@pytest.mark.parametrize("pair, at", [(PAIRS[0], 24), (PAIRS[1], 40)])
+def test_what_is_replaced_is_of_one_conversion_in_the_end(
+    pair: tuple[str, str], at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
+    assert overwrite_after_kill(at, before, after, preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", PAIRS)
+def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
+    pair: tuple[str, str], preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
+    for at in itertools.count(0, 2):
+        if not overwrite_after_kill(at, before, after, preloaded, objects):
+            break
+    assert at > 20
+
+
+def move_to_another_machine(objects: Objects) -> None:
+    """Let everything that says that a process lives be of one of another machine."""
+    holder = re.compile(rf"{_machine()}-([0-9]+-[0-9a-f]{{12}})")
+    for key, content in objects.content().items():
+        there = holder.sub(r"0badcafe-\1", key)
+        said = holder.sub(r"0badcafe-\1", content.decode("latin-1")).encode("latin-1")
+        if there != key:
+            objects.client.delete_object(Bucket=objects.bucket, Key=key)
+        if (there, said) != (key, content):
+            objects.put(there, said)
+
+
+@pytest.mark.parametrize("at", [21, 24])
+def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_for_long(
+    at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+    dst = objects.path("out")
+    killer = Killer(at)
+    interrupted(preloaded, objects, killer, wanted.into(dst))
+    assert killer.done and uploads(objects)
+    move_to_another_machine(objects)
+    # It may still be alive: nothing of it is touched.
+    said = status(preloaded, dst)
+    assert said is not None and said["writing"] and not said["complete"]
+    fails(3, *other.into(dst, "--overwrite"), says=["another conversion is being written"])
+    before = uploads(objects)
+    done(*wanted.into(dst))
+    assert written(objects).items() >= wanted.whole.items()
+    assert set(uploads(objects)) <= set(before) != set()
+    # The services' clocks count seconds.
+    time.sleep(1.1)
+    now = datetime.now(timezone.utc)
+    for module in ("store", "new_object", "service"):
+        monkeypatch.setattr(f"reshard.storage.s3.{module}.age_of", lambda modified, _: 1000.0 * (modified < now))
+    # Nothing is left to do but that.
+    done(*wanted.into(dst))
+    assert not uploads(objects)
+    assert written(objects) == wanted.whole
+    assert done("status", dst, "--json").json["writing"] is False
+    done(*other.into(dst, "--overwrite"))
+    check_nothing_is_left(objects, other)
+
+
+def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
+    preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job("ranks", tmp_path)
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
+    time.sleep(1.1)
+    now = datetime.now(timezone.utc)
+    monkeypatch.setattr("reshard.storage.s3.service.age_of", lambda modified, _: 1000.0 * (modified < now))
+    done(*wanted.into(objects.path("out")))
+    check_nothing_is_left(objects, wanted)
