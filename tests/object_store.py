@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Callable, Optional
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -55,19 +56,38 @@ class Faults:
         delay: seconds before every answer.
         choose: says what happens to a request, by its number from 0 on, method and path: ``drop``, which closes the
             connection without an answer; ``cut``, which does so in the middle of the answer; ``unavailable``, a 503;
-            ``lost``, which does what is asked and gives no answer; None for nothing.
+            ``lost``, which does what is asked and gives no answer; ``refuse``, a 403; ``conflict``, a 409; None for
+            nothing.
+        conditions: of writes: ``heed``; ``ignore``, as services do that do not know them; ``refuse``, a 501.
+        clock: seconds that the service's clock is ahead of when its objects say that they were put.
         requests: how many there were, by method.
         asked: every request, as method and path.
     """
 
     delay: float = 0.0
+    conditions: str = "heed"
+    clock: float = 0.0
     choose: Callable[[int, str, str], Optional[str]] = lambda number, method, path: None
     requests: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, str]] = field(default_factory=list)
 
 
+_REFUSALS = {
+    "unavailable": (503, "SlowDown", "Please reduce your request rate"),
+    "refuse": (403, "AccessDenied", "Access Denied"),
+    "conflict": (409, "ConditionalRequestConflict", "A conflicting operation is under way"),
+    "not implemented": (501, "NotImplemented", "A header implies functionality that is not implemented"),
+    "unmet": (412, "PreconditionFailed", "At least one of the preconditions did not hold"),
+    "no upload": (404, "NoSuchUpload", "The specified upload does not exist."),
+    "absent": (404, "NoSuchKey", "The specified key does not exist."),
+}
+_CONDITIONS = ("if-match", "if-none-match")
+
+
 class Proxy:
     """Hands requests on to a server, as well as `faults` let it.
+
+    Conditions of writes are seen to here, so that looking and writing are one, as in a real service.
 
     Args:
         port: of the server.
@@ -76,6 +96,7 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self.faults = Faults()
         lock = threading.Lock()
+        writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -99,23 +120,27 @@ class Proxy:
 
             def pass_on(self, fault: Optional[str]) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                answer: Optional[http.client.HTTPResponse]
+                refusal: Optional[str] = None
                 if fault == "drop":
                     return self.hang_up()
-                if fault == "unavailable":
-                    text = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-                    self.send_response(503)
-                    self.send_header("Content-Length", str(len(text)))
-                    self.end_headers()
-                    if self.command != "HEAD":
-                        self.wfile.write(text)
-                    return None
-                server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-                with contextlib.closing(server):
-                    server.request(self.command, self.path, body, dict(self.headers))
-                    answer = server.getresponse()
-                    content = answer.read()
+                if fault in _REFUSALS:
+                    return self.refuse(fault)
+                if self.command in ("PUT", "DELETE") and "?" not in self.path:
+                    with lock:
+                        alone = writing[self.path]
+                    with alone:
+                        refusal = self.unmet() if self.command == "PUT" else None
+                        answer, content = self.ask(self.command, body) if refusal is None else (None, b"")
+                else:
+                    answer, content = self.ask(self.command, body)
+                    if answer.status == 500 and "uploadId=" in self.path and not self.is_under_way():
+                        # The server's own fault, where other services have an answer.
+                        answer, refusal = None, "no upload"
                 if fault == "lost":
                     return self.hang_up()
+                if answer is None:
+                    return self.refuse(str(refusal))
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
@@ -128,6 +153,55 @@ class Proxy:
                 if fault == "cut":
                     self.hang_up()
                 return None
+
+            def ask(self, method: str, body: bytes = b"") -> tuple[http.client.HTTPResponse, bytes]:
+                server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                own = method == self.command
+                heeded = self.command != "PUT"
+                headers = {
+                    name: value
+                    for name, value in self.headers.items()
+                    if (heeded or name.lower() not in _CONDITIONS) and (own or not name.lower().startswith("content-"))
+                }
+                with contextlib.closing(server):
+                    server.request(method, self.path, body, headers)
+                    answer = server.getresponse()
+                    return answer, answer.read()
+
+            def unmet(self) -> Optional[str]:
+                """Why what is to be written under a condition is refused."""
+                match, none_match = (self.headers.get(name) for name in _CONDITIONS)
+                if (match or none_match) is None or proxy.faults.conditions == "ignore":
+                    return None
+                if proxy.faults.conditions == "refuse":
+                    return "not implemented"
+                there, _ = self.ask("HEAD")
+                if there.status == 404:
+                    return None if match is None else "absent"
+                return None if match is not None and match == there.getheader("ETag") else "unmet"
+
+            def is_under_way(self) -> bool:
+                """Whether there is an upload of the number that is asked for."""
+                server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                bucket = self.path.split("/")[1]
+                with contextlib.closing(server):
+                    server.request(
+                        "GET", f"/{bucket}?uploads", headers={"Authorization": self.headers["Authorization"]}
+                    )
+                    found = server.getresponse().read().decode()
+                return parse_qs(urlsplit(self.path).query)["uploadId"][0] in found
+
+            def refuse(self, kind: str) -> None:
+                status, code, message = _REFUSALS[kind]
+                text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(text)
+
+            def date_time_string(self, timestamp: Optional[float] = None) -> str:
+                return super().date_time_string((timestamp or time.time()) + proxy.faults.clock)
 
             def hang_up(self) -> None:
                 self.close_connection = True
@@ -186,6 +260,11 @@ class Objects:
             if path.is_file():
                 self.put(f"{key}/{path.relative_to(place)}", path.read_bytes())
         return self.path(key)
+
+    def uploads(self) -> list[tuple[str, str]]:
+        """Multipart uploads that are under way, as key and number."""
+        found = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
+        return [(upload["Key"], upload["UploadId"]) for upload in found]
 
     def content(self, prefix: str = "") -> dict[str, bytes]:
         """What is there, by key below a prefix."""

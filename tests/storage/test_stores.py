@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Optional, Protocol
-
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -32,65 +25,9 @@ from reshard.storage import (
     store_of,
 )
 from tests.object_store import Objects
+from tests.storage.places import Place, content
 
 MIB = 1 << 20
-
-
-class Place(Protocol):
-    """A directory in a store, into which tests put files."""
-
-    path: str
-
-    def put(self, name: str, data: bytes) -> str:
-        """Write a file; its path."""
-
-    def remove(self, name: str) -> None:
-        """Remove it."""
-
-
-class LocalPlace:
-    def __init__(self, place: Path) -> None:
-        self.path = str(place)
-
-    def put(self, name: str, data: bytes) -> str:
-        path = Path(self.path) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return str(path)
-
-    def remove(self, name: str) -> None:
-        os.unlink(os.path.join(self.path, name))
-
-
-class ObjectPlace:
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-        self._key = f"place-{uuid.uuid4().hex[:8]}"
-        self.path = objects.path(self._key)
-
-    def put(self, name: str, data: bytes) -> str:
-        return self._objects.put(f"{self._key}/{name}", data)
-
-    def remove(self, name: str) -> None:
-        self._objects.client.delete_object(Bucket=self._objects.bucket, Key=f"{self._key}/{name}")
-
-
-def failing(number: int, method: str, path: str) -> Optional[str]:
-    """Every request but each third goes wrong, each in its own way."""
-    return ("unavailable", None, "drop", None, "cut", None)[number % 6]
-
-
-@pytest.fixture(params=["local", "objects", "failing"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    if request.param == "local":
-        yield LocalPlace(tmp_path / "place")
-        shutil.rmtree(tmp_path / "place", ignore_errors=True)
-        return
-    objects: Objects = request.getfixturevalue("objects")
-    if request.param == "failing":
-        monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
-        objects.faults.choose = failing
-    yield ObjectPlace(objects)
 
 
 def opened(path: str) -> OpenFile:
@@ -170,11 +107,6 @@ def test_names_that_no_object_can_have_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             status_at(path)
-
-
-def content(size: int) -> bytes:
-    """Bytes of which every range is another."""
-    return b"".join((n * 2654435761 % 2**32).to_bytes(4, "little") for n in range(size // 4 + 1))[:size]
 
 
 @given(data=st.data())

@@ -60,14 +60,27 @@ def of_client(error: Exception, path: str) -> OSError:
     return OSError(errno.EIO, f"{type(error).__name__}: {one_line(str(error))}", path)
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether what boto3 raised may be gone when the same is asked again."""
-    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+def may_pass(error: Exception, reached: bool) -> bool:
+    """Whether what boto3 raised may be gone when the same is asked again.
+
+    Args:
+        error: what was raised.
+        reached: whether the service has ever done what was asked; then it can be connected to.
+    """
+    from botocore.exceptions import (
+        ClientError,
+        ConnectTimeoutError,
+        EndpointConnectionError,
+        HTTPClientError,
+        IncompleteReadError,
+    )
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return (status >= 500 and status != _NOT_IMPLEMENTED) or error.response.get("Error", {}).get("Code") in _BUSY
+    if isinstance(error, (EndpointConnectionError, ConnectTimeoutError)):
+        return reached
     # An answer that was cut off is one that cannot be parsed.
     return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseParserError))
 

@@ -53,9 +53,21 @@ def is_alive(name: str, age: float) -> bool:
     match = _HOLDER.fullmatch(name)
     if match is None:
         return False
-    if match[1] == _machine() and not os.path.exists(f"/proc/{match[2]}"):
+    if match[1] == _machine() and not _runs(match[2]):
         return False
     return age < DEAD_AFTER
+
+
+def _runs(process: str) -> bool:
+    """Whether a process of this machine runs; one that was killed may stay listed until its parent asks for it."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            # What it is called may hold anything.
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
 
 
 class Lease:
@@ -101,6 +113,12 @@ class Lease:
             with contextlib.suppress(OSError):
                 self._service.delete(self.path)
 
+    def abandon(self) -> None:
+        """Let the object lie, which is a dead process's when it has lain long enough; it is not put again."""
+        _let_go(self)
+        with self._lock:
+            self._released = True
+
 
 class _Held:
     """A lock object while it is this process's; see `held_alone`."""
@@ -132,10 +150,19 @@ class _Held:
 
     def _replace(self, content: bytes) -> None:
         with contextlib.suppress(OSError):
-            if not self._lost:
-                found = put_if(self._service, self._path, content, IfMatch=self._etag)
-                self._lost = found is None
-                self._etag = found or ""
+            if self._lost:
+                return
+            found = put_if(self._service, self._path, content, IfMatch=self._etag) or self._again(content)
+            self._lost = found is None
+            self._etag = found or ""
+
+    def _again(self, content: bytes) -> Optional[str]:
+        """Where an earlier one was heeded though every answer was an error, it is still this process's."""
+        with contextlib.suppress(FileNotFoundError):
+            found = self._service.read(self._path)
+            if _owner(found.content) == self._name:
+                return put_if(self._service, self._path, content, IfMatch=found.etag)
+        return None
 
 
 @contextlib.contextmanager
@@ -175,14 +202,18 @@ def _said(name: str, number: int) -> bytes:
     return f"{name} {number}".encode()
 
 
+def _owner(content: bytes) -> str:
+    """Who holds a lock, by its content."""
+    return content.split(b" ")[0].decode(errors="replace")
+
+
 def _taken_over(service: Service, path: str, name: str) -> Optional[str]:
     """Have a lock that is free, or a dead process's; its ETag, or None."""
     try:
         found = service.read(path)
     except FileNotFoundError:
         return None
-    owner = found.content.split(b" ")[0].decode(errors="replace")
-    if found.content != _FREE and is_alive(owner, found.age):
+    if found.content != _FREE and is_alive(_owner(found.content), found.age):
         return None
     return put_if(service, path, _said(name, 0), IfMatch=found.etag)
 
@@ -280,7 +311,9 @@ def _put_again() -> None:
         with _alive_lock:
             now = list(_alive)
         for one in now:
-            one.put_again()
+            # Whatever goes wrong with one, the others live.
+            with contextlib.suppress(Exception):
+                one.put_again()
 
 
 @functools.cache

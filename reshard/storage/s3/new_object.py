@@ -1,28 +1,25 @@
 """Objects while they are written: in parts, in any order, which nobody sees before all of them are there.
 
-An object of one part is put at once. A larger one is a multipart upload. So that what a killed process leaves of
-one can be found, an object beside its place says that it is being written, as temporary files do on disks.
+An object of one part is put at once. A larger one is a multipart upload, see `reshard.storage.s3.uploads` too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import threading
 import time
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.leases import Lease, holder, is_alive, is_holder
+from reshard.storage.s3.leases import Lease
 from reshard.storage.s3.metadata import WRITE, metadata_of
-from reshard.storage.s3.service import Service, age_of
+from reshard.storage.s3.service import Service
+from reshard.storage.s3.uploads import abort_all, claim
 from reshard.storage.status import FileStatus
 
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
-_MARK = ".reshard-tmp-"
 
 
 def part_bytes(size: int) -> int:
@@ -63,8 +60,8 @@ class NewObject:
         self._upload: Optional[str] = None
         self._lease: Optional[Lease] = None
         self._begin_lock = threading.Lock()
-        # Requests to begin the upload: more than one where answers got lost, perhaps of such as were heeded.
-        self._begun_times = 0
+        # Requests to begin the upload whose answers did not come, perhaps though they were heeded.
+        self._unanswered = 0
         self._putting = 0
         self._gone = False
         if size <= self._part_bytes:
@@ -72,6 +69,8 @@ class NewObject:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Take bytes; a part that is full by them is uploaded."""
+        if offset + len(data) > self._size:
+            raise OSError(errno.EINVAL, f"bytes come beyond the {self._size} that it was to have", self._path)
         done = 0
         while done < len(data):
             number, start = divmod(offset + done, self._part_bytes)
@@ -92,6 +91,9 @@ class NewObject:
     def _put_part(self, number: int, part: _Part) -> None:
         upload = self._begun()
         with self._lock:
+            # Either `discard` sees that it is on its way, or this that it was given up.
+            if self._gone:
+                raise self._given_up()
             self._putting += 1
         try:
             answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=part.data)
@@ -107,18 +109,23 @@ class NewObject:
         """The number of the upload, begun when it is first asked for."""
         with self._begin_lock:
             if self._gone:
-                raise OSError(errno.ECANCELED, "was given up", self._path)
-            if self._upload is None:
+                raise self._given_up()
+            if self._lease is None:
                 # First, so that an upload whose number gets lost on the way is found, too.
-                mark = f"{self._path.rpartition('/')[0]}/{_MARK}{holder()}"
-                self._lease = Lease(self._service, mark, json.dumps({"writes": self._path}).encode())
-                self._upload = str(self._service.again(self._path, self._begin)["UploadId"])
+                self._lease = claim(self._service, self._path)
+            if self._upload is None:
+                self._upload = self._service.again(self._path, self._begin)
             return self._upload
 
-    def _begin(self) -> Any:
-        self._begun_times += 1
+    def _begin(self) -> str:
         bucket, key = Address.parse(self._path)
-        return self._service.client.create_multipart_upload(Bucket=bucket, Key=key, Metadata=self._metadata)
+        self._unanswered += 1
+        answer = self._service.client.create_multipart_upload(Bucket=bucket, Key=key, Metadata=self._metadata)
+        self._unanswered -= 1
+        return str(answer["UploadId"])
+
+    def _given_up(self) -> OSError:
+        return OSError(errno.ECANCELED, "was given up", self._path)
 
     def _ask(self, operation: str, **wanted: Any) -> Any:
         bucket, key = Address.parse(self._path)
@@ -136,6 +143,8 @@ class NewObject:
 
     def publish(self) -> None:
         """Put it, or complete its upload."""
+        if self._gone:
+            raise self._given_up()
         if self._size <= self._part_bytes:
             data = self._filling[0].data
             self._ask("put_object", Body=data, Metadata=self._metadata)
@@ -148,7 +157,7 @@ class NewObject:
             if not self._is_there():
                 raise OSError(errno.ECANCELED, "its upload was aborted by somebody else", self._path) from None
         self._upload = None
-        self._release()
+        self._release(clean=True)
 
     def _is_there(self) -> bool:
         """Whether the object is what was uploaded here."""
@@ -160,117 +169,49 @@ class NewObject:
 
     def discard(self) -> None:
         """Abort its upload, if it was not completed."""
-        with self._begin_lock:
+        with self._begin_lock, self._lock:
             self._gone = True
-            upload = self._upload
-        with self._lock:
-            # What is on its way may arrive after the upload is aborted, and has to be removed then.
+            # What is on its way may arrive after the upload is aborted, and has to be removed then: by `close`.
             late = self._putting > 0
-        if upload is not None:
-            self._abort(upload)
+        clean = self._upload is None or self._aborted(self._upload)
         if not late:
             self._upload = None
-            self._release()
+            self._release(clean)
 
-    def _abort(self, upload: str) -> None:
-        with contextlib.suppress(OSError):
+    def _aborted(self, upload: str) -> bool:
+        """Abort an upload; whether it is gone, or nobody of ours may ever abort it."""
+        try:
             self._ask("abort_multipart_upload", UploadId=upload)
+        except (FileNotFoundError, PermissionError):
+            return True
+        except OSError:
+            return False
+        return True
 
-    def _release(self) -> None:
+    def _release(self, clean: bool) -> None:
+        """Say no more that it is being written.
+
+        Args:
+            clean: no upload is left that is known. If one may be, what says so stays, so that another run finds it.
+        """
         lease, self._lease = self._lease, None
         if lease is None:
             return
-        if self._begun_times > 1:
-            with contextlib.suppress(OSError):
-                directory = self._path.rpartition("/")[0]
-                others = [mark for mark in _marks(self._service, directory, True) if mark.path != lease.path]
-                if all(mark.writes != self._path for mark in others):
-                    abort_uploads(self._service, self._path)
-        lease.release()
+        if clean and (not self._unanswered or self._aborted_unanswered(lease.path)):
+            lease.release()
+        else:
+            lease.abandon()
+
+    def _aborted_unanswered(self, own: str) -> bool:
+        """Abort uploads that were begun, but whose numbers did not come; whether none can be left."""
+        try:
+            return abort_all(self._service, self._path, own)
+        except PermissionError:
+            return True
+        except OSError:
+            return False
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Let the memory go, and what was not published."""
+        self.discard()
         self._filling.clear()
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            self._abort(upload)
-        self._release()
-
-
-class _Mark(NamedTuple):
-    """An object that says that another is being written.
-
-    Attributes:
-        path: of it.
-        alive: whether who put it lives.
-        writes: what is being written; empty where it says nothing.
-    """
-
-    path: str
-    alive: bool
-    writes: str
-
-
-def _marks(service: Service, directory: str, all_of_them: bool = False) -> list[_Mark]:
-    """What says that objects of a directory are being written; what they say only where one is a dead process's.
-
-    Raises:
-        OSError: the service does not answer as it should.
-    """
-    bucket, key = Address.parse(directory)
-    prefix = f"{key}/" if key else ""
-    found = []
-    for page in service.pages(directory, bucket, prefix + _MARK, "/"):
-        for entry in page.get("Contents", ()):
-            name = entry["Key"][len(prefix) + len(_MARK) :]
-            if is_holder(name):
-                alive = is_alive(name, age_of(entry["LastModified"], page))
-                found.append(_Mark(f"{directory.rstrip('/')}/{_MARK}{name}", alive, ""))
-    if not all_of_them and all(mark.alive for mark in found):
-        return found
-    said = service.each(lambda mark: _writes(service, mark.path), found)
-    return [mark._replace(writes=path) for mark, path in zip(found, said)]
-
-
-def remove_dead(service: Service, directory: str) -> None:
-    """Abort uploads of dead processes to a directory, and remove what says that they are under way.
-
-    Raises:
-        OSError: the service does not answer as it should.
-    """
-    marks = _marks(service, directory)
-    # Which of several uploads of an object is whose, nobody can tell.
-    lively = {mark.writes for mark in marks if mark.alive}
-    for mark in marks:
-        if mark.alive or mark.writes in lively:
-            continue
-        if mark.writes.startswith(directory.rstrip("/") + "/"):
-            abort_uploads(service, mark.writes)
-        service.delete(mark.path)
-
-
-def _writes(service: Service, path: str) -> str:
-    """Which object is being written, by what says so; empty where nothing does."""
-    try:
-        return str(json.loads(service.read(path).content)["writes"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def abort_uploads(service: Service, path: str) -> None:
-    """Abort all uploads of an object.
-
-    Raises:
-        OSError: the service does not answer as it should.
-    """
-    bucket, key = Address.parse(path)
-    wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": key}
-    while True:
-        page = service.ask(path, "list_multipart_uploads", **wanted)
-        for upload in page.get("Uploads", ()):
-            if upload["Key"] == key:
-                with contextlib.suppress(FileNotFoundError):
-                    service.ask(path, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"])
-        if not page.get("IsTruncated"):
-            return
-        wanted.update(KeyMarker=page["NextKeyMarker"], UploadIdMarker=page["NextUploadIdMarker"])

@@ -138,6 +138,8 @@ class Service:
         self._custom = None if ".amazonaws.com" in place else place
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
+        # Whether it ever did what was asked: else its address may be wrong.
+        self._answered = False
         self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="reshard-s3")
 
     def ask(self, path: str, operation: str, **wanted: Any) -> Any:
@@ -165,10 +167,12 @@ class Service:
         times = 0
         while True:
             try:
-                return call()
+                found = call()
+                self._answered = True
+                return found
             except (BotoCoreError, ClientError, ResponseParserError) as error:
                 times += 1
-                if times == failures.TIMES or not failures.may_pass(error):
+                if times == failures.TIMES or not failures.may_pass(error, self._answered):
                     raise failures.of_client(error, path) from error
             time.sleep(failures.pause(times))
 

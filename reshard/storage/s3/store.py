@@ -12,9 +12,10 @@ from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, number_of
 from reshard.storage.s3.leases import Lease, held_alone, holder, is_alive
 from reshard.storage.s3.metadata import metadata_now
-from reshard.storage.s3.new_object import NewObject, part_bytes, remove_dead
+from reshard.storage.s3.new_object import NewObject, part_bytes
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of_head
 from reshard.storage.s3.service import Service, age_of, service
+from reshard.storage.s3.uploads import remove_dead
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry
 
@@ -119,7 +120,9 @@ class S3Store:
     def make_directory(self, path: str) -> bool:
         """Put what stands for a directory that is empty."""
         bucket, key = Address.parse(path)
-        self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
+        # A bucket is one already.
+        if key:
+            self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
         return False
 
     def remove(self, path: str) -> None:
@@ -129,7 +132,8 @@ class S3Store:
     def remove_directory(self, path: str) -> None:
         """Delete what stands for an empty directory."""
         bucket, key = Address.parse(path)
-        self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
+        if key:
+            self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
 
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Abort uploads of dead processes."""

@@ -1,0 +1,5 @@
+"""What tests of stores start with."""
+
+from tests.storage.places import place
+
+__all__ = ["place"]

@@ -1,0 +1,100 @@
+"""Directories in every store: local ones, among objects, and among objects behind a network that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Optional, Protocol
+
+import pytest
+
+from tests.object_store import Objects
+
+
+class Place(Protocol):
+    """A directory in a store, into which tests put files."""
+
+    path: str
+
+    def put(self, name: str, data: bytes) -> str:
+        """Write a file; its path."""
+
+    def remove(self, name: str) -> None:
+        """Remove it."""
+
+    def content(self) -> dict[str, bytes]:
+        """All files that are there, whatever they are for, by name."""
+
+    def uploads(self) -> list[str]:
+        """Names of what is being uploaded."""
+
+
+class LocalPlace:
+    def __init__(self, place: Path) -> None:
+        self.path = str(place)
+
+    def put(self, name: str, data: bytes) -> str:
+        path = Path(self.path) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return str(path)
+
+    def remove(self, name: str) -> None:
+        os.unlink(os.path.join(self.path, name))
+
+    def content(self) -> dict[str, bytes]:
+        place = Path(self.path)
+        return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    def uploads(self) -> list[str]:
+        return []
+
+
+class ObjectPlace:
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._key = f"place-{uuid.uuid4().hex[:8]}"
+        self.path = objects.path(self._key)
+
+    def put(self, name: str, data: bytes) -> str:
+        return self._objects.put(f"{self._key}/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self._objects.client.delete_object(Bucket=self._objects.bucket, Key=f"{self._key}/{name}")
+
+    def content(self) -> dict[str, bytes]:
+        return self._objects.content(f"{self._key}/")
+
+    def uploads(self) -> list[str]:
+        return [key for key, _ in self._objects.uploads()]
+
+
+def failing(number: int, method: str, path: str) -> Optional[str]:
+    """Every other request goes wrong, each in its own way."""
+    return ("unavailable", None, "drop", None, "cut", None, "lost", None)[number % 8]
+
+
+def content(size: int) -> bytes:
+    """Bytes of which every range is another."""
+    return b"".join((n * 2654435761 % 2**32).to_bytes(4, "little") for n in range(size // 4 + 1))[:size]
+
+
+def wait_until_killed(process: int) -> None:
+    """Wait until a process has ended of which nobody has asked how."""
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture(params=["local", "objects", "failing"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "local":
+        yield LocalPlace(tmp_path / "place")
+        shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        return
+    objects: Objects = request.getfixturevalue("objects")
+    if request.param == "failing":
+        monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+        objects.faults.choose = failing
+    yield ObjectPlace(objects)

@@ -1,0 +1,335 @@
+"""Locks in object stores: held by one at most, given up with the process that held them, and by the service's clock."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, Optional
+
+import pytest
+
+from reshard.records import locks
+from reshard.storage import store_of
+from reshard.storage.s3 import S3Store, leases, s3_store
+from tests.corpus import ROOT
+from tests.object_store import KEY, SECRET, Objects
+from tests.storage.places import failing, wait_until_killed
+
+ELSEWHERE = "deadbeef-4711-0123456789ab"
+"""Who holds something on another machine."""
+
+
+class Waited(Exception):
+    """Somebody else has the lock."""
+
+
+def no_wait() -> None:
+    raise Waited
+
+
+def nothing_told(text: str) -> None:
+    raise AssertionError(text)
+
+
+def alone(objects: Objects, wait: Callable[[], None] = no_wait) -> contextlib.AbstractContextManager[None]:
+    return s3_store(objects.path()).held_alone(objects.path("run/.reshard/lock"), wait, nothing_told)
+
+
+def held(objects: Objects) -> bytes:
+    return objects.content()["run/.reshard/lock"]
+
+
+def count_up(objects: Objects) -> None:
+    """What is wrong in the end if two do it at a time."""
+    before = int(objects.client.get_object(Bucket=objects.bucket, Key="count")["Body"].read())
+    time.sleep(0.01)
+    objects.put("count", str(before + 1).encode())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("faults", ["none", "failing", "conflict"])
+def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> None:
+    if faults == "failing":
+        objects.faults.choose = failing
+    elif faults == "conflict":
+        chosen = random.Random(1)
+        objects.faults.choose = lambda number, method, path: (
+            "conflict" if method == "PUT" and chosen.random() < 0.3 else None
+        )
+    objects.put("count", b"0")
+    path = objects.path("run/.reshard/lock")
+
+    def contend(number: int) -> None:
+        for _ in range(3):
+            with locks.locked(path, lambda: None, lambda text: None):
+                count_up(objects)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(contend, range(6)))
+    assert objects.content() == {"count": b"18", "run/.reshard/lock": b"free"}
+
+
+_CONTENDS = """
+import os, sys, time, boto3
+from reshard.records import locks
+bucket, port, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
+client = boto3.client("s3", endpoint_url=port)
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(times):
+    with locks.locked(f"s3://{bucket}/run/.reshard/lock", lambda: None, lambda text: None):
+        before = int(client.get_object(Bucket=bucket, Key="count")["Body"].read())
+        time.sleep(0.01)
+        client.put_object(Bucket=bucket, Key="count", Body=str(before + 1).encode())
+"""
+
+
+def process(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def test_processes_never_hold_a_lock_together(objects: Objects) -> None:
+    objects.put("count", b"0")
+    started = [process(_CONTENDS, objects.bucket, objects.url, "5") for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for one in started:
+            stack.enter_context(one)
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        for one in started:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+    assert [one.returncode for one in started] == [0, 0, 0]
+    assert objects.content() == {"count": b"15", "run/.reshard/lock": b"free"}
+
+
+_HOLDS = """
+import sys
+from reshard.records import locks
+with locks.locked(sys.argv[1], lambda: None, lambda text: None):
+    sign = locks.shared(sys.argv[1] + "ed", lambda text: None)
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def holding(objects: Objects) -> Iterator[subprocess.Popen[str]]:
+    with process(_HOLDS, objects.path("run/.reshard/lock")) as started:
+        assert started.stdout is not None and started.stdout.readline() == "held\n"
+        yield started
+        started.communicate()
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bool, objects: Objects) -> None:
+    store = s3_store(objects.path())
+    with holding(objects) as holder:
+        with pytest.raises(Waited), alone(objects):
+            pass
+        assert store.leases_in(objects.path("run/.reshard"), "locked.") == [True]
+        holder.send_signal(signal.SIGKILL)
+        if asked_for:
+            holder.wait()
+        else:
+            # It stays listed until its parent asks for it, which some never do.
+            wait_until_killed(holder.pid)
+        with alone(objects):
+            assert held(objects).startswith(leases._machine().encode())
+        with locks.try_alone(objects.path("run/.reshard/locked")) as answer:
+            assert answer is True
+    assert held(objects) == b"free"
+
+
+def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of_it(objects: Objects) -> None:
+    objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
+    objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
+    objects.put(f"run/.reshard/shared.{ELSEWHERE}.more", b"a name of something else")
+    store = s3_store(objects.path())
+    for clock, alive in ((0.0, True), (leases.DEAD_AFTER - 60, True), (leases.DEAD_AFTER + 5, False)):
+        objects.faults.clock = clock
+        assert store.leases_in(objects.path("run/.reshard"), "shared.") == [alive, False]
+        if alive:
+            with pytest.raises(Waited), alone(objects):
+                pass
+    # Put again by it: it lives, after all.
+    objects.put("run/.reshard/lock", f"{ELSEWHERE} 4".encode())
+    objects.faults.clock = 0
+    with pytest.raises(Waited), alone(objects):
+        pass
+    objects.faults.clock = leases.DEAD_AFTER + 5
+    with alone(objects):
+        assert ELSEWHERE.encode() not in held(objects)
+    assert held(objects) == b"free"
+
+
+def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
+    objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
+    for wrong in (-100_000, 100_000):
+
+        class Clock:
+            @staticmethod
+            def now(tz: object = None, wrong: int = wrong) -> object:
+                raise AssertionError("nobody asks")
+
+        monkeypatch.setattr("reshard.storage.s3.service.datetime", Clock)
+        assert s3_store(objects.path()).leases_in(objects.path("run/.reshard"), "shared.") == [True]
+        with pytest.raises(Waited), alone(objects):
+            pass
+
+
+@pytest.fixture
+def beating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says that this process lives is put again soon."""
+    monkeypatch.setattr(leases, "PUT_AGAIN_AFTER", 0.05)
+    monkeypatch.setattr(leases, "_alive", set())
+    monkeypatch.setattr(leases, "_thread", None)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("beating", "quick")
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
+    if fails:
+        objects.faults.choose = failing
+    shared = s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+    key = shared.path.partition(f"{objects.bucket}/")[2]
+    with alone(objects):
+        until(lambda: int(held(objects).split()[1]) >= 3)
+        objects.client.delete_object(Bucket=objects.bucket, Key=key)
+        until(lambda: key in objects.content())
+        with pytest.raises(Waited), alone(objects):
+            pass
+    shared.release()
+    assert objects.content() == {"run/.reshard/lock": b"free"}
+    time.sleep(0.2)
+    assert objects.content() == {"run/.reshard/lock": b"free"}
+
+
+@pytest.mark.usefixtures("beating")
+def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(objects: Objects) -> None:
+    class Wrong:
+        def put_again(self) -> None:
+            raise RuntimeError("unforeseen")
+
+    wrong = Wrong()
+    leases._keep_alive(wrong)
+    try:
+        with alone(objects):
+            until(lambda: int(held(objects).split()[1]) >= 3)
+    finally:
+        leases._let_go(wrong)
+
+
+@pytest.mark.parametrize("now", [f"{ELSEWHERE} 0".encode(), b"free", None])
+def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Objects) -> None:
+    with alone(objects):
+        (lock,) = list(leases._alive)
+        if now is None:
+            objects.client.delete_object(Bucket=objects.bucket, Key="run/.reshard/lock")
+        else:
+            objects.put("run/.reshard/lock", now)
+        lock.put_again()
+        assert objects.content() == ({} if now is None else {"run/.reshard/lock": now})
+        if now is None:
+            # Had by another now.
+            objects.put("run/.reshard/lock", f"{ELSEWHERE} 0".encode())
+    assert held(objects) == (now or f"{ELSEWHERE} 0".encode())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("lost", range(1, 12))
+def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects) -> None:
+    with alone(objects):
+        (lock,) = list(leases._alive)
+        left = [lost]
+
+        def choose(number: int, method: str, path: str) -> Optional[str]:
+            if method == "PUT" and left[0]:
+                left[0] -= 1
+                return "lost"
+            return None
+
+        objects.faults.choose = choose
+        lock.put_again()
+        lock.put_again()
+        assert left == [0]
+        with pytest.raises(Waited), alone(objects):
+            pass
+    assert held(objects) == b"free"
+
+
+@pytest.mark.parametrize("conditions", ["ignore", "refuse"])
+def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(conditions: str, objects: Objects) -> None:
+    objects.faults.conditions = conditions
+    told: list[str] = []
+    store = s3_store(objects.path())
+    path = objects.path("run/.reshard/lock")
+    for _ in range(2):
+        with store.held_alone(path, no_wait, told.append), store.held_alone(path, no_wait, told.append):
+            assert objects.content() == {}
+    assert objects.content() == {}
+    assert set(told) == {
+        f"{objects.url.partition('//')[0]}//{objects.url.partition('//')[2]} has no conditional writes, by which runs "
+        f"see each other: let no other run write to {objects.path('run')} at the same time"
+    }
+    # Objects that say that somebody lives take no conditions.
+    shared = store.lease(objects.path("run/.reshard/shared"))
+    assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
+    shared.release()
+    assert objects.content() == {}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("conditions", ["heed", "ignore", "refuse"])
+def test_a_network_that_fails_does_not_change_what_is_known_of_a_service(conditions: str, objects: Objects) -> None:
+    objects.faults.conditions = conditions
+    objects.faults.choose = failing
+    asked = s3_store(objects.path())._service
+    assert leases.has_conditional_writes(asked, objects.path("lock")) is (conditions == "heed")
+    before = sum(objects.faults.requests.values())
+    assert leases.has_conditional_writes(asked, objects.path("run/other")) is (conditions == "heed")
+    assert sum(objects.faults.requests.values()) == before
+    assert objects.content() == {}
+
+
+@pytest.mark.usefixtures("quick")
+def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
+    said = []
+    with alone(objects):
+        said += [repr(objects.content())]
+        objects.faults.choose = lambda *_: "refuse"
+        with pytest.raises(PermissionError) as refused:
+            s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+        with pytest.raises(OSError) as also:
+            store_of(objects.path()).write_whole(objects.path("x"), b"")
+        objects.faults.choose = lambda *_: None
+    said += [repr(refused.value), str(refused.value), str(also.value)]
+    assert SECRET not in str(said) and KEY not in str(said)
+
+
+def test_stores_of_one_service_are_one(objects: Objects) -> None:
+    assert isinstance(store_of(objects.path("a")), S3Store) and store_of(objects.path("a")) is store_of(
+        objects.path("b")
+    )

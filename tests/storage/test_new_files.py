@@ -1,0 +1,456 @@
+"""New files are written alike to every store: in any order, seen by nobody before they are whole, and never in part."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Optional
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from reshard.records import record_files
+from reshard.storage import NewFile, new_file, remove_file, status_at, store_of, write_whole
+from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
+from reshard.storage.s3.new_object import part_bytes
+from tests.corpus import ROOT
+from tests.object_store import KEY, SECRET, Objects
+from tests.storage.places import Place, content, failing
+
+SIZES = [0, 1, 100_000, PART, PART + 1, 2 * PART + 12345]
+LARGE = 2 * PART + 12345
+
+
+@contextlib.contextmanager
+def writing(path: str, size: int) -> Iterator[NewFile]:
+    with contextlib.closing(new_file(path, size)) as file:
+        yield file
+
+
+def write_all(file: NewFile, data: bytes) -> None:
+    file.write(0, memoryview(data))
+
+
+def written(path: str, data: bytes) -> None:
+    with writing(path, len(data)) as file:
+        write_all(file, data)
+        file.finish()
+        file.publish()
+
+
+@given(data=st.data())
+@settings(
+    max_examples=10,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_bytes_come_in_any_order_from_several_threads(place: Place, data: st.DataObject) -> None:
+    size = data.draw(st.one_of(st.integers(0, 5000), st.sampled_from([PART - 1, PART, PART + 1, 2 * PART, LARGE])))
+    cuts = data.draw(st.lists(st.integers(0, size), max_size=12))
+    near = data.draw(st.lists(st.sampled_from([PART - 1, PART, PART + 1, 2 * PART]), max_size=3))
+    places = sorted({0, size, *cuts, *(cut for cut in near if cut < size)})
+    pieces = list(zip(places, places[1:]))
+    random.Random(data.draw(st.integers(0, 99))).shuffle(pieces)
+    whole = content(size)
+    path = f"{place.path}/directory/of-{size}"
+    with writing(path, size) as file:
+
+        def write(piece: tuple[int, int]) -> None:
+            file.write(piece[0], memoryview(whole)[piece[0] : piece[1]])
+
+        with ThreadPoolExecutor(data.draw(st.sampled_from([1, 4]))) as threads:
+            list(threads.map(write, pieces))
+        assert file.finish().size == size
+        file.publish()
+    assert place.content().pop(f"directory/of-{size}") == whole
+    assert not [name for name in place.content() if ".reshard" in name] and place.uploads() == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_sees_a_file_before_it_is_published(place: Place, size: int) -> None:
+    path, old, new = place.put("file", b"the one that was there"), b"the one that was there", content(size)
+    with writing(path, size) as file, writing(f"{place.path}/other", size) as other:
+        for one in (file, other):
+            write_all(one, new)
+            one.finish()
+            assert place.content()["file"] == old and "other" not in place.content()
+        assert status_at(f"{place.path}/other") is None
+        file.publish()
+        assert place.content()["file"] == new
+        other.publish()
+    assert place.content() == {"file": new, "other": new} and place.uploads() == []
+
+
+def test_a_file_that_is_replaced_is_the_one_or_the_other_at_every_moment(place: Place) -> None:
+    versions = [content(LARGE), bytes(1000), bytes(PART + 1)]
+    path = place.put("file", versions[0])
+    seen: set[int] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                seen.add(versions.index(place.content()["file"]))
+            except Exception as error:
+                # The server that is tested against has none for a moment while it is replaced.
+                if "NoSuchKey" not in str(error):
+                    raise
+
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            for version in (versions[1], versions[2], versions[0], versions[1]):
+                written(path, version)
+        finally:
+            done.set()
+        looking.result()
+    assert seen and place.content() == {"file": versions[1]}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stage", ["begun", "half", "written", "finished"])
+def test_what_is_discarded_leaves_nothing(place: Place, size: int, stage: str) -> None:
+    with writing(f"{place.path}/new/file", size) as file:
+        if stage == "half":
+            file.write(0, memoryview(content(size)[: size * 2 // 3]))
+        elif stage != "begun":
+            write_all(file, content(size))
+        if stage == "finished":
+            file.finish()
+        file.discard()
+        # As often as anybody likes.
+        file.discard()
+        if size:
+            with pytest.raises(OSError):
+                file.publish()
+    assert place.content() == {} and place.uploads() == []
+
+
+def test_what_is_only_closed_leaves_nothing_in_a_store_of_objects(objects: Objects) -> None:
+    with writing(objects.path("file"), LARGE) as file:
+        write_all(file, content(LARGE))
+        file.finish()
+    assert objects.content() == {} and objects.uploads() == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_discarded_while_others_write_leaves_nothing(place: Place, seed: int) -> None:
+    chosen = random.Random(seed)
+    size = 6 * PART
+    whole = content(size)
+    parts = [(start, min(size, start + PART // 2)) for start in range(0, size, PART // 2)]
+    chosen.shuffle(parts)
+    file = new_file(f"{place.path}/file", size)
+
+    def write(piece: tuple[int, int]) -> bool:
+        try:
+            file.write(piece[0], memoryview(whole)[piece[0] : piece[1]])
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        coming = [threads.submit(write, part) for part in parts]
+        time.sleep(chosen.uniform(0, 0.3))
+        file.discard()
+        list(coming)
+    with pytest.raises(OSError):
+        file.publish()
+    file.close()
+    assert place.content() == {} and place.uploads() == []
+
+
+def test_the_size_tells_bytes_that_are_missing(place: Place) -> None:
+    for size, missing in ((10, 1), (PART, 1), (PART + 1, 1), (LARGE, 1), (LARGE, PART)):
+        with writing(f"{place.path}/file", size) as file:
+            file.write(0, memoryview(content(size))[: size - missing])
+            assert file.finish().size < size
+            file.discard()
+    assert place.content() == {} and place.uploads() == []
+
+
+def test_the_size_tells_missing_bytes_of_objects_wherever_they_are(objects: Objects) -> None:
+    for size in (10, PART + 1):
+        for hole in (0, size // 2, size - 1):
+            with writing(objects.path("file"), size) as file:
+                file.write(0, memoryview(content(size))[:hole])
+                file.write(hole + 1, memoryview(content(size))[hole + 1 :])
+                assert file.finish().size < size
+
+
+@pytest.mark.parametrize("size", [0, 5, PART, PART + 5])
+def test_more_bytes_than_were_planned_do_not_pass(place: Place, size: int) -> None:
+    with writing(f"{place.path}/file", size) as file:
+        try:
+            file.write(max(0, size - 3), memoryview(b"too many"))
+            assert file.finish().size > size
+        except OSError as error:
+            assert "beyond" in str(error)
+        file.discard()
+    assert place.content() == {}
+
+
+def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
+    for size in (0, 1000, LARGE):
+        path = f"{place.path}/of-{size}"
+        with writing(path, size) as file:
+            write_all(file, content(size))
+            finished = file.finish()
+            file.publish()
+        looked = status_at(path)
+        with contextlib.closing(store_of(path).open(path)) as opened:
+            assert opened.status() == looked
+        assert looked is not None and looked.modified == finished.modified and looked.size == finished.size == size
+        assert (looked.device, looked.inode, looked.regular) == (finished.device, finished.inode, True)
+        assert abs(looked.modified / 1e9 - time.time()) < 600
+    small = f"{place.path}/small"
+    write_whole(small, b"1")
+    with contextlib.closing(store_of(small).open(small)) as opened:
+        assert opened.status() == status_at(small)
+
+
+def test_parts_are_as_many_and_as_large_as_services_take() -> None:
+    for size in (1, PART, PART + 1, PART * 10_000, PART * 10_000 + 1, 3 << 40, 5 << 40):
+        part = part_bytes(size)
+        assert part >= 5 << 20 and part % (1 << 20) == 0 and -(-size // part) <= 10_000
+        assert part == PART or -(-size // (part - (1 << 20))) > 10_000
+
+
+def test_a_small_file_is_written_whole(place: Place) -> None:
+    place.put("other", b"")
+    path = f"{place.path}/file"
+    seen: set[bytes] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.add(place.content().get("file", b""))
+
+    texts = [bytes([65 + number]) * (1 + 50_000 * number) for number in range(5)]
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            for text in texts:
+                write_whole(path, text)
+                assert place.content()["file"] == text
+        finally:
+            done.set()
+        looking.result()
+    assert seen <= {b"", *texts}
+    assert place.content() == {"file": texts[-1], "other": b""}
+
+
+def test_files_are_removed(place: Place) -> None:
+    path = place.put("a/file", b"1")
+    place.put("a/file.more", b"2")
+    remove_file(path)
+    assert list(place.content()) == ["a/file.more"]
+    remove_file(path)
+    remove_file(f"{place.path}/nothing/here")
+    assert list(place.content()) == ["a/file.more"]
+
+
+def test_directories_of_records_come_and_go(place: Place) -> None:
+    place.put("rank_0/file", b"1")
+    root = f"{place.path}/.reshard"
+    store_of(root).make_directory(root)
+    store_of(root).make_directory(root)
+    for directory in (f"{root}/conversion", f"{root}/conversion/done"):
+        record_files.make_directory(directory)
+        record_files.make_directory(directory)
+        assert record_files.listed(directory) == []
+    for name in ("0.1", "0.2", "plan.json", "foreign"):
+        record_files.make_empty(f"{root}/conversion/done/{name}")
+    assert record_files.names_in(f"{root}/conversion/done") == ["0.1", "0.2", "foreign", "plan.json"]
+    assert record_files.names_in(f"{root}/conversion") == ["done"]
+    record_files.remove_directory(f"{root}/conversion/done", lambda name: name != "foreign")
+    assert record_files.names_in(f"{root}/conversion/done") == ["foreign"]
+    record_files.remove(f"{root}/conversion/done/foreign")
+    record_files.remove(f"{root}/conversion/done/foreign")
+    record_files.remove_directory(f"{root}/conversion/done", lambda name: False)
+    record_files.remove_directory(f"{root}/conversion", lambda name: False)
+    store_of(root).remove_directory(root)
+    for directory in (f"{root}/conversion/done", f"{root}/conversion", root):
+        with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            record_files.listed(directory)
+    assert place.content() == {"rank_0/file": b"1"}
+
+
+# What a request is for, by its method and what its path holds, and does not.
+REQUESTS = {
+    "begin": ("POST", "?uploads", "uploadId"),
+    "part": ("PUT", "partNumber=", "nothing"),
+    "complete": ("POST", "uploadId=", "nothing"),
+    "put": ("PUT", "/file", "?"),
+    "claim": ("PUT", ".reshard-tmp-", "nothing"),
+    "abort": ("DELETE", "uploadId=", "nothing"),
+    "unclaim": ("DELETE", ".reshard-tmp-", "nothing"),
+}
+
+
+class Failing:
+    """Lets some requests of a kind go wrong, from the first on."""
+
+    def __init__(self, kind: str, fault: str, times: int) -> None:
+        self._method, self._has, self._has_not = REQUESTS[kind]
+        self._fault = fault
+        self.left = times
+
+    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+        if self.left and method == self._method and self._has in path and self._has_not not in path:
+            self.left -= 1
+            return self._fault
+        return None
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("cut", 1), ("drop", 2), ("unavailable", 4)])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_answers_that_get_lost_change_nothing(kind: str, fault: str, times: int, objects: Objects) -> None:
+    size = 1000 if kind == "put" else PART + 1000
+    path, whole = objects.put("file", b"old"), content(size)
+    with writing(path, size) as file:
+        objects.faults.choose = faults = Failing(kind, fault, times)
+        write_all(file, whole)
+        finished = file.finish()
+        if kind != "abort":
+            file.publish()
+    # An answer of no bytes cannot be cut.
+    assert faults.left == 0 or (fault == "cut" and faults.left < times)
+    looked = status_at(path)
+    assert looked is not None and (looked.modified == finished.modified) == (kind != "abort")
+    assert objects.content() == {"file": b"old" if kind == "abort" else whole} and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fault", ["lost", "drop", "refuse"])
+@pytest.mark.parametrize("kind", ["begin", "part", "complete", "put"])
+def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str, fault: str, objects: Objects) -> None:
+    size = 1000 if kind == "put" else PART + 1000
+    path, whole = objects.put("file", b"old"), content(size)
+    objects.faults.choose = Failing(kind, fault, 9)
+    with writing(path, size) as file, pytest.raises(OSError) as caught:
+        try:
+            write_all(file, whole)
+            file.finish()
+            file.publish()
+        finally:
+            file.discard()
+    assert path in str(caught.value)
+    assert SECRET not in str(caught.value) and KEY not in str(caught.value)
+    # Of what did reach the service nobody knows; it is whole.
+    assert objects.content()["file"] in ((b"old", whole) if fault == "lost" else (b"old",))
+    assert list(objects.content()) == ["file"] and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
+    size = 4 * PART
+    objects.faults.choose = Failing("begin", "lost", 13)
+    with writing(objects.path("file"), size) as file:
+
+        def write(start: int) -> None:
+            with contextlib.suppress(OSError):
+                file.write(start, memoryview(bytes(PART)))
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(write, range(0, size, PART)))
+        file.discard()
+    assert objects.content() == {} and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_upload_that_was_lost_while_another_writes_the_same_is_removed_at_last(objects: Objects) -> None:
+    path, whole = objects.path("file"), content(LARGE)
+    with writing(path, LARGE) as other:
+        other.write(0, memoryview(whole)[: 2 * PART])
+        objects.faults.choose = Failing("begin", "lost", 1)
+        written(path, bytes(LARGE))
+        # Which of the two that are left is the other's, nobody can tell.
+        assert objects.content()["file"] == bytes(LARGE) and len(objects.uploads()) == 2
+        other.write(2 * PART, memoryview(whole)[2 * PART :])
+        other.finish()
+        other.publish()
+    assert objects.content()["file"] == whole and len(objects.uploads()) == 1
+    objects.faults.clock = 1000
+    store_of(path).remove_dead(objects.path(), complete=False)
+    assert objects.content() == {"file": whole} and objects.uploads() == []
+
+
+_GIVES_UP = """
+import sys
+from reshard.storage import new_file
+from reshard.storage.s3 import failures
+failures.pause = lambda times: 0.005
+file = new_file(sys.argv[1], int(sys.argv[2]))
+file.write(0, memoryview(bytes(int(sys.argv[2]))))
+file.discard()
+file.close()
+"""
+
+
+def test_an_upload_that_cannot_be_aborted_is_by_the_next_run(objects: Objects) -> None:
+    path = objects.path("file")
+    objects.faults.choose = Failing("abort", "unavailable", 1000)
+    subprocess.run([sys.executable, "-c", _GIVES_UP, path, str(LARGE)], check=True, cwd=ROOT)
+    assert [key for key, _ in objects.uploads()] == ["file"] and len(objects.content()) == 1
+    objects.faults.choose = lambda *_: None
+    store_of(path).remove_dead(objects.path(), complete=False)
+    assert objects.content() == {} and objects.uploads() == []
+
+
+def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
+    path = objects.put("file", b"old")
+    for published_by_another in (False, True):
+        with writing(path, LARGE) as file:
+            write_all(file, bytes(LARGE))
+            file.finish()
+            for key, upload in objects.uploads():
+                objects.client.abort_multipart_upload(Bucket=objects.bucket, Key=key, UploadId=upload)
+            if published_by_another:
+                # The same bytes, but not these.
+                objects.put("file", bytes(LARGE))
+            with pytest.raises(OSError, match="aborted by somebody else"):
+                file.publish()
+            file.discard()
+    assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []
+
+
+def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objects) -> None:
+    for number, metadata in enumerate(({}, {"mtime": "1700000000.25"}, {"mtime": "1700000000"}, {"mtime": "no time"})):
+        objects.client.put_object(Bucket=objects.bucket, Key=f"{number}", Body=b"1", Metadata=metadata)
+        path = objects.path(f"{number}")
+        with contextlib.closing(store_of(path).open(path)) as opened:
+            looked = status_at(path)
+            assert opened.status() == looked
+        assert looked is not None
+        if number in (1, 2):
+            assert looked.modified == (1_700_000_000_250_000_000, 1_700_000_000_000_000_000)[number - 1]
+
+
+def test_credentials_are_in_no_object(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
+    objects.faults.choose = failing
+    seen: list[str] = []
+    with writing(objects.path("run/large"), LARGE) as file:
+        write_all(file, bytes(LARGE))
+        seen += [f"{name} {data!r}" for name, data in objects.content().items()]
+        file.publish()
+    write_whole(objects.path("run/small"), b"1")
+    for key in objects.content():
+        head = objects.client.head_object(Bucket=objects.bucket, Key=key)
+        seen.append(f"{key} {head['Metadata']}")
+    assert len(seen) == 3 and ".reshard-tmp-" in seen[0]
+    assert SECRET not in str(seen) and KEY not in str(seen)
