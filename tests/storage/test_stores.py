@@ -203,3 +203,32 @@ def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> 
     whole = b"".join(file.read(offset, 512) for offset in range(0, 2 * MIB, 512))
     assert whole == content(2 * MIB)
     assert objects.faults.requests["GET"] - before <= 7
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_service_that_cannot_be_connected_to_is_asked_again_if_it_ever_answered(
+    reached: bool, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.exceptions import EndpointConnectionError
+
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
+    path = objects.put("file", b"1")
+    if reached:
+        assert exists(path)
+    client = store_of(path)._service.client  # type: ignore[attr-defined]
+    refused: list[object] = []
+
+    def refuse(**_: object) -> None:
+        if len(refused) < 3:
+            refused.append(None)
+            raise EndpointConnectionError(endpoint_url=objects.url)
+
+    client.meta.events.register("before-send.s3", refuse)
+    if reached:
+        store_of(path).remove(path)
+        assert len(refused) == 3 and objects.content() == {}
+    else:
+        # Its address may be wrong.
+        with pytest.raises(OSError, match="Could not connect"):
+            store_of(path).remove(path)
+        assert len(refused) == 1
