@@ -30,7 +30,7 @@ from typing import Callable, NamedTuple, Optional
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
-from reshard.records.locks import OBJECTS_OF_THE_LIVING, Lock, Tell, locked, shared, sign_in, try_alone
+from reshard.records.locks import OBJECTS_OF_THE_LIVING, Lock, Tell, locked, remove_dead, shared, sign_in, try_alone
 from reshard.records.record_files import (
     DIRECTORY,
     check_directory,
@@ -226,7 +226,10 @@ class Ledger:
             RetryableError: the directory cannot be written.
         """
         try:
-            begun = list(filter(_OURS.fullmatch, names_in(self._root)))
+            names = names_in(self._root)
+            if any(name.startswith(OBJECTS_OF_THE_LIVING) for name in names):
+                remove_dead(self._root)
+            begun = list(filter(_OURS.fullmatch, names))
             others = [name for name in begun if name != self.identity.digest]
             for name in others:
                 self._refuse_alive(name)
@@ -249,7 +252,7 @@ class Ledger:
             else:
                 self._make_own()
             self._writing = shared(os.path.join(self._own, "lock"), self._tell)
-            store_of(self._own).remove_dead(self._own, complete=False)
+            remove_dead(self._own)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):
                 write_whole(path, (self.identity.to_json() + "\n").encode())

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.errors import RetryableError
-from reshard.storage import in_object_store, look_error, temporary
+from reshard.storage import in_object_store, look_error, store_of, temporary
 
 if TYPE_CHECKING:
     from reshard.storage.s3 import S3Store
@@ -210,6 +210,14 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
             return
         finally:
             os.close(fd)
+
+
+def remove_dead(directory: str) -> None:
+    """Remove what dead runs left in a directory of records: temporary files, or objects that say that they live."""
+    if in_object_store(directory):
+        _objects(directory).remove_dead_leases(directory)
+    else:
+        store_of(directory).remove_dead(directory, complete=False)
 
 
 def _objects(path: str) -> S3Store:

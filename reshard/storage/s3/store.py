@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.leases import Lease, held_alone, holder, is_alive
+from reshard.storage.s3.leases import Lease, held_alone, holder, is_alive, is_holder
 from reshard.storage.s3.metadata import metadata_now
 from reshard.storage.s3.new_object import NewObject, part_bytes, remove_dead
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of_head
@@ -153,6 +153,16 @@ class S3Store:
                 name = entry["Key"][len(key) + 1 + len(start) :]
                 found.append(is_alive(name, age_of(entry["LastModified"], page)))
         return found
+
+    def remove_dead_leases(self, directory: str) -> None:
+        """Remove the objects right in a directory that say that a process lives which is dead, as far as possible."""
+        bucket, key = Address.parse(directory)
+        with contextlib.suppress(OSError):
+            for page in self._service.pages(directory, bucket, f"{key}/", "/"):
+                for entry in page.get("Contents", ()):
+                    name = entry["Key"].rpartition(".")[2]
+                    if is_holder(name) and not is_alive(name, age_of(entry["LastModified"], page)):
+                        self._service.delete(f"{directory}/{entry['Key'][len(key) + 1 :]}")
 
     def lease(self, path: str) -> Lease:
         """An object beside a path that says that this process lives, until it is released; its name begins so.

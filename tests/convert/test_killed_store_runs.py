@@ -1,0 +1,199 @@
+"""Runs that write to an object store and are killed: nothing half of it is seen, and the next run completes it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Callable, NamedTuple, Optional
+
+import pytest
+
+from tests.convert.test_writing_to_stores import tree, written
+from tests.object_store import Objects
+from tests.preloaded import Preloaded
+from tests.running import Argument, done
+from tests.small import SOURCE, TARGET, World, tensors
+from tests.trees import layout, single, value
+
+MANIFEST = "reshard-manifest.json"
+UNFINISHED = "reshard-unfinished.safetensors"
+#: The options that write a form, and what its loaders wait for.
+FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
+    "ranks": ([], None),
+    "parts": ([], None),
+    "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
+    "unified": (["--max-shard-size", "200"], "param_name_map.json"),
+    "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory: pytest.TempPathFactory, object_server: int) -> Iterator[Preloaded]:
+    found = Preloaded(tmp_path_factory.mktemp("runs"))
+    yield found
+    found.close()
+
+
+class Job(NamedTuple):
+    """A conversion, and what it writes when nothing goes wrong.
+
+    Attributes:
+        words: of `convert`, `{}` in the place of DST.
+        whole: by name.
+        index: what loaders wait for, if they wait.
+    """
+
+    words: list[Argument]
+    whole: dict[str, bytes]
+    index: Optional[str]
+
+    def into(self, dst: str, *more: Argument) -> list[Argument]:
+        return ["convert", *(dst if word == "{}" else word for word in self.words), *more]
+
+
+def job(form: str, root: Path, label: str = "") -> Job:
+    """A small conversion; files of `parts` are uploaded in two parts each."""
+    options, index = FORMS[form]
+    if form == "parts":
+        world = World(
+            root, single({"w": layout([2], [0, -1])}), single({"w": layout([2], [-1, 0])})
+        )
+        world.save({"w": value(label + "w", (1024, 3000))})
+    else:
+        world = World(root, SOURCE, TARGET)
+        world.save(tensors(label))
+    to: list[Argument] = ["--dst-strategy", world.new] if index is None else ["--to", form, *options]
+    words: list[Argument] = [world.src, "{}", "--src-strategy", world.old, *to]
+    found = Job(words, {}, index)
+    done(*found.into(str(root / "whole")))
+    return found._replace(whole=tree(root / "whole"))
+
+
+class Killer:
+    """Sends a process a signal when it makes its n-th request that changes something, counted from 0.
+
+    Args:
+        at: n.
+        what: the signal.
+        arrives: that request is heeded by the store.
+    """
+
+    def __init__(self, at: int, what: int = signal.SIGKILL, arrives: bool = False) -> None:
+        self.at, self.what, self.arrives = at, what, arrives
+        self.kill: Callable[[int], None] = lambda what: None
+        self.ready = threading.Event()
+        self.done = False
+        self._counted = itertools.count()
+
+    def __call__(self, number: int, method: str, path: str) -> Optional[str]:
+        self.ready.wait(60)
+        if method in ("GET", "HEAD"):
+            return None
+        if next(self._counted) == self.at:
+            self.done = True
+            self.kill(self.what)
+            if self.what == signal.SIGKILL:
+                return "lost" if self.arrives else "drop"
+        return None
+
+
+def interrupted(preloaded: Preloaded, objects: Objects, killer: Killer, words: list[Argument]) -> int:
+    """Run a command that gets a signal at a request; its status."""
+    objects.faults.choose = killer
+    run = preloaded.start(*words)
+    killer.kill = run.send
+    killer.ready.set()
+    result = run.result()
+    objects.faults.choose = lambda *_: None
+    assert "Traceback" not in result.err, result.err
+    return result.status
+
+
+def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[Job] = None) -> None:
+    """Whatever has a final name is whole, and what says that all is there comes last."""
+    content = objects.content("out")
+    found = {name: data for name, data in content.items() if name in job.whole and name != UNFINISHED}
+    for name, data in found.items():
+        assert data in (job.whole[name], *([before.whole[name]] if before and name in before.whole else ())), name
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    if before is None and (MANIFEST in content or (job.index or MANIFEST) in content):
+        assert weights <= set(found)
+    if before is None and job.index is not None and weights & set(found) and not weights <= set(found):
+        assert any(name.rpartition("/")[2] == UNFINISHED for name in content)
+
+
+def check_nothing_is_left(objects: Objects, job: Job) -> None:
+    """What stands there is what was asked for, and nothing that a run needs while it lives."""
+    found = written(objects)
+    assert sorted(found) == sorted(job.whole)
+    assert found == job.whole
+    assert not uploads(objects)
+    names = objects.content("out")
+    assert not [name for name in names if ".reshard-tmp-" in name or "/lock." in name or "/sign." in name]
+    assert names[".reshard/lock"] == b"free"
+    assert MANIFEST in names
+
+
+def uploads(objects: Objects) -> list[str]:
+    found = objects.client.list_multipart_uploads(Bucket=objects.bucket).get("Uploads", [])
+    return [upload["Key"] for upload in found]
+
+
+def clear(objects: Objects) -> None:
+    for name in objects.content():
+        objects.client.delete_object(Bucket=objects.bucket, Key=name)
+
+
+def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
+    """What `status` says of a directory; None where nothing was begun."""
+    result = preloaded.start("status", dst, "--json").result()
+    if result.status == 3:
+        assert "no conversion was begun here" in result.err
+        return None
+    found: dict[str, object] = json.loads(result.err)
+    return found
+
+
+def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Kill a run at a request, see what is there, and complete it; whether it came so far."""
+    killer = Killer(at, arrives=arrives)
+    dst = objects.path("out")
+    ended = interrupted(preloaded, objects, killer, job.into(dst))
+    assert ended == (-signal.SIGKILL if killer.done else 0)
+    check_nothing_is_half_written(objects, job)
+    said = status(preloaded, dst)
+    weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
+    content = objects.content("out")
+    assert (said is not None and said["complete"]) == (weights <= set(content) and MANIFEST in content)
+    if said is not None:
+        assert not said["writing"]
+    given = said is not None and any("/command." in name for name in content)
+    again = ["resume", dst] if at % 2 and given else job.into(dst)
+    preloaded.done(*again)
+    check_nothing_is_left(objects, job)
+    clear(objects)
+    return killer.done
+
+
+@pytest.mark.parametrize("form, at", [("parts", 21), ("parts", 28), ("unified", 23), ("checkpoint2", 30)])
+def test_the_next_run_completes_what_a_killed_one_began(
+    form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    assert kill_and_go_on(at, False, job(form, tmp_path), preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_wherever_a_run_is_killed_the_next_one_completes_it(
+    form: str, arrives: bool, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    wanted = job(form, tmp_path)
+    for at in itertools.count():
+        if not kill_and_go_on(at, arrives, wanted, preloaded, objects):
+            break
+    assert at > 20

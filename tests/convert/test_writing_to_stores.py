@@ -1,0 +1,87 @@
+"""Conversions into object stores: what is written there is what the same command writes to a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import pytest
+
+from tests.corpus import FIXTURES
+from tests.object_store import Objects
+from tests.running import Argument, done, fails, reshard, warns
+
+DEMO = FIXTURES / "demo"
+
+
+class Kind(NamedTuple):
+    """A conversion.
+
+    Attributes:
+        source: where it lies among the fixtures.
+        options: what it becomes.
+        strategy: of the source, where it needs one.
+    """
+
+    source: Path
+    options: tuple[Argument, ...]
+    strategy: Optional[Path] = None
+
+
+def demo(*options: Argument) -> Kind:
+    return Kind(DEMO / "src_checkpoints", options, DEMO / "src_strategy.ckpt")
+
+
+TO_DEMO: tuple[Argument, ...] = ("--dst-strategy", DEMO / "dst_strategy.ckpt")
+SMALL: tuple[Argument, ...] = ("--max-shard-size", "2KB")
+CHECKPOINT2 = FIXTURES / "checkpoint2/a02_dp2mp2_dedup/checkpoint"
+UNIFIED = FIXTURES / "full_weights/u05_pp2_opt_ms270/unified"
+KINDS = {
+    "ranks": demo(*TO_DEMO),
+    "ranks, other format": demo(*TO_DEMO, "--format", "safetensors", "--prefix", "step_"),
+    "ranks, same cut": demo("--dst-strategy", "same"),
+    "ranks, other types": demo(*TO_DEMO, "--cast", "*=bfloat16"),
+    "some ranks": demo(*TO_DEMO, "--ranks", "0,2-3"),
+    "a shard": demo(*TO_DEMO, "--shard", "1/2"),
+    "one file": demo("--dst-strategy", "none", "--format", "safetensors"),
+    "checkpoint2": demo("--to", "checkpoint2", "--dst-strategy", "same"),
+    "unified": demo("--to", "unified", *SMALL),
+    "huggingface": demo("--to", "huggingface", *SMALL),
+    "checkpoint2 to ranks": Kind(CHECKPOINT2, ("--dst-strategy", "same")),
+    "checkpoint2 to unified": Kind(CHECKPOINT2, ("--to", "unified", *SMALL)),
+    "unified to huggingface": Kind(UNIFIED, ("--to", "huggingface", *SMALL)),
+    "huggingface to one": Kind(FIXTURES / "full_weights/h01_bf16_sharded/model", ("--to", "huggingface")),
+}
+
+
+def written(objects: Objects, key: str = "out") -> dict[str, bytes]:
+    """Everything below a key, but for records, which name the source, and the manifest."""
+    return {name: data for name, data in objects.content(key).items() if not _is_record(name)}
+
+
+def tree(place: Path) -> dict[str, bytes]:
+    """Likewise of a directory."""
+    found = {str(path.relative_to(place)): path for path in sorted(place.rglob("*")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not _is_record(name)}
+
+
+def _is_record(name: str) -> bool:
+    return name.startswith((".reshard/", "reshard-manifest"))
+
+
+def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argument]:
+    strategy: list[Argument] = [] if kind.strategy is None else ["--src-strategy", kind.strategy]
+    return [source or kind.source, dst, *strategy, *kind.options]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    done("convert", *words(kind, tmp_path / "out"))
+    done("convert", *words(kind, objects.path("out")), "--verify")
+    assert written(objects) == tree(tmp_path / "out") != {}
+    before = objects.content()
+    source = objects.upload(kind.source, "runs/some run/ckpt")
+    done("convert", *words(kind, objects.path("copy"), source), "--verify")
+    assert written(objects, "copy") == written(objects)
+    assert done("convert", *words(kind, objects.path("out"))).status == 0

@@ -1,0 +1,182 @@
+"""Runs of `reshard` in processes of their own, which start at once: forked from one that has loaded everything.
+
+Usage as a program: commands come by lines of JSON on its standard input, as words and a file for what is said; for each
+one it tells the number of its process, and, as soon as it has ended, that number and its exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from tests.running import Argument, Result
+
+
+class Run:
+    """A command in a process of its own.
+
+    Attributes:
+        process: its number.
+    """
+
+    def __init__(self, process: int, log: Path) -> None:
+        self.process = process
+        self._log = log
+        self._ended = threading.Event()
+        self._status: Optional[int] = None
+
+    def ended(self, status: int) -> None:
+        self._status = status
+        self._ended.set()
+
+    def send(self, what: int) -> None:
+        """Send it a signal, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process, what)
+
+    def result(self) -> Result:
+        """Of the command, which is waited for; the status is negative where a signal has ended it."""
+        assert self._ended.wait(120), f"hangs: {self._log.read_text()}"
+        assert self._status is not None
+        return Result(self._status, "", self._log.read_text())
+
+
+class Preloaded:
+    """Starts runs.
+
+    Args:
+        directory: for what they say.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = 0
+        self._runs: dict[int, Run] = {}
+        self._started: list[Run] = []
+        self._news = threading.Condition()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.preloaded"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            with self._news:
+                if "status" in said:
+                    self._runs[said["process"]].ended(said["status"])
+                else:
+                    run = Run(said["process"], Path(said["log"]))
+                    self._runs[run.process] = run
+                    self._started.append(run)
+                self._news.notify_all()
+
+    def start(self, *words: Argument, **environment: str) -> Run:
+        """Start a command."""
+        self._number += 1
+        log = self._directory / f"log{self._number}"
+        wanted = {
+            "words": [str(word) for word in words],
+            "log": str(log),
+            "environment": {**{name: value for name, value in os.environ.items() if "AWS" in name}, **environment},
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(wanted) + "\n")
+        self._process.stdin.flush()
+        with self._news:
+            assert self._news.wait_for(lambda: len(self._started) == self._number, 60)
+            return self._started[-1]
+
+    def done(self, *words: Argument) -> Result:
+        """Run a command, which must succeed."""
+        result = self.start(*words).result()
+        assert result.status == 0, f"{words} gave {result.status}:\n{result.err}"
+        return result
+
+    def close(self) -> None:
+        self._process.communicate("")
+
+
+def _load() -> None:
+    import reshard.cli
+
+    for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
+        importlib.import_module(module.name)
+    for name in ("google.protobuf.message_factory", "boto3", "obstore.store", "reshard.storage.s3"):
+        importlib.import_module(name)
+
+
+def _run(wanted: dict[str, Any]) -> None:
+    """In a forked process: become the command."""
+    from reshard.cli.main import main
+
+    status = 99
+    try:
+        os.environ.update(wanted["environment"])
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = ["reshard", *wanted["words"]]
+        main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _say(**what: Any) -> None:
+    os.write(1, (json.dumps(what) + "\n").encode())
+
+
+def _serve() -> None:
+    """Fork runs, and tell of their ends; those that are left end with this."""
+    _load()
+    living: set[int] = set()
+
+    def bury(*_: object) -> None:
+        for process in list(living):
+            found, status = os.waitpid(process, os.WNOHANG)
+            if found:
+                living.discard(process)
+                _say(process=process, status=os.waitstatus_to_exitcode(status))
+
+    signal.signal(signal.SIGCHLD, bury)
+    for line in _lines():
+        wanted = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        process = os.fork()
+        if not process:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            _run(wanted)
+        living.add(process)
+        _say(process=process, log=wanted["log"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    for process in living:
+        os.kill(process, signal.SIGKILL)
+
+
+def _lines() -> Iterator[str]:
+    held = b""
+    while part := os.read(0, 1 << 16):
+        *lines, held = (held + part).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+if __name__ == "__main__":
+    _serve()
