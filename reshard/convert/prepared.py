@@ -22,7 +22,7 @@ from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.destination import Space, check_apart, check_disjoint, check_space, space_for
+from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -84,6 +84,7 @@ def prepare(
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
+    check_bucket(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
     with FileHandles(decryption=options.decryption) as handles:

@@ -169,6 +169,33 @@ class Destination:
         return os.path.realpath(directory) == os.path.normpath(wanted)
 
 
+def check_bucket(dst: str) -> None:
+    """Insist that the bucket of a target directory is there, where it lies in an object store.
+
+    Args:
+        dst: as typed.
+
+    Raises:
+        UsageError: it is no path that its store can have.
+        TargetError: there is no such bucket.
+    """
+    store = store_of(dst)
+    if not in_object_store(dst):
+        return
+    bucket = "/".join(dst.split("/")[:3])
+    # Who may list a part of a bucket alone is told that all of it may not be listed, where there is one.
+    with contextlib.suppress(OSError):
+        try:
+            store.status(bucket)
+        except FileNotFoundError:
+            raise TargetError(
+                f"{dst}: there is no bucket of this name",
+                file=dst,
+                hint="make it first, or choose another DST; are --endpoint-url or AWS_ENDPOINT_URL and the profile "
+                "those of its service?",
+            ) from None
+
+
 def check_disjoint(
     src: Union[str, Mapping[int, str]],
     sources: Iterable[str],

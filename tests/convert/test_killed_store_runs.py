@@ -44,12 +44,12 @@ class Job(NamedTuple):
     Attributes:
         words: of `convert`, `{}` in the place of DST.
         whole: by name.
-        index: what loaders wait for, if they wait.
+        mark: what loaders wait for, if they wait.
     """
 
     words: list[Argument]
     whole: dict[str, bytes]
-    index: Optional[str]
+    mark: Optional[str]
 
     def into(self, dst: str, *more: Argument) -> list[Argument]:
         return ["convert", *(dst if word == "{}" else word for word in self.words), *more]
@@ -57,18 +57,16 @@ class Job(NamedTuple):
 
 def job(form: str, root: Path, label: str = "") -> Job:
     """A small conversion; files of `parts` are uploaded in two parts each."""
-    options, index = FORMS[form]
+    options, mark = FORMS[form]
     if form == "parts":
-        world = World(
-            root, single({"w": layout([2], [0, -1])}), single({"w": layout([2], [-1, 0])})
-        )
+        world = World(root, single({"w": layout([2], [0, -1])}), single({"w": layout([2], [-1, 0])}))
         world.save({"w": value(label + "w", (1024, 3000))})
     else:
         world = World(root, SOURCE, TARGET)
         world.save(tensors(label))
-    to: list[Argument] = ["--dst-strategy", world.new] if index is None else ["--to", form, *options]
+    to: list[Argument] = ["--dst-strategy", world.new] if mark is None else ["--to", form, *options]
     words: list[Argument] = [world.src, "{}", "--src-strategy", world.old, *to]
-    found = Job(words, {}, index)
+    found = Job(words, {}, mark)
     done(*found.into(str(root / "whole")))
     return found._replace(whole=tree(root / "whole"))
 
@@ -120,9 +118,9 @@ def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[J
     for name, data in found.items():
         assert data in (job.whole[name], *([before.whole[name]] if before and name in before.whole else ())), name
     weights = {name for name in job.whole if name.endswith((".safetensors", ".ckpt"))}
-    if before is None and (MANIFEST in content or (job.index or MANIFEST) in content):
+    if before is None and (MANIFEST in content or (job.mark or MANIFEST) in content):
         assert weights <= set(found)
-    if before is None and job.index is not None and weights & set(found) and not weights <= set(found):
+    if before is None and job.mark is not None and weights & set(found) and not weights <= set(found):
         assert any(name.rpartition("/")[2] == UNFINISHED for name in content)
 
 

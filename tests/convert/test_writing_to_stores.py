@@ -9,7 +9,7 @@ import pytest
 
 from tests.corpus import FIXTURES
 from tests.object_store import Objects
-from tests.running import Argument, done, fails, reshard, warns
+from tests.running import Argument, done, fails
 
 DEMO = FIXTURES / "demo"
 
@@ -85,3 +85,21 @@ def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: 
     done("convert", *words(kind, objects.path("copy"), source), "--verify")
     assert written(objects, "copy") == written(objects)
     assert done("convert", *words(kind, objects.path("out"))).status == 0
+
+
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        ("s3://{bucket}-not/out", "there is no bucket of this name"),
+        ("s3://", "s3://: names no bucket"),
+        ("s3:/{bucket}/out", "with two slashes"),
+        ("s3://{bucket}/a//out", "/a//out: holds an empty name"),
+        ("s3://{bucket}/a/../out", "/a/../out: holds an empty name"),
+    ],
+)
+@pytest.mark.parametrize("more", ["--verify", "--dry-run"])
+def test_where_nothing_can_be_written_it_is_said_first(key: str, says: str, more: str, objects: Objects) -> None:
+    dst = key.format(bucket=objects.bucket)
+    fails(3 if "bucket of" in says else 2, "convert", *words(demo(*TO_DEMO), dst), more, says=[says])
+    assert {method for method, _ in objects.faults.asked} <= {"GET", "HEAD"}
+    assert not objects.content()

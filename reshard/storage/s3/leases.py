@@ -206,6 +206,9 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     try:
         return str(service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"])
     except FileNotFoundError:
+        if "IfMatch" not in condition:
+            # There is no such bucket.
+            raise
         return None
     except OSError as error:
         if error.errno != errno.ESTALE:
