@@ -119,7 +119,7 @@ def _load() -> None:
 
 def _run(wanted: dict[str, Any]) -> None:
     """In a forked process: become the command."""
-    from reshard.cli.main import main
+    from reshard.entry import main
 
     status = 99
     try:

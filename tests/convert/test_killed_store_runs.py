@@ -170,7 +170,7 @@ def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objec
     if said is not None:
         assert not said["writing"]
     given = said is not None and any("/command." in name for name in content)
-    again = ["resume", dst] if at % 2 and given else job.into(dst)
+    again = ["resume", dst] if at // 2 % 2 and given else job.into(dst)
     preloaded.done(*again)
     check_nothing_is_left(objects, job)
     clear(objects)
@@ -191,7 +191,144 @@ def test_wherever_a_run_is_killed_the_next_one_completes_it(
     form: str, arrives: bool, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     wanted = job(form, tmp_path)
-    for at in itertools.count():
+    for at in itertools.count(int(arrives), 2):
         if not kill_and_go_on(at, arrives, wanted, preloaded, objects):
+            break
+    assert at > 20
+
+
+def stop_and_go_on(at: int, what: int, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Ask a run at a request to end, see that it leaves nothing, and complete it; whether it came so far."""
+    killer = Killer(at, what)
+    dst = objects.path("out")
+    ended = interrupted(preloaded, objects, killer, job.into(dst))
+    assert ended == (128 + what if killer.done else 0)
+    check_nothing_is_half_written(objects, job)
+    assert not uploads(objects)
+    names = objects.content("out")
+    assert not [name for name in names if ".reshard-tmp-" in name or "/lock." in name or "/sign." in name]
+    preloaded.done(*job.into(dst))
+    check_nothing_is_left(objects, job)
+    clear(objects)
+    return killer.done
+
+
+@pytest.mark.parametrize("what, form, at", [(signal.SIGTERM, "parts", 19), (signal.SIGINT, "huggingface", 20)])
+def test_a_run_that_is_asked_to_end_leaves_nothing(
+    what: int, form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    assert stop_and_go_on(at, what, job(form, tmp_path), preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["parts", "unified"])
+def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
+    form: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    wanted = job(form, tmp_path)
+    for at in itertools.count(0, 2):
+        if not stop_and_go_on(at, (signal.SIGTERM, signal.SIGINT)[at // 2 % 2], wanted, preloaded, objects):
+            break
+    assert at > 20
+
+
+def test_runs_at_the_same_time_do_not_disturb_each_other(
+    preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    """Two of the same files, and two of one rank each."""
+    wanted = job("parts", tmp_path)
+    dst = objects.path("out")
+    ranks = [["by-rank", rank, *wanted.into(dst)[1:]] for rank in (0, 1)]
+    runs = [preloaded.start(*words) for words in (wanted.into(dst), wanted.into(dst), *ranks)]
+    results = [run.result() for run in runs]
+    assert [result.status for result in results] == [0] * 4, [result.err for result in results]
+    check_nothing_is_left(objects, wanted)
+
+
+def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    """Its upload of the same object is aborted once nobody else uploads it."""
+    wanted = job("parts", tmp_path)
+    dst = objects.path("out")
+    parts = itertools.count()
+    killed: list[Callable[[int], None]] = []
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if "partNumber=" in path and killed and next(parts) == 1:
+            killed.pop()(signal.SIGKILL)
+        return None
+
+    objects.faults.choose = choose
+    first = preloaded.start(*wanted.into(dst))
+    killed.append(first.send)
+    second = preloaded.start(*wanted.into(dst))
+    first.result()
+    assert second.result().status == 0, second.result().err
+    objects.faults.choose = lambda *_: None
+    preloaded.done(*wanted.into(dst))
+    assert written(objects) == wanted.whole
+
+
+def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
+    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+    dst = objects.path("out")
+    writing, go_on = threading.Event(), threading.Event()
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if "partNumber=" in path:
+            writing.set()
+            go_on.wait(60)
+        return None
+
+    objects.faults.choose = choose
+    run = preloaded.start(*wanted.into(dst))
+    assert writing.wait(60)
+    said = status(preloaded, dst)
+    assert said is not None and said["writing"] and not said["complete"]
+    result = preloaded.start(*other.into(dst, "--overwrite")).result()
+    assert result.status == 3 and "another conversion is being written" in result.err, result.err
+    go_on.set()
+    assert run.result().status == 0, run.result().err
+    check_nothing_is_left(objects, wanted)
+    result = preloaded.start(*other.into(dst)).result()
+    assert result.status == 3 and "holds another conversion" in result.err, result.err
+    check_nothing_is_left(objects, wanted)
+
+
+def overwrite_after_kill(at: int, before: Job, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+    """Fill a directory, kill the run that replaces it at a request, and give it again; whether it came so far."""
+    dst = objects.path("out")
+    preloaded.done(*before.into(dst))
+    killer = Killer(at)
+    interrupted(preloaded, objects, killer, job.into(dst, "--overwrite"))
+    check_nothing_is_half_written(objects, job, before)
+    said = status(preloaded, dst)
+    assert said is not None
+    if said["complete"]:
+        assert written(objects) in (before.whole, job.whole)
+    preloaded.done(*job.into(dst, "--overwrite"))
+    check_nothing_is_left(objects, job)
+    clear(objects)
+    return killer.done
+
+
+PAIRS = [("ranks", "ranks"), ("unified", "huggingface"), ("checkpoint2", "ranks"), ("ranks", "unified")]
+
+
+@pytest.mark.parametrize("pair, at", [(PAIRS[0], 24), (PAIRS[1], 40)])
+def test_what_is_replaced_is_of_one_conversion_in_the_end(
+    pair: tuple[str, str], at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
+    assert overwrite_after_kill(at, before, after, preloaded, objects)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", PAIRS)
+def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
+    pair: tuple[str, str], preloaded: Preloaded, objects: Objects, tmp_path: Path
+) -> None:
+    before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
+    for at in itertools.count(0, 2):
+        if not overwrite_after_kill(at, before, after, preloaded, objects):
             break
     assert at > 20

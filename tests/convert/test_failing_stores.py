@@ -1,0 +1,58 @@
+"""Conversions into an object store whose requests fail: the same objects, once visible, and nothing beside them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Optional
+
+import pytest
+
+from tests.convert.test_killed_store_runs import FORMS, check_nothing_is_left, job
+from tests.object_store import Objects
+from tests.running import Argument, done
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.01)
+
+
+def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) -> None:
+    """Convert while one request of five fails somehow, and compare."""
+    wanted = job(form, root)
+    chance = random.Random(seed)
+    kinds: list[Optional[str]] = ["drop", "cut", "unavailable", "lost", *[None] * 16]
+    objects.faults.choose = lambda *_: chance.choice(kinds)
+    done(*wanted.into(objects.path("out"), "--verify", "--jobs", chance.choice([1, 2, 4]), *more))
+    objects.faults.choose = lambda *_: None
+    check_nothing_is_left(objects, wanted)
+
+
+@pytest.mark.parametrize("seed, form", [(1, "parts"), (2, "parts"), (3, "checkpoint2")])
+def test_requests_that_fail_change_nothing(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
+    faulty(seed, form, objects, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4, 44))
+def test_any_requests_that_fail_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
+    form = ("parts", *FORMS)[seed % (1 + len(FORMS))]
+    faulty(seed, form, objects, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["drop", "lost", "cut", "unavailable"])
+def test_each_request_may_fail_once(kind: str, objects: Objects, tmp_path: Path) -> None:
+    wanted = job("parts", tmp_path)
+    seen: set[tuple[str, str]] = set()
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if (method, path) in seen:
+            return None
+        seen.add((method, path))
+        return kind
+
+    objects.faults.choose = choose
+    done(*wanted.into(objects.path("out")))
+    objects.faults.choose = lambda *_: None
+    check_nothing_is_left(objects, wanted)
