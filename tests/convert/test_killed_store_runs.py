@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
 import pytest
 
+from reshard.storage.s3.leases import _machine
 from tests.convert.test_writing_to_stores import tree, written
 from tests.object_store import Objects
 from tests.preloaded import Preloaded
-from tests.running import Argument, done
+from tests.running import Argument, done, fails
 from tests.small import SOURCE, TARGET, World, tensors
 from tests.trees import layout, single, value
 
@@ -124,16 +128,25 @@ def check_nothing_is_half_written(objects: Objects, job: Job, before: Optional[J
         assert any(name.rpartition("/")[2] == UNFINISHED for name in content)
 
 
-def check_nothing_is_left(objects: Objects, job: Job) -> None:
-    """What stands there is what was asked for, and nothing that a run needs while it lives."""
+def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> None:
+    """What stands there is what was asked for, and nothing that a run needs while it lives.
+
+    Args:
+        objects: where.
+        job: what was asked for.
+        ended: the last run that wrote something was not killed. One that was after it had written the manifest is
+            followed by none that begins, so that what says that it lived stays: nobody takes it for alive.
+    """
     found = written(objects)
     assert sorted(found) == sorted(job.whole)
     assert found == job.whole
     assert not uploads(objects)
     names = objects.content("out")
-    assert not [name for name in names if ".reshard-tmp-" in name or "/lock." in name or "/sign." in name]
-    assert names[".reshard/lock"] == b"free"
+    assert not [name for name in names if ".reshard-tmp-" in name]
     assert MANIFEST in names
+    if ended:
+        assert not [name for name in names if "/lock." in name or "/sign." in name]
+        assert names[".reshard/lock"] == b"free"
 
 
 def uploads(objects: Objects) -> list[str]:
@@ -172,7 +185,7 @@ def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objec
     given = said is not None and any("/command." in name for name in content)
     again = ["resume", dst] if at // 2 % 2 and given else job.into(dst)
     preloaded.done(*again)
-    check_nothing_is_left(objects, job)
+    check_nothing_is_left(objects, job, ended=MANIFEST not in content)
     clear(objects)
     return killer.done
 
@@ -332,3 +345,59 @@ def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
         if not overwrite_after_kill(at, before, after, preloaded, objects):
             break
     assert at > 20
+
+
+def move_to_another_machine(objects: Objects) -> None:
+    """Let everything that says that a process lives be of one of another machine."""
+    holder = re.compile(rf"{_machine()}-([0-9]+-[0-9a-f]{{12}})")
+    for key, content in objects.content().items():
+        there = holder.sub(r"0badcafe-\1", key)
+        said = holder.sub(r"0badcafe-\1", content.decode("latin-1")).encode("latin-1")
+        if there != key:
+            objects.client.delete_object(Bucket=objects.bucket, Key=key)
+        if (there, said) != (key, content):
+            objects.put(there, said)
+
+
+@pytest.mark.parametrize("at", [21, 24])
+def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_for_long(
+    at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
+    dst = objects.path("out")
+    killer = Killer(at)
+    interrupted(preloaded, objects, killer, wanted.into(dst))
+    assert killer.done and uploads(objects)
+    move_to_another_machine(objects)
+    # It may still be alive: nothing of it is touched.
+    said = status(preloaded, dst)
+    assert said is not None and said["writing"] and not said["complete"]
+    fails(3, *other.into(dst, "--overwrite"), says=["another conversion is being written"])
+    before = uploads(objects)
+    done(*wanted.into(dst))
+    assert written(objects).items() >= wanted.whole.items()
+    assert set(uploads(objects)) <= set(before) != set()
+    # The services' clocks count seconds.
+    time.sleep(1.1)
+    now = datetime.now(timezone.utc)
+    for module in ("store", "new_object", "service"):
+        monkeypatch.setattr(f"reshard.storage.s3.{module}.age_of", lambda modified, _: 1000.0 * (modified < now))
+    # Nothing is left to do but that.
+    done(*wanted.into(dst))
+    assert not uploads(objects)
+    assert written(objects) == wanted.whole
+    assert done("status", dst, "--json").json["writing"] is False
+    done(*other.into(dst, "--overwrite"))
+    check_nothing_is_left(objects, other)
+
+
+def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
+    preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job("ranks", tmp_path)
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
+    time.sleep(1.1)
+    now = datetime.now(timezone.utc)
+    monkeypatch.setattr("reshard.storage.s3.service.age_of", lambda modified, _: 1000.0 * (modified < now))
+    done(*wanted.into(objects.path("out")))
+    check_nothing_is_left(objects, wanted)

@@ -79,7 +79,14 @@ class Lease:
         self._content = content
         self._lock = threading.Lock()
         self._released = False
-        self._put()
+        try:
+            self._put()
+        except OSError:
+            raise
+        except BaseException:
+            # As by a signal: it may be there.
+            self.release()
+            raise
         _keep_alive(self)
 
     def _put(self) -> None:
@@ -160,7 +167,14 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
         return
     name = holder()
     while True:
-        etag = put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name)
+        try:
+            etag = put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name)
+        except OSError:
+            raise
+        except BaseException:
+            # As by a signal: it may have been put.
+            _give_up(service, path, name)
+            raise
         if etag is not None:
             break
         wait()
@@ -185,6 +199,14 @@ def _taken_over(service: Service, path: str, name: str) -> Optional[str]:
     if found.content != _FREE and is_alive(owner, found.age):
         return None
     return put_if(service, path, _said(name, 0), IfMatch=found.etag)
+
+
+def _give_up(service: Service, path: str, name: str) -> None:
+    """Free a lock, if it is there and held by a name that was just given."""
+    with contextlib.suppress(OSError):
+        found = service.read(path)
+        if found.content == _said(name, 0):
+            put_if(service, path, _FREE, IfMatch=found.etag)
 
 
 def put_if(service: Service, path: str, content: bytes, **condition: str) -> Optional[str]:
