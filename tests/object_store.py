@@ -45,6 +45,10 @@ print(server.port, flush=True)
 threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()
 server.serve_forever()
 """
+_REFUSALS = {
+    "unavailable": (503, "SlowDown", "Please reduce your request rate"),
+    "denied": (403, "AccessDenied", "Access Denied"),
+}
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Faults:
         delay: seconds before every answer.
         choose: says what happens to a request, by its number from 0 on, method and path: ``drop``, which closes the
             connection without an answer; ``cut``, which does so in the middle of the answer; ``unavailable``, a 503;
-            ``lost``, which does what is asked and gives no answer; None for nothing.
+            ``denied``, a 403; ``lost``, which does what is asked and gives no answer; None for nothing.
         requests: how many there were, by method.
         asked: every request, as method and path.
     """
@@ -101,9 +105,10 @@ class Proxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if fault == "drop":
                     return self.hang_up()
-                if fault == "unavailable":
-                    text = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-                    self.send_response(503)
+                if fault in _REFUSALS:
+                    status, code, message = _REFUSALS[fault]
+                    text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+                    self.send_response(status)
                     self.send_header("Content-Length", str(len(text)))
                     self.end_headers()
                     if self.command != "HEAD":

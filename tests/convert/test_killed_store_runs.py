@@ -144,6 +144,8 @@ def check_nothing_is_left(objects: Objects, job: Job, ended: bool = True) -> Non
     names = objects.content("out")
     assert not [name for name in names if ".reshard-tmp-" in name]
     assert MANIFEST in names
+    # The records of one conversion.
+    assert len({name.split("/")[1] for name in names if name.startswith(".reshard/") and name.count("/") > 1}) == 1
     if ended:
         assert not [name for name in names if "/lock." in name or "/sign." in name]
         assert names[".reshard/lock"] == b"free"

@@ -74,17 +74,39 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
     return [source or kind.source, dst, *strategy, *kind.options]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["ranks, other format", "some ranks", "checkpoint2", "checkpoint2 to unified"])
 def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
     done("convert", *words(kind, tmp_path / "out"))
     done("convert", *words(kind, objects.path("out")), "--verify")
     assert written(objects) == tree(tmp_path / "out") != {}
-    before = objects.content()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_of_sources_in_the_same_bucket_too(name: str, objects: Objects, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    done("convert", *words(kind, tmp_path / "out"))
     source = objects.upload(kind.source, "runs/some run/ckpt")
-    done("convert", *words(kind, objects.path("copy"), source), "--verify")
-    assert written(objects, "copy") == written(objects)
-    assert done("convert", *words(kind, objects.path("out"))).status == 0
+    for key, src in (("out", None), ("copy", source)):
+        done("convert", *words(kind, objects.path(key), src), "--verify")
+        assert written(objects, key) == tree(tmp_path / "out") != {}
+    objects.faults.asked.clear()
+    done("convert", *words(kind, objects.path("out")))
+    assert not [path for method, path in objects.faults.asked if method == "PUT" and ".reshard/" not in path]
+
+
+def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> None:
+    kind = KINDS["ranks"]
+    done("convert", *words(kind, tmp_path / "out"))
+    source = objects.upload(kind.source, "runs/some run/ckpt")
+    dst = objects.path("runs/some run/out")
+    done("convert", *words(kind, dst, source), "--verify")
+    assert written(objects, "runs/some run/out") == tree(tmp_path / "out")
+    before = objects.content()
+    done("convert", *words(kind, dst, source))
+    done("resume", dst)
+    assert objects.content() == before
 
 
 @pytest.mark.parametrize(

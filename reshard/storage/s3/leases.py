@@ -79,14 +79,7 @@ class Lease:
         self._content = content
         self._lock = threading.Lock()
         self._released = False
-        try:
-            self._put()
-        except OSError:
-            raise
-        except BaseException:
-            # As by a signal: it may be there.
-            self.release()
-            raise
+        service.to_its_end(self._put, lambda _: self._release())
         _keep_alive(self)
 
     def _put(self) -> None:
@@ -100,6 +93,9 @@ class Lease:
 
     def release(self) -> None:
         """Remove the object, as far as possible; it is not put again."""
+        self._service.to_its_end(self._release, lambda _: None)
+
+    def _release(self) -> None:
         _let_go(self)
         with self._lock:
             if self._released:
@@ -167,14 +163,10 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
         return
     name = holder()
     while True:
-        try:
-            etag = put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name)
-        except OSError:
-            raise
-        except BaseException:
-            # As by a signal: it may have been put.
-            _give_up(service, path, name)
-            raise
+        etag = service.to_its_end(
+            lambda: put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name),
+            lambda etag: _Held(service, path, name, etag).release() if etag is not None else None,
+        )
         if etag is not None:
             break
         wait()
@@ -182,7 +174,7 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
     try:
         yield
     finally:
-        held.release()
+        service.to_its_end(held.release, lambda _: None)
 
 
 def _said(name: str, number: int) -> bytes:
@@ -199,14 +191,6 @@ def _taken_over(service: Service, path: str, name: str) -> Optional[str]:
     if found.content != _FREE and is_alive(owner, found.age):
         return None
     return put_if(service, path, _said(name, 0), IfMatch=found.etag)
-
-
-def _give_up(service: Service, path: str, name: str) -> None:
-    """Free a lock, if it is there and held by a name that was just given."""
-    with contextlib.suppress(OSError):
-        found = service.read(path)
-        if found.content == _said(name, 0):
-            put_if(service, path, _FREE, IfMatch=found.etag)
 
 
 def put_if(service: Service, path: str, content: bytes, **condition: str) -> Optional[str]:

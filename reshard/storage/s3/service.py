@@ -249,6 +249,23 @@ class Service:
             return call()
         return self._pool.submit(call).result()
 
+    def to_its_end(self, call: Callable[[], T], undo: Callable[[T], object]) -> T:
+        """What a call returns that changes something, and that no signal leaves half done.
+
+        Args:
+            call: neither it nor `undo` may use this method.
+            undo: called for what it returned, where a signal was raised meanwhile.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return call()
+        future = self._pool.submit(call)
+        try:
+            return future.result()
+        except BaseException:
+            if future.exception() is None:
+                undo(future.result())
+            raise
+
     def reading(self, bucket: str, path: str) -> Any:
         """Obstore's store of a bucket.
 

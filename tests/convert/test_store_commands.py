@@ -1,0 +1,254 @@
+"""Commands and functions whose outputs lie in an object store: the bytes and the answers of a file system."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import pytest
+
+import reshard
+from tests.convert.test_killed_store_runs import job
+from tests.convert.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
+from tests.corpus import FIXTURES
+from tests.dask_cluster import DaskCluster
+from tests.lora.test_merge_lora import base, matrices, peft, weights
+from tests.object_store import Objects
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+NAME = "ein Name mit Löchern/名前/a+b%20c&d=é"
+
+
+@pytest.fixture
+def saved(world: World) -> World:
+    world.save(tensors())
+    return world
+
+
+def cuts(world: World) -> list[Argument]:
+    return ["--src-strategy", world.old, "--dst-strategy", world.new]
+
+
+def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> None:
+    dst = objects.path(NAME)
+    saved.convert("--checksum", "crc32")
+    done("convert", saved.src, dst + "/", *cuts(saved), "--checksum", "crc32")
+    for command, *more in (
+        ("status", "--json"),
+        ("verify", "--json"),
+        ("verify", "--json", "--src", saved.src, *cuts(saved)),
+        ("fingerprint", "--json", "--strategy", saved.new),
+        ("inspect",),
+    ):
+        here, there = (done(command, place, *more).out for place in (saved.dst, dst))
+        # A shell needs quotes where there are spaces.
+        assert there.replace(f"'{dst}'", dst).replace(dst, str(saved.dst)) == here
+    objects.put(f"{NAME}/rank_1/checkpoint_1.ckpt", b"other")
+    assert done("status", dst, "--json").json["changed"] == [1]
+    assert "rank_1/checkpoint_1.ckpt has 5 bytes" in fails(4, "verify", dst).out
+    fails(3, "resume", dst, says=["already holds"])
+    done("convert", saved.src, dst, *cuts(saved), "--checksum", "crc32", "--overwrite")
+    assert written(objects, NAME) == tree(saved.dst)
+
+
+def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, saved: World) -> None:
+    dst = objects.path("out")
+    done("convert", saved.src, dst, *cuts(saved), "--dry-run")
+    done("plan", saved.src, dst, *cuts(saved))
+    assert {method for method, _ in objects.faults.asked} <= {"GET", "HEAD"}
+    done("plan", saved.src, dst, *cuts(saved), "--svg", objects.path("pictures/plan.svg"))
+    (content,) = objects.content().values()
+    assert content.startswith(b"<svg")
+
+
+def test_single_tensors_and_strategies_go_into_a_store(objects: Objects, saved: World) -> None:
+    place = saved.root / "w.npy"
+    for target in (place, objects.path("npy/w.npy")):
+        done("get", saved.src, "w", "--strategy", saved.old, "-o", target)
+    assert objects.content("npy")["w.npy"] == place.read_bytes()
+    stages = saved.root / "stages"
+    stages.mkdir()
+    (stages / "old.ckpt").write_bytes(saved.old.read_bytes())
+    for target in (saved.root / "merged.ckpt", objects.path("cut/merged.ckpt")):
+        done("merge-pipeline", stages, target)
+    assert objects.content("cut")["merged.ckpt"] == (saved.root / "merged.ckpt").read_bytes()
+
+
+def test_a_large_tensor_is_uploaded_in_parts(objects: Objects, tmp_path: Path) -> None:
+    tensor = np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000)
+    source = base(tmp_path / "src", {"w": tensor})
+    done("get", source, "w", "-o", objects.path("w.npy"))
+    assert sum("partNumber=" in path for _, path in objects.faults.asked) == 3
+    (tmp_path / "w.npy").write_bytes(objects.content()["w.npy"])
+    assert np.array_equal(np.load(tmp_path / "w.npy"), tensor)
+    assert list(objects.content()) == ["w.npy"]
+
+
+def test_an_adapter_is_merged_into_a_store(objects: Objects, tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), alpha=16)
+    done("merge-lora", src, adapter, tmp_path / "out")
+    done("merge-lora", src, adapter, objects.path("out"))
+    assert written(objects) == tree(tmp_path / "out")
+    there = (objects.upload(src, "base"), objects.upload(adapter, "adapter"))
+    done("merge-lora", *there, objects.path("other"))
+    assert written(objects, "other") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dst", ["src", "src/", "src/rank_0", ""])
+def test_sources_are_never_written_over(dst: str, objects: Objects, saved: World) -> None:
+    src = objects.upload(saved.src, "src")
+    before = objects.content()
+    fails(2, "convert", src, objects.path(dst), *cuts(saved), says=["overlap"])
+    fails(2, "convert", f"{src}/rank_{{rank}}/*.ckpt", objects.path("src/rank_0"), *cuts(saved))
+    assert objects.content() == before
+
+
+def test_a_name_that_only_begins_alike_is_another(objects: Objects, saved: World) -> None:
+    src = objects.upload(saved.src, "src")
+    done("convert", src, objects.path("src-new"), *cuts(saved))
+    saved.convert()
+    assert written(objects, "src-new/") == tree(saved.dst)
+
+
+def test_a_whole_bucket_may_be_the_target(objects: Objects, saved: World) -> None:
+    done("convert", saved.src, objects.path() + "/", *cuts(saved))
+    saved.convert()
+    assert written(objects, "") == tree(saved.dst)
+    assert done("status", objects.path(), "--json").json["complete"]
+
+
+def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World) -> None:
+    objects.put("one/rank_0/checkpoint_0.ckpt", b"foreign")
+    objects.put("two/rank_9/checkpoint_9.ckpt", b"foreign")
+    objects.put("three", b"foreign")
+    objects.put("four/rank_0/checkpoint_0.ckpt/more", b"foreign")
+    objects.put("five/model.safetensors.index.json", b'{"weight_map": {}}')
+    before = objects.content()
+    for key, says in (
+        ("one", "already holds"),
+        ("two", "holds checkpoints of another conversion"),
+        ("three", "is not a directory"),
+        ("four", "keys of other objects begin so"),
+        ("five", "five"),
+    ):
+        fails(3, "convert", saved.src, objects.path(key), *cuts(saved), says=[says])
+    fails(3, "convert", saved.src, objects.path("two"), *cuts(saved), "--overwrite")
+    assert objects.content() == before
+    saved.convert()
+    done("convert", saved.src, objects.path("one"), *cuts(saved), "--overwrite")
+    assert written(objects, "one") == tree(saved.dst)
+
+
+def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) -> None:
+    objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "denied"
+    result = fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied"])
+    assert len(result.err.strip().splitlines()) <= 2, result.err
+    objects.faults.choose = lambda *_: None
+    assert not objects.content()
+
+
+def test_memory_that_does_not_hold_a_part_is_refused_with_what_suffices(objects: Objects, tmp_path: Path) -> None:
+    wanted = job("parts", tmp_path)
+    dst = objects.path("out")
+    result = fails(2, *wanted.into(dst, "--max-memory", "8M"), says=["takes parts of 5,242,880 bytes", "give at least"])
+    assert not objects.content()
+    least = result.err.partition("give at least --max-memory ")[2].split(";")[0]
+    done(*wanted.into(dst, "--max-memory", least))
+    assert written(objects) == wanted.whole
+
+
+def test_ranks_one_after_the_other_make_the_whole(objects: Objects, saved: World) -> None:
+    dst = objects.path("out")
+    saved.convert()
+    for rank in (1, 0):
+        assert "reshard-manifest.json" not in objects.content("out")
+        done("by-rank", rank, saved.src, dst, *cuts(saved))
+    assert written(objects) == tree(saved.dst)
+    assert done("status", dst, "--json").json["complete"]
+
+
+def test_lost_ranks_are_recovered_into_a_store(objects: Objects, tmp_path: Path) -> None:
+    cut = FIXTURES / "10_dp2mp4pp1/strategy"
+    source: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"]
+    done("convert", DEMO / "src_checkpoints", tmp_path / "whole", *source, "--dst-strategy", cut)
+    for rank in (0, 2, 3, 5):
+        objects.upload(tmp_path / "whole" / f"rank_{rank}", f"left/rank_{rank}")
+    done("recover", objects.path("left"), objects.path("out"), "--strategy", cut)
+    assert written(objects) == tree(tmp_path / "whole")
+
+
+def transformed(src: str, dst: str, old: str, new: str) -> None:
+    reshard.transform_checkpoints(src, dst, "checkpoint_", old, new)
+
+
+def one_by_one(src: str, dst: str, old: str, new: str) -> None:
+    for rank in (0, 1):
+        files = {
+            needed: f"{src}/rank_{needed}/net-1_10.ckpt" for needed in reshard.rank_list_for_transform(rank, old, new)
+        }
+        reshard.transform_checkpoint_by_rank(rank, files, f"{dst}/rank_{rank}/checkpoint_{rank}.ckpt", old, new)
+
+
+def unified(src: str, dst: str, old: str, new: str) -> None:
+    reshard.unified_safetensors(src, old, dst)
+
+
+def distributed(src: str, dst: str, old: str, new: str) -> None:
+    reshard.unified_safetensors(src, old, f"{dst}/unified")
+    for rank in (0, 1):
+        reshard.load_distributed_checkpoint(
+            None,
+            predict_strategy=new,
+            format="safetensors",
+            unified_safetensors_dir=f"{dst}/unified",
+            dst_safetensors_dir=f"{dst}/out",
+            rank_id=rank,
+        )
+
+
+@pytest.mark.parametrize("call", [transformed, one_by_one, unified, distributed])
+def test_the_functions_of_mindspore_write_there(
+    call: Callable[[str, str, str, str], None], objects: Objects, saved: World
+) -> None:
+    cut = [objects.upload(path, path.name) for path in (saved.old, saved.new)]
+    call(str(saved.src), str(saved.dst), str(saved.old), str(saved.new))
+    call(objects.upload(saved.src, "src"), objects.path("out"), *cut)
+    found, expected = written(objects), tree(saved.dst)
+    assert {name for name in found if ".reshard/" not in name} == {name for name in expected if ".reshard/" not in name}
+    for name, content in expected.items():
+        assert found.get(name) == content or "reshard" in name, name
+
+
+@pytest.mark.long
+def test_workers_of_a_cluster_write_there(objects: Objects, tmp_path: Path) -> None:
+    wanted = job("parts", tmp_path)
+    source = objects.upload(tmp_path / "src", "src")
+    with DaskCluster(tmp_path / "cluster", everywhere=_aws()) as cluster:
+        cluster.workers(2)
+        for name, src in (("out", str(tmp_path / "src")), ("again", source)):
+            words = [src if word == tmp_path / "src" else word for word in wanted.into(objects.path(name))]
+            result = cluster.run(*words)
+            assert result.status == 0, result.err
+            assert written(objects, name) == wanted.whole
+            assert not [key for key in objects.content(name) if "/lock." in key or "/sign." in key]
+
+
+def _aws() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+@pytest.mark.long
+def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> None:
+    """What was converted into a store is a source like any other, back to the first layout."""
+    kind = demo(*TO_DEMO)
+    done("convert", *words(kind, objects.path("out")))
+    cut: list[Argument] = ["--src-strategy", DEMO / "dst_strategy.ckpt", "--dst-strategy", DEMO / "src_strategy.ckpt"]
+    done("convert", objects.path("out"), objects.path("back"), *cut, "--verify")
+    done("convert", *words(kind, tmp_path / "out"))
+    done("convert", tmp_path / "out", tmp_path / "back", *cut)
+    assert written(objects, "back") == tree(tmp_path / "back")
+    assert json.loads(objects.content("back")["reshard-manifest.json"])
