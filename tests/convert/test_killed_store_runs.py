@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable, NamedTuple, Optional
 
 import pytest
@@ -19,7 +20,7 @@ from reshard.storage.s3.leases import _machine
 from tests.convert.test_writing_to_stores import tree, written
 from tests.object_store import Objects
 from tests.preloaded import Preloaded
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.small import SOURCE, TARGET, World, tensors
 from tests.trees import layout, single, value
 
@@ -402,4 +403,43 @@ def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
     now = datetime.now(timezone.utc)
     monkeypatch.setattr("reshard.storage.s3.service.age_of", lambda modified, _: 1000.0 * (modified < now))
     done(*wanted.into(objects.path("out")))
+    check_nothing_is_left(objects, wanted)
+
+
+def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits does not give up before the lock counts for nothing."""
+    wanted = job("ranks", tmp_path)
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
+    monkeypatch.setattr("reshard.storage.s3.leases.DEAD_AFTER", 4.0)
+    monkeypatch.setattr("reshard.records.locks.GIVEN_UP_AFTER", 4.0)
+    warns(done(*wanted.into(objects.path("out"))), "waiting for", "which another process has locked")
+    check_nothing_is_left(objects, wanted)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
+    others: bool, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job("ranks", tmp_path)
+    now = 0.0
+    hands = itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 50
+        number = next(hands)
+        holder = f"0badcafe-{number if others else 1}-0123456789ab {number}".encode()
+        objects.put("out/.reshard/lock", holder if number < 20 else b"free")
+
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 0")
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now)
+    monkeypatch.setattr("reshard.records.locks.time", clock)
+    words = wanted.into(objects.path("out"))
+    if not others:
+        fails(1, *words, says=["another process has held this lock for 135 s"])
+        assert next(hands) < 20
+        return
+    done(*words)
     check_nothing_is_left(objects, wanted)
