@@ -35,6 +35,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 class Quiet(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     def log(self, *arguments):
         pass
 
@@ -84,6 +85,8 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # Head and body of an answer are sent one after the other, and clients take 40 ms to say that one came.
+            disable_nagle_algorithm = True
 
             def log_message(self, *arguments: Any) -> None:
                 pass
