@@ -11,12 +11,13 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.errors import RetryableError
-from reshard.storage import in_object_store, look_error, store_of, temporary
+from reshard.storage import UnfitError, in_object_store, look_error, read_small, store_of, temporary
 
 if TYPE_CHECKING:
     from reshard.storage.s3 import S3Store
@@ -26,9 +27,14 @@ TOLD_AFTER = 2.0
 GIVEN_UP_AFTER = 120.0
 """Seconds of waiting for a lock until it is an error: nobody of ours holds one for so long."""
 
+# Objects of dead processes of other machines count for as long; and they are told by another clock, in seconds.
+_OTHER_CLOCK = 15.0
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _LEAST_PAUSE = 0.005
 _MOST_PAUSE = 0.1
+# Each costs two requests.
+_MOST_PAUSE_OF_OBJECTS = 0.5
+_LONGEST_HOLDER = 200
 
 _HINT_OF_OBJECTS = "its content begins with a digest of the machine and the process that has it; end that if it hangs"
 
@@ -47,6 +53,8 @@ class _Wait:
         self._tell: Optional[Tell] = tell
         self._began = time.monotonic()
         self._pause = _LEAST_PAUSE
+        self._object = in_object_store(path)
+        self._holder = b""
 
     def pause(self) -> None:
         """Wait a moment.
@@ -55,19 +63,40 @@ class _Wait:
             RetryableError: it has been long enough.
         """
         waited = time.monotonic() - self._began
-        if waited > GIVEN_UP_AFTER:
+        limit = GIVEN_UP_AFTER + (_OTHER_CLOCK if self._object else 0.0)
+        if waited > limit and self._is_anothers_now():
+            waited = 0.0
+        if waited > limit:
             raise RetryableError(
-                f"{self._path}: another process has held this lock for {GIVEN_UP_AFTER:.0f} s",
+                f"{self._path}: another process has held this lock for {limit:.0f} s",
                 file=self._path,
                 hint=_HINT_OF_OBJECTS
-                if in_object_store(self._path)
+                if self._object
                 else f"`fuser {self._path}` on each machine that writes there tells which; end it if it hangs",
             )
         if waited > TOLD_AFTER and self._tell is not None:
             self._tell(f"waiting for {self._path}, which another process has locked")
             self._tell = None
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, _MOST_PAUSE)
+        # Those who wait do not ask in step.
+        time.sleep(self._pause * (random.uniform(0.5, 1) if self._object else 1))
+        self._pause = min(2 * self._pause, _MOST_PAUSE_OF_OBJECTS if self._object else _MOST_PAUSE)
+
+    def _is_anothers_now(self) -> bool:
+        """Whether an object says that another process has the lock than at the last look; that begins the time anew.
+
+        With a round trip for every step, a hundred runs take minutes to begin one after the other.
+        """
+        if not self._object:
+            return False
+        before = self._holder
+        try:
+            self._holder = read_small(self._path, _LONGEST_HOLDER).split(b" ")[0]
+        except (OSError, UnfitError):
+            return False
+        if self._holder == before:
+            return False
+        self._began = time.monotonic()
+        return True
 
 
 class Lock(Protocol):

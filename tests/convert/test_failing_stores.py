@@ -12,6 +12,8 @@ from tests.convert.test_killed_store_runs import FORMS, check_nothing_is_left, j
 from tests.object_store import Objects
 from tests.running import Argument, done
 
+OTHER_KINDS = ["drop", "cut", "unavailable"]
+
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def test_any_requests_that_fail_change_nothing(seed: int, objects: Objects, tmp_
     faulty(seed, form, objects, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["drop", "lost", "cut", "unavailable"])
+@pytest.mark.parametrize("kind", ["lost", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHER_KINDS)])
 def test_each_request_may_fail_once(kind: str, objects: Objects, tmp_path: Path) -> None:
     wanted = job("parts", tmp_path)
     seen: set[tuple[str, str]] = set()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable, NamedTuple, Optional
 
 import pytest
@@ -19,7 +20,7 @@ from reshard.storage.s3.leases import _machine
 from tests.convert.test_writing_to_stores import tree, written
 from tests.object_store import Objects
 from tests.preloaded import Preloaded
-from tests.running import Argument, done, fails
+from tests.running import Argument, done, fails, warns
 from tests.small import SOURCE, TARGET, World, tensors
 from tests.trees import layout, single, value
 
@@ -82,10 +83,11 @@ class Killer:
         at: n.
         what: the signal.
         arrives: that request is heeded by the store.
+        of: only requests whose paths hold this count.
     """
 
-    def __init__(self, at: int, what: int = signal.SIGKILL, arrives: bool = False) -> None:
-        self.at, self.what, self.arrives = at, what, arrives
+    def __init__(self, at: int, what: int = signal.SIGKILL, arrives: bool = False, of: str = "") -> None:
+        self.at, self.what, self.arrives, self.of = at, what, arrives, of
         self.kill: Callable[[int], None] = lambda what: None
         self.ready = threading.Event()
         self.done = False
@@ -93,7 +95,7 @@ class Killer:
 
     def __call__(self, number: int, method: str, path: str) -> Optional[str]:
         self.ready.wait(60)
-        if method in ("GET", "HEAD"):
+        if method in ("GET", "HEAD") or self.of not in path:
             return None
         if next(self._counted) == self.at:
             self.done = True
@@ -171,9 +173,8 @@ def status(preloaded: Preloaded, dst: str) -> Optional[dict[str, object]]:
     return found
 
 
-def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
     """Kill a run at a request, see what is there, and complete it; whether it came so far."""
-    killer = Killer(at, arrives=arrives)
     dst = objects.path("out")
     ended = interrupted(preloaded, objects, killer, job.into(dst))
     assert ended == (-signal.SIGKILL if killer.done else 0)
@@ -185,18 +186,18 @@ def kill_and_go_on(at: int, arrives: bool, job: Job, preloaded: Preloaded, objec
     if said is not None:
         assert not said["writing"]
     given = said is not None and any("/command." in name for name in content)
-    again = ["resume", dst] if at // 2 % 2 and given else job.into(dst)
+    again = ["resume", dst] if killer.at // 2 % 2 and given else job.into(dst)
     preloaded.done(*again)
     check_nothing_is_left(objects, job, ended=MANIFEST not in content)
     clear(objects)
     return killer.done
 
 
-@pytest.mark.parametrize("form, at", [("parts", 21), ("parts", 28), ("unified", 23), ("checkpoint2", 30)])
+@pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber="), ("unified", 0, "part1.safetensors")])
 def test_the_next_run_completes_what_a_killed_one_began(
-    form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+    form: str, at: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
-    assert kill_and_go_on(at, False, job(form, tmp_path), preloaded, objects)
+    assert kill_and_go_on(Killer(at, of=of), job(form, tmp_path), preloaded, objects)
 
 
 @pytest.mark.long
@@ -207,17 +208,16 @@ def test_wherever_a_run_is_killed_the_next_one_completes_it(
 ) -> None:
     wanted = job(form, tmp_path)
     for at in itertools.count(int(arrives), 2):
-        if not kill_and_go_on(at, arrives, wanted, preloaded, objects):
+        if not kill_and_go_on(Killer(at, arrives=arrives), wanted, preloaded, objects):
             break
     assert at > 20
 
 
-def stop_and_go_on(at: int, what: int, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+def stop_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
     """Ask a run at a request to end, see that it leaves nothing, and complete it; whether it came so far."""
-    killer = Killer(at, what)
     dst = objects.path("out")
     ended = interrupted(preloaded, objects, killer, job.into(dst))
-    assert ended == (128 + what if killer.done else 0)
+    assert ended == (128 + killer.what if killer.done else 0)
     check_nothing_is_half_written(objects, job)
     assert not uploads(objects)
     names = objects.content("out")
@@ -228,11 +228,11 @@ def stop_and_go_on(at: int, what: int, job: Job, preloaded: Preloaded, objects: 
     return killer.done
 
 
-@pytest.mark.parametrize("what, form, at", [(signal.SIGTERM, "parts", 19), (signal.SIGINT, "huggingface", 20)])
+@pytest.mark.parametrize("what, of", [(signal.SIGTERM, "partNumber="), (signal.SIGINT, ".reshard/lock")])
 def test_a_run_that_is_asked_to_end_leaves_nothing(
-    what: int, form: str, at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+    what: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
-    assert stop_and_go_on(at, what, job(form, tmp_path), preloaded, objects)
+    assert stop_and_go_on(Killer(1, what, of=of), job("parts", tmp_path), preloaded, objects)
 
 
 @pytest.mark.long
@@ -242,7 +242,8 @@ def test_wherever_a_run_is_asked_to_end_it_leaves_nothing(
 ) -> None:
     wanted = job(form, tmp_path)
     for at in itertools.count(0, 2):
-        if not stop_and_go_on(at, (signal.SIGTERM, signal.SIGINT)[at // 2 % 2], wanted, preloaded, objects):
+        killer = Killer(at, (signal.SIGTERM, signal.SIGINT)[at // 2 % 2])
+        if not stop_and_go_on(killer, wanted, preloaded, objects):
             break
     assert at > 20
 
@@ -260,6 +261,7 @@ def test_runs_at_the_same_time_do_not_disturb_each_other(
     check_nothing_is_left(objects, wanted)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_does_not_disturb_another(preloaded: Preloaded, objects: Objects, tmp_path: Path) -> None:
     """Its upload of the same object is aborted once nobody else uploads it."""
     wanted = job("parts", tmp_path)
@@ -309,11 +311,10 @@ def test_another_conversion_is_refused_while_one_writes(preloaded: Preloaded, ob
     check_nothing_is_left(objects, wanted)
 
 
-def overwrite_after_kill(at: int, before: Job, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
+def overwrite_after_kill(killer: Killer, before: Job, job: Job, preloaded: Preloaded, objects: Objects) -> bool:
     """Fill a directory, kill the run that replaces it at a request, and give it again; whether it came so far."""
     dst = objects.path("out")
     preloaded.done(*before.into(dst))
-    killer = Killer(at)
     interrupted(preloaded, objects, killer, job.into(dst, "--overwrite"))
     check_nothing_is_half_written(objects, job, before)
     said = status(preloaded, dst)
@@ -329,12 +330,14 @@ def overwrite_after_kill(at: int, before: Job, job: Job, preloaded: Preloaded, o
 PAIRS = [("ranks", "ranks"), ("unified", "huggingface"), ("checkpoint2", "ranks"), ("ranks", "unified")]
 
 
-@pytest.mark.parametrize("pair, at", [(PAIRS[0], 24), (PAIRS[1], 40)])
+@pytest.mark.parametrize(
+    "pair, of", [pytest.param(PAIRS[0], "rank_1/", marks=pytest.mark.long), (PAIRS[1], "model-00002")]
+)
 def test_what_is_replaced_is_of_one_conversion_in_the_end(
-    pair: tuple[str, str], at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path
+    pair: tuple[str, str], of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
-    assert overwrite_after_kill(at, before, after, preloaded, objects)
+    assert overwrite_after_kill(Killer(0, of=of), before, after, preloaded, objects)
 
 
 @pytest.mark.long
@@ -344,7 +347,7 @@ def test_wherever_a_run_that_replaces_is_killed_the_next_one_completes_it(
 ) -> None:
     before, after = job(pair[0], tmp_path / "before", "old"), job(pair[1], tmp_path / "after", "new")
     for at in itertools.count(0, 2):
-        if not overwrite_after_kill(at, before, after, preloaded, objects):
+        if not overwrite_after_kill(Killer(at), before, after, preloaded, objects):
             break
     assert at > 20
 
@@ -361,13 +364,12 @@ def move_to_another_machine(objects: Objects) -> None:
             objects.put(there, said)
 
 
-@pytest.mark.parametrize("at", [21, 24])
 def test_what_a_run_of_another_machine_left_is_its_own_until_it_has_been_silent_for_long(
-    at: int, preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preloaded: Preloaded, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, other = job("parts", tmp_path / "one"), job("ranks", tmp_path / "other")
     dst = objects.path("out")
-    killer = Killer(at)
+    killer = Killer(1, of="partNumber=")
     interrupted(preloaded, objects, killer, wanted.into(dst))
     assert killer.done and uploads(objects)
     move_to_another_machine(objects)
@@ -402,4 +404,44 @@ def test_a_lock_of_a_machine_that_is_gone_is_taken_over(
     now = datetime.now(timezone.utc)
     monkeypatch.setattr("reshard.storage.s3.service.age_of", lambda modified, _: 1000.0 * (modified < now))
     done(*wanted.into(objects.path("out")))
+    check_nothing_is_left(objects, wanted)
+
+
+@pytest.mark.long
+def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits does not give up before the lock counts for nothing."""
+    wanted = job("ranks", tmp_path)
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
+    monkeypatch.setattr("reshard.storage.s3.leases.DEAD_AFTER", 4.0)
+    monkeypatch.setattr("reshard.records.locks.GIVEN_UP_AFTER", 4.0)
+    warns(done(*wanted.into(objects.path("out"))), "waiting for", "which another process has locked")
+    check_nothing_is_left(objects, wanted)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
+    others: bool, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job("ranks", tmp_path)
+    now = 0.0
+    hands = itertools.count(1)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 50
+        number = next(hands)
+        holder = f"0badcafe-{number if others else 1}-0123456789ab {number}".encode()
+        objects.put("out/.reshard/lock", holder if number < 20 else b"free")
+
+    objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 0")
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now)
+    monkeypatch.setattr("reshard.records.locks.time", clock)
+    words = wanted.into(objects.path("out"))
+    if not others:
+        fails(1, *words, says=["another process has held this lock for 135 s"])
+        assert next(hands) < 20
+        return
+    done(*words)
     check_nothing_is_left(objects, wanted)

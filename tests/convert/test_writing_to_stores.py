@@ -74,7 +74,7 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
     return [source or kind.source, dst, *strategy, *kind.options]
 
 
-@pytest.mark.parametrize("name", ["ranks, other format", "some ranks", "checkpoint2", "checkpoint2 to unified"])
+@pytest.mark.parametrize("name", ["ranks, other format", "checkpoint2 to unified"])
 def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
     done("convert", *words(kind, tmp_path / "out"))
