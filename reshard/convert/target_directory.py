@@ -42,6 +42,7 @@ from reshard.storage import (
     FileStatus,
     UnfitError,
     absolute,
+    asks_once,
     exists,
     in_object_store,
     is_directory,
@@ -149,6 +150,7 @@ class TargetDirectory:
         self._overwritten: set[int] = set()
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
+    @asks_once
     def survey(self, guarded: bool = False) -> list[int]:
         """Target ranks, of those asked for, that are still to be written, ascending.
 

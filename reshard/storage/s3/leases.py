@@ -202,7 +202,7 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
     name = holder()
     while True:
         etag = service.to_its_end(
-            lambda: put_if(service, path, _said(name, 0), IfNoneMatch="*") or _taken_over(service, path, name),
+            lambda: _taken(service, path, name),
             lambda etag: _Held(service, path, name, etag).release() if etag is not None else None,
         )
         if etag is not None:
@@ -224,12 +224,13 @@ def _owner(content: bytes) -> str:
     return content.split(b" ")[0].decode(errors="replace")
 
 
-def _taken_over(service: Service, path: str, name: str) -> Optional[str]:
-    """Have a lock that is free, or a dead process's; its ETag, or None."""
+def _taken(service: Service, path: str, name: str) -> Optional[str]:
+    """Have a lock that is nobody's, free, or a dead process's; its ETag, or None."""
     try:
+        # Looked at first: it is there from the first time on.
         found = service.read(path)
     except FileNotFoundError:
-        return None
+        return put_if(service, path, _said(name, 0), IfNoneMatch="*")
     if found.content != _FREE and is_alive(_owner(found.content), found.age):
         return None
     return put_if(service, path, _said(name, 0), IfMatch=found.etag)
