@@ -1,4 +1,7 @@
-"""Which tests run: those marked `long` only with RESHARD_LONG=1, as `make test-all` sets it."""
+"""Which tests run: those marked `long` only with RESHARD_LONG=1, as `make test-all` sets it.
+
+In modules that are marked so, a test marked `short` runs always.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +42,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="long: runs with make test-all (RESHARD_LONG=1)")
     for item in items:
-        if item.get_closest_marker("long"):
+        if item.get_closest_marker("long") and not item.get_closest_marker("short"):
             item.add_marker(skip)

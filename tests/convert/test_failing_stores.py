@@ -12,6 +12,8 @@ from tests.convert.test_killed_store_runs import FORMS, check_nothing_is_left, j
 from tests.object_store import Objects
 from tests.running import Argument, done
 
+pytestmark = pytest.mark.long
+
 OTHER_KINDS = ["drop", "cut", "unavailable"]
 
 
@@ -31,6 +33,7 @@ def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) 
     check_nothing_is_left(objects, wanted)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("seed, form", [(1, "parts"), (2, "parts"), (3, "checkpoint2")])
 def test_requests_that_fail_change_nothing(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
     faulty(seed, form, objects, tmp_path)

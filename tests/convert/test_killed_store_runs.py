@@ -24,6 +24,8 @@ from tests.running import Argument, done, fails, warns
 from tests.small import SOURCE, TARGET, World, tensors
 from tests.trees import layout, single, value
 
+pytestmark = pytest.mark.long
+
 MANIFEST = "reshard-manifest.json"
 UNFINISHED = "reshard-unfinished.safetensors"
 #: The options that write a form, and what its loaders wait for.
@@ -193,6 +195,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
     return killer.done
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber="), ("unified", 0, "part1.safetensors")])
 def test_the_next_run_completes_what_a_killed_one_began(
     form: str, at: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path

@@ -20,6 +20,8 @@ from tests.object_store import Objects
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
+pytestmark = pytest.mark.long
+
 NAME = "ein Name mit Löchern/名前/a+b%20c&d=é"
 
 
@@ -55,6 +57,7 @@ def test_what_is_looked_at_is_as_on_a_disk(objects: Objects, saved: World) -> No
     assert written(objects, NAME) == tree(saved.dst)
 
 
+@pytest.mark.short
 def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, saved: World) -> None:
     dst = objects.path("out")
     done("convert", saved.src, dst, *cuts(saved), "--dry-run")
@@ -65,6 +68,7 @@ def test_a_dry_run_and_a_plan_write_nothing_but_the_picture(objects: Objects, sa
     assert content.startswith(b"<svg")
 
 
+@pytest.mark.short
 def test_single_tensors_and_strategies_go_into_a_store(objects: Objects, saved: World) -> None:
     place = saved.root / "w.npy"
     for target in (place, objects.path("npy/w.npy")):
@@ -133,6 +137,7 @@ def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World)
     assert written(objects, "one") == tree(saved.dst)
 
 
+@pytest.mark.short
 def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"
     result = fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied"])

@@ -11,6 +11,8 @@ from tests.corpus import FIXTURES
 from tests.object_store import Objects
 from tests.running import Argument, done, fails
 
+pytestmark = pytest.mark.long
+
 DEMO = FIXTURES / "demo"
 
 
@@ -74,6 +76,7 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
     return [source or kind.source, dst, *strategy, *kind.options]
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("name", ["ranks, other format", "checkpoint2 to unified"])
 def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
@@ -96,6 +99,7 @@ def test_of_sources_in_the_same_bucket_too(name: str, objects: Objects, tmp_path
     assert not [path for method, path in objects.faults.asked if method == "PUT" and ".reshard/" not in path]
 
 
+@pytest.mark.short
 def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> None:
     kind = KINDS["ranks"]
     done("convert", *words(kind, tmp_path / "out"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -47,7 +48,13 @@ class LocalPlace:
 
     def content(self) -> dict[str, bytes]:
         place = Path(self.path)
-        return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+        found = {}
+        for path in place.rglob("*"):
+            # What got another name meanwhile is there under that one.
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    found[str(path.relative_to(place))] = path.read_bytes()
+        return found
 
     def uploads(self) -> list[str]:
         return []

@@ -19,6 +19,8 @@ from tests.corpus import ROOT
 from tests.object_store import Objects
 from tests.storage.places import wait_until_killed
 
+pytestmark = pytest.mark.long
+
 HEX = "0123456789ab"
 
 
@@ -68,6 +70,7 @@ def half_written(path: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("complete", [False, True])
 def test_an_upload_of_a_killed_process_is_aborted(complete: bool, objects: Objects) -> None:
     objects.put("run/file", b"old")
@@ -86,6 +89,7 @@ def test_an_upload_of_a_killed_process_is_aborted(complete: bool, objects: Objec
         assert objects.content() == {"run/file": b"old"}
 
 
+@pytest.mark.short
 def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
     data = bytes(range(256)) * (2 * PART // 256)
     with contextlib.closing(new_file(objects.path("run/mine"), len(data))) as mine:
@@ -107,6 +111,7 @@ def test_uploads_of_living_processes_stay(objects: Objects, dead: str) -> None:
     assert objects.content() == {"run/mine": data} and objects.uploads() == []
 
 
+@pytest.mark.short
 def test_what_another_machine_writes_is_dead_when_it_has_long_not_said_otherwise(objects: Objects) -> None:
     fresh = begin(objects, "run/file")
     mark = claim(objects, f"deadbeef-1-{HEX}", "run/file")

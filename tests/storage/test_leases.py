@@ -21,6 +21,8 @@ from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import failing, wait_until_killed
 
+pytestmark = pytest.mark.long
+
 ELSEWHERE = "deadbeef-4711-0123456789ab"
 """Who holds something on another machine."""
 
@@ -135,6 +137,7 @@ def holding(objects: Objects) -> Iterator[subprocess.Popen[str]]:
         started.communicate()
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bool, objects: Objects) -> None:
     store = s3_store(objects.path())
@@ -155,6 +158,7 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
     assert held(objects) == b"free"
 
 
+@pytest.mark.short
 def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of_it(objects: Objects) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
@@ -242,6 +246,7 @@ def test_one_that_goes_wrong_does_not_keep_others_from_saying_that_they_live(obj
         leases._let_go(wrong)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("now", [f"{ELSEWHERE} 0".encode(), b"free", None])
 def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Objects) -> None:
     with alone(objects):
@@ -280,6 +285,7 @@ def test_answers_that_get_lost_do_not_lose_the_lock(lost: int, objects: Objects)
     assert held(objects) == b"free"
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("conditions", ["ignore", "refuse"])
 def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(conditions: str, objects: Objects) -> None:
     objects.faults.conditions = conditions

@@ -24,6 +24,8 @@ from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import Place, content, failing
 
+pytestmark = pytest.mark.long
+
 SIZES = [0, 1, 100_000, PART, PART + 1, 2 * PART + 12345]
 LARGE = 2 * PART + 12345
 
@@ -73,6 +75,7 @@ def test_bytes_come_in_any_order_from_several_threads(place: Place, data: st.Dat
     assert not [name for name in place.content() if ".reshard" in name] and place.uploads() == []
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_sees_a_file_before_it_is_published(place: Place, size: int) -> None:
     path, old, new = place.put("file", b"the one that was there"), b"the one that was there", content(size)
@@ -197,6 +200,7 @@ def test_more_bytes_than_were_planned_do_not_pass(place: Place, size: int) -> No
     assert place.content() == {}
 
 
+@pytest.mark.short
 def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
     for size in (0, 1000, LARGE):
         path = f"{place.path}/of-{size}"
@@ -216,6 +220,7 @@ def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
         assert opened.status() == status_at(small)
 
 
+@pytest.mark.short
 def test_parts_are_as_many_and_as_large_as_services_take() -> None:
     for size in (1, PART, PART + 1, PART * 10_000, PART * 10_000 + 1, 3 << 40, 5 << 40):
         part = part_bytes(size)
@@ -247,6 +252,7 @@ def test_a_small_file_is_written_whole(place: Place) -> None:
     assert place.content() == {"file": texts[-1], "other": b""}
 
 
+@pytest.mark.short
 def test_files_are_removed(place: Place) -> None:
     path = place.put("a/file", b"1")
     place.put("a/file.more", b"2")
@@ -355,6 +361,7 @@ def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(kind: str,
     assert list(objects.content()) == ["file"] and objects.uploads() == []
 
 
+@pytest.mark.short
 @pytest.mark.usefixtures("quick")
 def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
     size = 4 * PART
@@ -371,6 +378,7 @@ def test_threads_that_fail_to_begin_leave_nothing(objects: Objects) -> None:
     assert objects.content() == {} and objects.uploads() == []
 
 
+@pytest.mark.short
 @pytest.mark.usefixtures("quick")
 def test_an_upload_that_was_lost_while_another_writes_the_same_is_removed_at_last(objects: Objects) -> None:
     path, whole = objects.path("file"), content(LARGE)
@@ -401,6 +409,7 @@ file.close()
 """
 
 
+@pytest.mark.short
 def test_an_upload_that_cannot_be_aborted_is_by_the_next_run(objects: Objects) -> None:
     path = objects.path("file")
     objects.faults.choose = Failing("abort", "unavailable", 1000)
@@ -440,6 +449,7 @@ def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objec
             assert looked.modified == (1_700_000_000_250_000_000, 1_700_000_000_000_000_000)[number - 1]
 
 
+@pytest.mark.short
 def test_credentials_are_in_no_object(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
     objects.faults.choose = failing

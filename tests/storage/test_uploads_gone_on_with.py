@@ -14,6 +14,8 @@ from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
 from tests.corpus import ROOT
 from tests.object_store import Objects
 
+pytestmark = pytest.mark.long
+
 SIZE = 2 * PART + 1000
 _BEGINS = """
 import os, random, sys
@@ -52,6 +54,7 @@ def parts_sent(objects: Objects) -> list[int]:
     return sorted(int(path.split("partNumber=")[1].split("&")[0]) for path in sent)
 
 
+@pytest.mark.short
 def test_parts_that_are_there_are_not_sent_again(objects: Objects) -> None:
     path = objects.path("run/file")
     killed(path)
