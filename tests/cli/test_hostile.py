@@ -20,6 +20,7 @@ import pytest
 from tests.bounds import MEGABYTES, SECONDS, measured, refused, within
 from tests.checkpoint_writing import header_bytes, record, write_ckpt, write_sparse
 from tests.running import Argument, done, fails, reshard
+from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.special_files import SPECIAL
 from tests.strategy_writing import layout, layout_message, numbers, protobuf
@@ -370,7 +371,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("case", some_of(LARGE, 2))
 def test_no_file_costs_more_than_seconds_and_a_bounded_amount_of_memory(tmp_path: Path, case: str) -> None:
     name, make, says = LARGE[case]
     path = tmp_path / name

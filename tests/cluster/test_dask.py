@@ -380,6 +380,7 @@ def test_a_scheduler_file_whose_address_is_none_is_wrong_usage(world: World, add
     assert len(result.err) < 1000
 
 
+@pytest.mark.long
 def test_a_cluster_with_tls_takes_only_those_with_its_certificates(large: Large, tmp_path: Path) -> None:
     known, others = (make_certificate(tmp_path / "certificates", name) for name in ("known", "others"))
     required = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
@@ -416,6 +417,7 @@ def test_a_file_that_is_no_scheduler_file_is_wrong_usage(world: World, content: 
     world.refuses(2, "is not a scheduler file", file, options=("--scheduler", file))
 
 
+@pytest.mark.long
 def test_workers_read_the_key_of_encrypted_sources_from_its_file(
     cluster: DaskCluster, large: Large, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ class Side:
             same_ranks(read_tree(root), cut_ranks(self.strategy, self.full))
 
 
-@examples(120)
+@examples(70)
 @given(random_rules(), st.data())
 def test_any_rules_between_any_layouts_and_forms(rule: RandomRule, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(["Float32", "BFloat16", "Int8", "Int64"]))
@@ -151,7 +151,7 @@ def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
             same_ranks(read_tree(root / "back"), cut_ranks(strategy, full))
 
 
-@examples(40)
+@examples(25)
 @given(st.data())
 def test_any_cast_between_any_layouts_and_forms(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))

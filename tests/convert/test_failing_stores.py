@@ -34,13 +34,13 @@ def faulty(seed: int, form: str, objects: Objects, root: Path, *more: Argument) 
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("seed, form", [(1, "parts"), (2, "parts"), (3, "checkpoint2")])
+@pytest.mark.parametrize("seed, form", [(1, "parts")])
 def test_requests_that_fail_change_nothing(seed: int, form: str, objects: Objects, tmp_path: Path) -> None:
     faulty(seed, form, objects, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(4, 44))
+@pytest.mark.parametrize("seed", range(2, 44))
 def test_any_requests_that_fail_change_nothing(seed: int, objects: Objects, tmp_path: Path) -> None:
     form = ("parts", *FORMS)[seed % (1 + len(FORMS))]
     faulty(seed, form, objects, tmp_path)

@@ -196,7 +196,7 @@ def kill_and_go_on(killer: Killer, job: Job, preloaded: Preloaded, objects: Obje
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber="), ("unified", 0, "part1.safetensors")])
+@pytest.mark.parametrize("form, at, of", [("parts", 2, "partNumber=")])
 def test_the_next_run_completes_what_a_killed_one_began(
     form: str, at: int, of: str, preloaded: Preloaded, objects: Objects, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def words(kind: Kind, dst: Argument, source: Optional[str] = None) -> list[Argum
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", ["ranks, other format", "checkpoint2 to unified"])
+@pytest.mark.parametrize("name", ["ranks, other format"])
 def test_objects_are_what_files_would_be(name: str, objects: Objects, tmp_path: Path) -> None:
     kind = KINDS[name]
     done("convert", *words(kind, tmp_path / "out"))

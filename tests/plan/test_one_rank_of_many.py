@@ -165,7 +165,7 @@ def write_steps(draw: st.DrawFn, case: Case, world: World) -> None:
         write_tree(world.src, torn, f"rank_{{rank}}/net-3_11.{case.ending}", **options)
 
 
-@examples(60)
+@examples(35)
 @given(st.data())
 def test_one_rank_at_a_time_writes_what_all_at_once_do(data: st.DataObject) -> None:
     case = data.draw(cases())

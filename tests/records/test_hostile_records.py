@@ -203,6 +203,7 @@ def test_a_thousand_million_ranks_are_no_conversion(world: World, kind: str) -> 
     assert megabytes < 100
 
 
+@pytest.mark.long
 def test_a_large_result_is_merged_in_little_memory(tmp_path: Path) -> None:
     """What is kept is a few bytes per slice, whatever the text takes."""
     slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]

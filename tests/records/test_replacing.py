@@ -17,6 +17,7 @@ from tests.corpus import ROOT
 from tests.faults import CALLS, ERRORS, failing
 from tests.records.test_resume import part
 from tests.running import Argument, done, fails, reshard
+from tests.sampling import some_of
 from tests.small import COPIED, World, tensors
 from tests.trees import cut_ranks, same_ranks, tree_bytes
 
@@ -162,7 +163,7 @@ def test_a_recovery_of_another_step_is_replaced(plain: World) -> None:
     assert list(tree_bytes(plain.dst)) == [f"rank_{rank}/net-1_20.ckpt" for rank in range(4)]
 
 
-@pytest.mark.parametrize("kind", REPLACED)
+@pytest.mark.parametrize("kind", some_of(REPLACED, 2))
 def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world: World) -> None:
     """At every call that changes something on disk, and twice in a row."""
     first, second = REPLACED[kind]
@@ -178,7 +179,7 @@ def test_a_run_that_is_killed_while_it_replaces_is_gone_on_with(kind: str, world
     assert int(result.stdout) > 5
 
 
-@pytest.mark.parametrize(("kind", "number"), [(kind, number) for kind in CALLS for number in ERRORS[kind]])
+@pytest.mark.parametrize(("kind", "number"), some_of([(kind, number) for kind in CALLS for number in ERRORS[kind]], 2))
 def test_a_call_that_fails_while_everything_is_replaced(kind: str, number: int, world: World) -> None:
     world.save(FULL)
     expected = cut_ranks(world.target, FULL, COPIED)

@@ -75,7 +75,6 @@ def test_bytes_come_in_any_order_from_several_threads(place: Place, data: st.Dat
     assert not [name for name in place.content() if ".reshard" in name] and place.uploads() == []
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("size", SIZES)
 def test_nobody_sees_a_file_before_it_is_published(place: Place, size: int) -> None:
     path, old, new = place.put("file", b"the one that was there"), b"the one that was there", content(size)
@@ -200,7 +199,6 @@ def test_more_bytes_than_were_planned_do_not_pass(place: Place, size: int) -> No
     assert place.content() == {}
 
 
-@pytest.mark.short
 def test_the_time_is_the_same_whoever_tells_it(place: Place) -> None:
     for size in (0, 1000, LARGE):
         path = f"{place.path}/of-{size}"

@@ -489,6 +489,7 @@ do = ["transpose", { reshape = ["rows", "columns"], to = ["rows*columns"] }]
 """
 
 
+@pytest.mark.long
 def test_memory_stays_under_the_limit(tmp_path: Path) -> None:
     rows, columns = 3072, 4096
     array = np.arange(rows * columns, dtype="<u4").reshape(rows, columns)
