@@ -245,18 +245,18 @@ class _Preparation:
         Raises:
             UsageError: memory does not suffice for what the target's store holds.
         """
-        execution = self.execution(plan)
-        # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
-        limit = self.handles.limit // 4
-        together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
         store = store_of(plan.request.dst)
+        execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
         part = max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
         if part:
-            together = min(together, execution.max_memory // (_GROUPS * 2 * part))
-        together = max(1, min(MOST_MEMBERS, together))
-        if part:
+            together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
-        found = replace(execution, target=store.costs(plan.request.dst), together=together, part_bytes=part)
+        else:
+            # Every thread may have a whole group of targets open, beside its sources, as long as there are targets.
+            limit = self.handles.limit // 4
+            together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
+            together = max(1, min(MOST_MEMBERS, together))
+        found = replace(execution, together=together, part_bytes=part)
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(

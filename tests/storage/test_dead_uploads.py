@@ -210,6 +210,31 @@ def test_an_upload_that_is_begun_while_dead_ones_are_looked_for_stays(objects: O
     assert begun and begun[0] in [upload for _, upload in objects.uploads()]
 
 
+@pytest.mark.parametrize("stage", ["uploads", "uploadId="])
+def test_an_upload_is_not_aborted_under_the_hands_of_who_goes_on_with_it(stage: str, objects: Objects) -> None:
+    path = objects.path("run/file")
+    with half_written(path):
+        pass
+    with contextlib.closing(new_file(path, 2 * PART)) as file:
+        begun: list[str] = []
+
+        def choose(number: int, method: str, asked: str) -> None:
+            # Before it is looked which there are, or before one is aborted.
+            if not begun and stage in asked and method in ("GET", "DELETE"):
+                begun.append(asked)
+                file.write(0, memoryview(bytes(PART)))
+
+        objects.faults.choose = choose
+        remove_dead(objects)
+        objects.faults.choose = lambda *_: None
+        file.write(PART, memoryview(bytes(PART)))
+        file.finish()
+        file.publish()
+    assert begun and objects.content()["run/file"] == bytes(2 * PART)
+    remove_dead(objects)
+    assert list(objects.content()) == ["run/file"] and not objects.uploads()
+
+
 def test_without_the_right_to_see_uploads_claims_do_not_pile_up(objects: Objects, dead: str) -> None:
     begin(objects, "run/file")
     claim(objects, dead, "run/file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import subprocess
@@ -156,6 +157,18 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
         with locks.try_alone(objects.path("run/.reshard/locked")) as answer:
             assert answer is True
     assert held(objects) == b"free"
+
+
+def test_processes_that_are_hidden_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(path: str, mode: str) -> None:
+        raise FileNotFoundError(path)
+
+    with process("") as ended:
+        ended.communicate()
+    # As with the option hidepid of /proc, for the processes of other users.
+    monkeypatch.setattr(leases, "open", hidden, raising=False)
+    names = {number: f"{leases._machine()}-{number}-0123456789ab" for number in (os.getpid(), ended.pid, 10**30)}
+    assert [number for number, name in names.items() if leases.is_alive(name, 0)] == [os.getpid()]
 
 
 @pytest.mark.short

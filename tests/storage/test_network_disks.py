@@ -15,15 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
+from reshard.convert import Options, prepare
 from reshard.execute import ExecutionOptions
 from reshard.execute.reading import choose_io, make_reader
 from reshard.plan.pieces import StoredSlice
+from reshard.plan.request import Request
 from reshard.storage.costs import LOCAL, OBJECTS, REMOTE, Measured, Storage, round_trip_of, storage_with
 from reshard.storage.local import LocalStore
+from reshard.strategies import read_strategy
 from tests.corpus import FIXTURES, ROOT
 from tests.running import Argument, done
 from tests.schemas import SCHEMAS, check
-from tests.trees import tree_bytes
+from tests.small import World
+from tests.trees import layout, single, tree_bytes, value
 
 MS = 1e-3
 HIT = 5e-6
@@ -232,3 +236,22 @@ def test_small_pieces_of_many_files_take_far_fewer_requests_than_there_are_piece
                 assert out == content[start : start + piece]
     # Were there no room for a window of each file, every piece would take one.
     assert len(requests) <= files * count // 4 and max(requests) <= REMOTE.window
+
+
+def test_threads_that_wait_for_targets_do_not_open_more_files_than_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = storage_with(50 * MS, least=REMOTE)
+    ranks = 128
+    world = World(tmp_path, single({"w": layout([1], [-1, -1])}), single({"w": layout([ranks], [-1, 0])}))
+    world.save({"w": value("w", (4, ranks))})
+    monkeypatch.setattr("reshard.checkpoints.files.default_limit", lambda: 256)
+    monkeypatch.setattr(LocalStore, "costs", lambda _, path: far if path == str(world.dst) else LOCAL)
+    source, target = read_strategy(str(world.old)), read_strategy(str(world.new))
+    request = Request(src=str(world.src), dst=str(world.dst), source=source, target=target)
+    with prepare(request, Options(dry_run=True, jobs=8)) as prepared:
+        execution, work = prepared.state.execution, prepared.state.work
+        assert len(work) == ranks and execution.threads == 32
+        # Each has a descriptor of its own, and one of its directory.
+        open_together = execution.threads * max(map(len, prepared.plan.groups(work, execution.together)))
+        assert 2 * open_together <= 256 // 2

@@ -61,11 +61,16 @@ def is_alive(name: str, age: float) -> bool:
 def _runs(process: str) -> bool:
     """Whether a process of this machine runs; one that was killed may stay listed until its parent asks for it."""
     try:
+        # Where /proc hides the processes of other users (hidepid), this tells that there is one.
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    try:
         with open(f"/proc/{process}/stat", "rb") as file:
             # What it is called may hold anything.
             return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
     except OSError:
         return True
 

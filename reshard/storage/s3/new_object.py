@@ -59,7 +59,9 @@ class NewObject:
         # ETags of the parts that are there, by number from 1 on.
         self._etags: dict[int, str] = {}
         # Parts that a dead process uploaded.
-        self._found: Mapping[int, PartThere] = {}
+        self._found: Optional[Mapping[int, PartThere]] = None
+        # What ETags of parts are of services that do not encrypt them; only looked at where there may be such parts.
+        self._etags_are_digests = True
         self._uploaded = 0
         self._upload: Optional[str] = None
         self._lease: Optional[Lease] = None
@@ -100,26 +102,26 @@ class NewObject:
                 raise self._given_up()
             self._putting += 1
         try:
-            etag = self._found_alike(number + 1, part.data)
+            digest = "" if self._found is None else hashlib.md5(part.data, usedforsecurity=False).hexdigest()
+            etag = self._found_alike(number + 1, len(part.data), digest)
             if etag is None:
                 answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=part.data)
-                etag = answer["ETag"]
+                etag = str(answer["ETag"])
         finally:
             with self._lock:
                 self._putting -= 1
         with self._lock:
             self._etags[number + 1] = etag
+            self._etags_are_digests &= etag.strip('"') == digest
             self._uploaded += len(part.data)
             del self._filling[number]
 
-    def _found_alike(self, number: int, data: bytearray) -> Optional[str]:
+    def _found_alike(self, number: int, size: int, digest: str) -> Optional[str]:
         """The ETag of a part that a dead process uploaded, if it tells that the bytes are these."""
-        there = self._found.get(number)
-        if there is None or there.size != len(data):
-            return None
+        there = None if self._found is None else self._found.get(number)
         # Where it is none of the bytes, as of encrypted objects, it is not alike.
-        digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        return there.etag if there.etag.strip('"') == digest else None
+        alike = there is not None and there.size == size and there.etag.strip('"') == digest
+        return there.etag if there is not None and alike else None
 
     def _begun(self) -> str:
         """The number of the upload, begun when it is first asked for."""
@@ -178,23 +180,33 @@ class NewObject:
             data = self._filling[0].data
             self._ask("put_object", Body=data, Metadata=self._metadata)
             return
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]
+        parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]}
         try:
-            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
+            etag = self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)["ETag"]
         except FileNotFoundError:
             # Done, and the answer lost; or somebody aborted it.
-            if not self._is_there():
+            etag = self._etag_there()
+            if etag is None:
                 raise OSError(errno.ECANCELED, "its upload was aborted by somebody else", self._path) from None
+        if self._found is not None and self._etags_are_digests and etag.strip('"') != self._etag_of_parts():
+            # Services may answer alike when it is completed once more.
+            raise OSError(errno.ECANCELED, "its upload was completed by a run that was taken for dead", self._path)
         self._upload = None
         self._release(clean=True)
 
-    def _is_there(self) -> bool:
-        """Whether the object is what was uploaded here."""
+    def _etag_there(self) -> Optional[str]:
+        """The ETag of the object, if it is of the upload that was written here."""
         try:
             head = self._ask("head_object")
         except FileNotFoundError:
-            return False
-        return bool(head["ContentLength"] == self._size and head["Metadata"].get(WRITE) == self._metadata[WRITE])
+            return None
+        is_it = head["ContentLength"] == self._size and head["Metadata"].get(WRITE) == self._metadata[WRITE]
+        return str(head["ETag"]) if is_it else None
+
+    def _etag_of_parts(self) -> str:
+        """What services give an object of these parts, where ETags are digests."""
+        digests = "".join(etag.strip('"') for _, etag in sorted(self._etags.items()))
+        return f"{hashlib.md5(bytes.fromhex(digests), usedforsecurity=False).hexdigest()}-{len(self._etags)}"
 
     def discard(self) -> None:
         """Abort its upload, if it was not completed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, Optional
 
 from reshard.errors import UsageError
@@ -226,16 +226,29 @@ def remove_dead(service: Service, directory: str, keep: Collection[str] = ()) ->
     if not dead:
         return
     paths = list({mark.writes.path for mark in dead if mark.writes is not None})
-    uploads = dict(zip(paths, service.each(lambda path: _uploads_that_may_be_seen(service, path), paths)))
-    # Which of several uploads of an object is whose, nobody can tell. Whoever began one of these says so by now: it
-    # does so before it begins, and who does so later has none among them.
-    now = [mark for mark in _marks(service, directory, all_of_them=True) if mark.alive]
-    for mark in dead:
-        path = "" if mark.writes is None else mark.writes.path
-        if not any(path and other.writes_object(path) for other in now):
-            with contextlib.suppress(PermissionError):
-                _abort(service, path, uploads.get(path, []))
-            service.delete(mark.path)
+    with contextlib.ExitStack() as claims:
+        # Who comes to go on with one of these sees a claim, and begins anew; who came before is seen below.
+        own = {claims.enter_context(_claimed(service, path)) for path in paths}
+        uploads = dict(zip(paths, service.each(lambda path: _uploads_that_may_be_seen(service, path), paths)))
+        # Which of several uploads of an object is whose, nobody can tell. Whoever began one of these says so by now:
+        # it does so before it begins, and who does so later has none among them.
+        now = [mark for mark in _marks(service, directory, all_of_them=True) if mark.alive and mark.path not in own]
+        for mark in dead:
+            path = "" if mark.writes is None else mark.writes.path
+            if not any(path and other.writes_object(path) for other in now):
+                with contextlib.suppress(PermissionError):
+                    _abort(service, path, uploads.get(path, []))
+                service.delete(mark.path)
+
+
+@contextlib.contextmanager
+def _claimed(service: Service, path: str) -> Iterator[str]:
+    """Say that an object is being written while the block runs, with nothing to go on with; where that is said."""
+    lease = claim(service, Writes(path, 0, 0, {}))
+    try:
+        yield lease.path
+    finally:
+        lease.release()
 
 
 def _uploads_that_may_be_seen(service: Service, path: str) -> list[str]:
