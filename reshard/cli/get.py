@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Optional, Union
@@ -25,7 +26,7 @@ from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.arrays import stand_in
 from reshard.opened.indexing import select
-from reshard.storage import NewFile, is_directory, new_file
+from reshard.storage import NewFile, is_directory, new_file, real
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -236,7 +237,9 @@ def _write(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool, path
             _put(sys.stdout.buffer, header.getvalue(), first, blocks)
             return
         size = len(header.getvalue()) + math.prod(shape) * dtype.itemsize
-        with contextlib.closing(new_file(path, size)) as file:
+        # Its directory may be reached through a link.
+        unlinked = os.path.join(real(os.path.dirname(path)), os.path.basename(path))
+        with contextlib.closing(new_file(unlinked, size)) as file:
             try:
                 _put(_InOrder(file), header.getvalue(), first, blocks)
                 if file.finish().size != size:

@@ -38,6 +38,13 @@ def test_a_tensor_of_slices_is_written_whole(saved: World, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["w.npy"]
 
 
+def test_the_directory_may_be_a_link(saved: World, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    done(*words(saved, "w", "-o", tmp_path / "link" / "w.npy"))
+    assert np.load(tmp_path / "real" / "w.npy").tobytes() == expected("w").tobytes()
+
+
 @pytest.mark.parametrize("index", ["0:4,:", "-1", "...,2", "::-2,1::3", "3,4", "[1:2, 0]", ":", "5:5"])
 def test_a_slice_is_what_numpy_takes(index: str, saved: World, tmp_path: Path) -> None:
     done(*words(saved, "w", f"--slice={index}", "-o", tmp_path / "w.npy"))
