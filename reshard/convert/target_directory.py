@@ -13,7 +13,7 @@ import contextlib
 import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.forms import RANKS, forms_among
@@ -253,9 +253,10 @@ class TargetDirectory:
             TargetError: as `survey`, or another conversion is writing here at this moment.
             RetryableError: the directory cannot be written.
         """
-        with self._ledger.guarded():
+        with self._ledger.guarded() as check:
             left = self.survey(guarded=True)
             anew = self._anew
+            check()
             self._ledger.begin(self._replacing)
             if left:
                 replaced = self._ledger.others() if self._replacing else []
@@ -287,9 +288,11 @@ class TargetDirectory:
         """Remove temporary files that killed runs left in the directories of the ranks asked for.
 
         Args:
-            work: ranks that will be written, and may go on with what is left of them.
+            work: ranks that will be written, and may go on with what is left of them, as other runs may for ranks
+                that are not asked for.
         """
-        self._destination.remove_dead_temporaries(self._directories(self._asked), keep=map(self._plan.path, work))
+        keep = set(self._everything).difference(self._asked).union(work)
+        self._destination.remove_dead_temporaries(self._directories(self._asked), keep=map(self._plan.path, keep))
 
     @property
     def is_complete(self) -> bool:
@@ -396,8 +399,8 @@ class TargetDirectory:
             return None
         self._insist_on_targets()
         if self._replacing:
-            with self._ledger.guarded():
-                self._remove_replaced()
+            with self._ledger.guarded() as check:
+                self._remove_replaced(check)
         if self._overwrite:
             self._ledger.end_replacing(self._asked)
         # A look that costs little first, for one of many by-rank runs.
@@ -406,8 +409,9 @@ class TargetDirectory:
         computed: dict[DoneRecord, int] = {}
         while True:
             computed.update(self._missing_checksums(computed))
-            with self._ledger.guarded():
+            with self._ledger.guarded() as check:
                 found = self._all_done()
+                check()
                 if found is None:
                     # Of another rank, which somebody has removed.
                     self._unfinish([self._ledger.identity])
@@ -439,18 +443,24 @@ class TargetDirectory:
                 hint="the same command writes again what is missing; what was changed is replaced with --overwrite",
             )
 
-    def _remove_replaced(self) -> None:
-        """Remove the other conversions' targets that this one has not overwritten, and then their records."""
+    def _remove_replaced(self, check: Callable[[], None]) -> None:
+        """Remove the other conversions' targets that this one has not overwritten, and then their records.
+
+        Args:
+            check: insists that no other run can begin or end.
+        """
         others = [other for other in self._ledger.others() if other.replaced]
         own = {self._name(rank) for rank in self._asked}
         for other in others:
             for name, record in self._targets_of(other):
                 if name not in own:
+                    check()
                     self._destination.remove(name, record.matches)
         places = {os.path.dirname(other.identity.file_of(rank)) for other in others for rank in other.done()}
         left = set(self._destination.checkpoints(places)).difference(self._name(rank) for rank in self._everything)
         if others and left:
             raise self._refusals.foreign(left, set())
+        check()
         for other in others:
             _remove(_unfinished(self._root, other.identity))
             other.remove()

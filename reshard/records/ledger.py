@@ -153,8 +153,11 @@ class Ledger:
         return [found for found in ledgers_in(self._destination) if found.identity != self.identity]
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[Callable[[], None]]:
         """Keep other runs from beginning or ending in the same directory while this block runs.
+
+        The block is given what insists that this is so, as it is to do before anything that cannot be undone; it
+        raises `OSError`.
 
         Raises:
             TargetError: what should be the records' directory is something else.
@@ -164,8 +167,8 @@ class Ledger:
             self._made_destination = make_directories(self._destination) or self._made_destination
             self._make_root()
             self._check_own()
-            with locked(os.path.join(self._root, "lock"), self._make_root, self._tell):
-                yield
+            with locked(os.path.join(self._root, "lock"), self._make_root, self._tell) as check:
+                yield check
         except OSError as error:
             raise unwritable(self._root, error) from error
 

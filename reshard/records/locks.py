@@ -205,8 +205,11 @@ def try_alone(path: str) -> Iterator[Optional[bool]]:
 
 
 @contextlib.contextmanager
-def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
+def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
     """Hold a lock alone, waiting for it; without locks, hold nothing.
+
+    The block is given what insists that it is still held, and raises `OSError` if not: in an object store another
+    run has it when this one was silent for long.
 
     Args:
         path: the file to lock, made if need be. Who holds it may remove it.
@@ -219,8 +222,8 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
     """
     wait = _Wait(path, tell)
     if in_object_store(path):
-        with _objects(path).held_alone(path, wait.pause, tell):
-            yield
+        with _objects(path).held_alone(path, wait.pause, tell) as check:
+            yield check
         return
     while True:
         try:
@@ -235,7 +238,7 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[None]:
                 continue
             if not _still_there(path, fd):
                 continue
-            yield
+            yield lambda: None
             return
         finally:
             os.close(fd)

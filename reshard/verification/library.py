@@ -6,11 +6,13 @@ Whoever writes files and reads them back with code of his own may misunderstand 
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import tempfile
 from collections.abc import Iterator
 
 from reshard.checkpoints import CheckpointIndex
+from reshard.errors import RetryableError
 from reshard.storage import UnfitError, in_object_store, opened_regular, read_range
 from reshard.text.wording import one_line, plural, quoted, some_names
 
@@ -70,16 +72,27 @@ def _on_disk(path: str) -> Iterator[str]:
 
     Raises:
         UnfitError: it is no object of its own.
-        OSError: the object cannot be read, or the file not be written.
+        RetryableError: the file cannot be written.
+        OSError: the object cannot be read.
     """
     if not in_object_store(path):
         yield path
         return
-    with opened_regular(path) as source, tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+    with opened_regular(path) as source:
         size = source.size()
         (length,) = struct.unpack("<Q", read_range(source, 0, _LENGTH))
-        file.write(read_range(source, 0, _LENGTH + min(length, size - _LENGTH)))
-        # Takes no room: nothing is written there.
-        file.truncate(size)
-        file.flush()
-        yield file.name
+        header = read_range(source, 0, _LENGTH + min(length, size - _LENGTH))
+    with tempfile.TemporaryDirectory() as directory:
+        name = os.path.join(directory, "header.safetensors")
+        try:
+            with open(name, "wb") as file:
+                file.write(header)
+                # Takes no room: nothing is written there.
+                file.truncate(size)
+        except OSError as error:
+            raise RetryableError(
+                f"{directory}: cannot be written: {error.strerror or error}",
+                file=directory,
+                hint="set TMPDIR to a directory with some room; the header of what is verified is put there",
+            ) from error
+        yield name

@@ -40,7 +40,9 @@ def nothing_told(text: str) -> None:
     raise AssertionError(text)
 
 
-def alone(objects: Objects, wait: Callable[[], None] = no_wait) -> contextlib.AbstractContextManager[None]:
+def alone(
+    objects: Objects, wait: Callable[[], None] = no_wait
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
     return s3_store(objects.path()).held_alone(objects.path("run/.reshard/lock"), wait, nothing_told)
 
 
@@ -274,6 +276,24 @@ def test_who_lost_a_lock_leaves_it_to_whoever_has_it(now: bytes, objects: Object
             # Had by another now.
             objects.put("run/.reshard/lock", f"{ELSEWHERE} 0".encode())
     assert held(objects) == (now or f"{ELSEWHERE} 0".encode())
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
+def test_who_was_silent_for_long_learns_whether_the_lock_is_still_its_own(
+    silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = leases._now
+    with alone(objects) as check:
+        check()
+        monkeypatch.setattr(leases, "_now", lambda: plain() + silent)
+        check()
+        assert held(objects).endswith(b" 0" if not silent else b" 1")
+        objects.put("run/.reshard/lock", f"{ELSEWHERE} 0".encode())
+        monkeypatch.setattr(leases, "_now", lambda: plain() + 2 * silent)
+        with pytest.raises(OSError, match="another run") if silent else contextlib.nullcontext():
+            check()
+    assert held(objects) == f"{ELSEWHERE} 0".encode()
 
 
 @pytest.mark.usefixtures("quick")

@@ -115,8 +115,8 @@ class Lease:
 
     def put_again(self) -> None:
         """Say again that this process lives."""
-        with self._lock, contextlib.suppress(OSError):
-            if not self._released:
+        with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
+            if idle and not self._released:
                 self._put()
 
     def release(self) -> None:
@@ -150,30 +150,50 @@ class _Held:
         self._number = 0
         self._lock = threading.Lock()
         self._lost = False
+        self._put_at = _now()
         _keep_alive(self)
 
     def put_again(self) -> None:
         """Say again that this process lives."""
+        with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
+            if idle:
+                self._say()
+
+    def check(self) -> None:
+        """Insist that it is still this process's, which may have been suspended.
+
+        Raises:
+            OSError: another has it, or nobody can tell.
+        """
         with self._lock:
-            self._number += 1
-            # Another content each time, so that it has another ETag.
-            self._replace(_said(self._name, self._number))
+            if self._lost or _now() - self._put_at > 2 * PUT_AGAIN_AFTER:
+                self._say()
+            if self._lost:
+                what = "another run has taken over its lock, because this one was silent for long"
+                raise OSError(errno.ENOLCK, what, self._path)
 
     def release(self) -> None:
         """Let another process have it."""
         _let_go(self)
         with self._lock:
             # Whoever was taken for dead finds another's ETag there, and leaves it alone.
-            self._replace(_FREE)
+            with contextlib.suppress(OSError):
+                self._replace(_FREE)
             self._lost = True
 
+    def _say(self) -> None:
+        self._number += 1
+        # Another content each time, so that it has another ETag.
+        self._replace(_said(self._name, self._number))
+
     def _replace(self, content: bytes) -> None:
-        with contextlib.suppress(OSError):
-            if self._lost:
-                return
-            found = put_if(self._service, self._path, content, IfMatch=self._etag) or self._again(content)
-            self._lost = found is None
-            self._etag = found or ""
+        if self._lost:
+            return
+        now = _now()
+        found = put_if(self._service, self._path, content, IfMatch=self._etag) or self._again(content)
+        self._lost = found is None
+        self._etag = found or ""
+        self._put_at = now
 
     def _again(self, content: bytes) -> Optional[str]:
         """Where an earlier one was heeded though every answer was an error, it is still this process's."""
@@ -185,8 +205,10 @@ class _Held:
 
 
 @contextlib.contextmanager
-def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock alone while the block runs.
+def held_alone(
+    service: Service, path: str, wait: Callable[[], None], tell: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Hold a lock alone while the block runs; what it is given insists that it is still held, or raises `OSError`.
 
     Args:
         service: where.
@@ -202,7 +224,7 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
             f"{service.name} has no conditional writes, by which runs see each other: "
             f"let no other run write to {path.rpartition('/.reshard/')[0]} at the same time"
         )
-        yield
+        yield lambda: None
         return
     name = holder()
     while True:
@@ -215,7 +237,7 @@ def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Call
         wait()
     held = _Held(service, path, name, etag)
     try:
-        yield
+        yield held.check
     finally:
         service.to_its_end(held.release, lambda _: None)
 
@@ -337,9 +359,29 @@ def _put_again() -> None:
         with _alive_lock:
             now = list(_alive)
         for one in now:
-            # Whatever goes wrong with one, the others live.
-            with contextlib.suppress(Exception):
-                one.put_again()
+            # Each by itself: whatever goes wrong with one, or takes long, the others live.
+            threading.Thread(target=_put_one, args=(one,), name="reshard-alive", daemon=True).start()
+
+
+def _put_one(one: _Alive) -> None:
+    with contextlib.suppress(Exception):
+        one.put_again()
+
+
+@contextlib.contextmanager
+def _unless_busy(lock: threading.Lock) -> Iterator[bool]:
+    """Hold a lock while the block runs, if nobody has it: who has it puts the object by itself, perhaps for long."""
+    idle = lock.acquire(blocking=False)
+    try:
+        yield idle
+    finally:
+        if idle:
+            lock.release()
+
+
+def _now() -> float:
+    """Seconds, which pass as well while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @functools.cache

@@ -179,7 +179,7 @@ class S3Store:
 
     def held_alone(
         self, path: str, wait: Callable[[], None], tell: Callable[[str], None]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Hold a lock alone; see `leases.held_alone`."""
         return held_alone(self._service, path, wait, tell)
 
