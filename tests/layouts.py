@@ -34,8 +34,8 @@ MORE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
 
 
 def examples(count: int) -> settings:
-    """So many examples, and many times more in a long run."""
-    return settings(max_examples=count * MORE if LONG else count)
+    """Two thirds of so many examples, and many times as many in a long run."""
+    return settings(max_examples=count * MORE if LONG else -(-2 * count // 3))
 
 
 def shapes(fewest: int) -> st.SearchStrategy[list[int]]:

@@ -329,6 +329,7 @@ def test_a_wrong_source_strategy_is_found_before_workers_begin(cluster: DaskClus
     warns(result, "does not fit this checkpoint, or replicas have diverged", "'w' differs between rank 0 and rank 1")
 
 
+@pytest.mark.long
 def test_workers_cast_as_a_local_run_does(cluster: DaskCluster, large: Large, tmp_path: Path) -> None:
     cluster.workers(2)
     words: list[Argument] = ["--format", "safetensors", "--cast", "Float16"]

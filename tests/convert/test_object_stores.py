@@ -85,7 +85,7 @@ def from_store(kind: Kind, objects: Objects, place: Path, *more: Argument) -> di
     return tree(place)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some_of(KINDS, 2))
 def test_a_source_in_a_store_becomes_what_a_local_one_does(name: str, objects: Objects, tmp_path: Path) -> None:
     found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
     assert found and found == locally(KINDS[name], tmp_path / "local")
@@ -106,7 +106,7 @@ def test_a_network_that_fails_changes_nothing(
     assert found == locally(KINDS[name], tmp_path / "local")
 
 
-@pytest.mark.parametrize("delay", [0.02, 0.1])
+@pytest.mark.parametrize("delay", some_of([0.02, 0.1], 2))
 def test_a_store_that_is_far_away_changes_nothing(delay: float, objects: Objects, tmp_path: Path) -> None:
     objects.faults.delay = delay
     assert from_store(KINDS["ranks to ranks"], objects, tmp_path / "out") == locally(

@@ -99,7 +99,6 @@ def test_of_sources_in_the_same_bucket_too(name: str, objects: Objects, tmp_path
     assert not [path for method, path in objects.faults.asked if method == "PUT" and ".reshard/" not in path]
 
 
-@pytest.mark.short
 def test_one_command_from_store_to_store(objects: Objects, tmp_path: Path) -> None:
     kind = KINDS["ranks"]
     done("convert", *words(kind, tmp_path / "out"))

@@ -25,6 +25,7 @@ from reshard.storage import (
     store_of,
 )
 from tests.object_store import Objects
+from tests.sampling import some_of
 from tests.storage.places import Place, content
 
 MIB = 1 << 20
@@ -112,7 +113,7 @@ def test_names_that_no_object_can_have_are_refused() -> None:
 @given(data=st.data())
 # To find the smallest of what fails would take very many requests.
 @settings(
-    max_examples=25,
+    max_examples=12,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -205,7 +206,7 @@ def test_small_reads_nearby_are_answered_from_few_requests(objects: Objects) -> 
     assert objects.faults.requests["GET"] - before <= 7
 
 
-@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("reached", some_of([True, False], 2))
 def test_a_service_that_cannot_be_connected_to_is_asked_again_if_it_ever_answered(
     reached: bool, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
