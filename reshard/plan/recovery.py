@@ -111,6 +111,18 @@ class Recovery:
                 listing(own) + f" of {rank_ranges(lost)} belongs to the rank and is lost with it; the copy of another "
                 "rank is written instead"
             )
+        for stage in self._strategy.stages:
+            if self._step.loaded(stage) or not set(lost).intersection(stage.ranks):
+                continue
+            # Of other stages' parameters a stage holds copies, unlisted, of those that are tied.
+            listed = {name for other in self._strategy.stages for name in other.layouts}
+            unknown = sorted(name for name in listed - stage.layouts.keys() if self._admit(name))
+            if unknown:
+                report.warn(
+                    f"no rank is left to tell whether {rank_ranges(stage.ranks)} held " + listing(unknown) + ", which "
+                    "the strategy lists for other stages only, as it does tied parameters; their files are written "
+                    "without"
+                )
 
     def values_of(self, rank: int, values: list[CopiedValue]) -> list[CopiedValue]:
         """What a lost rank gets as it is: what no strategy lists, given, and what only another stage's does."""
