@@ -257,11 +257,11 @@ def test_recover_gives_back_what_was_there_or_says_what_it_cannot(data: st.DataO
             skipped |= nowhere
         told = "no rank is left to tell whether" in result.err
         for rank, held in saved.items():
-            stage = stage_of(case.source, rank)[0]
+            place = stage_of(case.source, rank)[0]
             unlisted: set[str] = set()
-            if not any(stage_of(case.source, other)[0] == stage for other in left):
+            if not any(stage_of(case.source, other)[0] == place for other in left):
                 # Whether it held what only other stages list nobody knows any more.
-                unlisted = set(listed) - set(case.source[stage]["layouts"])
+                unlisted = set(listed) - set(case.source[place]["layouts"])
                 assert told or not unlisted
             # What has no elements need not be there.
             empty = {name for name, tensor in held.items() if not tensor.array.size}
