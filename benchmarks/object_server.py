@@ -76,6 +76,11 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
         def log_message(self, *arguments: object) -> None:
             """Nothing is told."""
 
+        def handle_expect_100(self) -> bool:
+            found = super().handle_expect_100()
+            self.wfile.flush()
+            return found
+
         def do_HEAD(self) -> None:
             self._answer(body=False)
 

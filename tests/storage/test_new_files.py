@@ -20,6 +20,7 @@ from reshard.records import record_files
 from reshard.storage import NewFile, new_file, remove_file, status_at, store_of, write_whole
 from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
 from reshard.storage.s3.new_object import part_bytes
+from reshard.storage.s3.service import service
 from tests.corpus import ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.storage.places import Place, content, failing
@@ -502,3 +503,19 @@ def test_credentials_are_in_no_object(objects: Objects, monkeypatch: pytest.Monk
         seen.append(f"{key} {head['Metadata']}")
     assert len(seen) == 3 and ".reshard-tmp-" in seen[0]
     assert SECRET not in str(seen) and KEY not in str(seen)
+
+
+@pytest.mark.short
+def test_what_is_put_is_sent_without_asking_first(objects: Objects) -> None:
+    place = objects.path("run")
+    asked: list[bool] = []
+    client = service(place).client
+    client.meta.events.register("before-send.s3", lambda request, **_: asked.append("Expect" in request.headers))
+    write_whole(f"{place}/small", b"1")
+    data = content(LARGE)
+    with contextlib.closing(new_file(f"{place}/large", LARGE)) as file:
+        file.write(0, memoryview(data))
+        file.finish()
+        file.publish()
+    assert len(asked) > 5 and not any(asked)
+    assert objects.content() == {"run/small": b"1", "run/large": data}

@@ -86,6 +86,10 @@ def service(path: str) -> Service:
         raise InputError(f"{path}: the object store cannot be asked: {error.strerror}", file=path) from error
 
 
+def _do_not_ask_first(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
+
+
 @functools.cache
 def _service(url: Optional[str]) -> Service:
     return Service(url)
@@ -129,6 +133,8 @@ class Service:
         try:
             session = boto3.session.Session()
             self.client: Any = session.client("s3", endpoint_url=url, config=config)
+            # What is put is sent along at once: to ask first whether it may be costs a round trip more each time.
+            self.client.meta.events.register_last("before-call.s3", _do_not_ask_first)
             self._credentials = session.get_credentials()
         except BotoCoreError as error:
             raise failures.of_client(error, "") from error
