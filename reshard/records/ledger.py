@@ -531,9 +531,9 @@ def _remove_records(path: str) -> None:
         TargetError: a link or something else stands in the place of records.
     """
     for name, ours in _RECORDS.items():
-        store_of(path).remove_dead(os.path.join(path, name), complete=False)
+        remove_dead(os.path.join(path, name))
         remove_directory(os.path.join(path, name), ours)
-    store_of(path).remove_dead(path, complete=False)
+    remove_dead(path)
     remove_directory(path, _is_own)
 
 

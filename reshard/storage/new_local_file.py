@@ -7,6 +7,7 @@ import errno
 import os
 
 from reshard.storage import temporary
+from reshard.storage.look import is_directory
 from reshard.storage.status import FileStatus
 
 _TIMES = 4
@@ -30,7 +31,7 @@ class NewLocalFile:
 
     def _create(self, directory: str) -> tuple[int, int, str]:
         for _ in range(_TIMES):
-            self._made_directory = not os.path.isdir(directory)
+            self._made_directory = not is_directory(directory)
             # Another run that gave up may remove the directory between the two.
             with contextlib.suppress(FileNotFoundError):
                 os.makedirs(directory, exist_ok=True)
