@@ -85,6 +85,22 @@ def from_store(kind: Kind, objects: Objects, place: Path, *more: Argument) -> di
     return tree(place)
 
 
+def demo_command(objects: Objects, out: Path) -> list[Argument]:
+    """What converts the demo's source, put into a store."""
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    return ["convert", source, out, "--src-strategy", DEMO / "src_strategy.ckpt", *TO_DEMO]
+
+
+def some_ranks_left(objects: Objects, place: Path) -> tuple[str, Path]:
+    """Some ranks of a checkpoint in a store; their path and the strategy. All of them are in ``place``."""
+    cut = FIXTURES / "10_dp2mp4pp1/strategy"
+    source: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"]
+    done("convert", DEMO / "src_checkpoints", place, *source, "--dst-strategy", cut)
+    for rank in (0, 2, 3, 5):
+        objects.upload(place / f"rank_{rank}", f"left/rank_{rank}")
+    return objects.path("left"), cut
+
+
 @pytest.mark.parametrize("name", some_of(KINDS, 2))
 def test_a_source_in_a_store_becomes_what_a_local_one_does(name: str, objects: Objects, tmp_path: Path) -> None:
     found = from_store(KINDS[name], objects, tmp_path / "out", "--verify")
@@ -226,25 +242,13 @@ def test_commands_that_read_take_paths_in_a_store(objects: Objects, tmp_path: Pa
 
 
 def test_lost_ranks_are_recovered_from_a_store(objects: Objects, tmp_path: Path) -> None:
-    cut = FIXTURES / "10_dp2mp4pp1/strategy"
-    demo: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"]
-    done("convert", DEMO / "src_checkpoints", tmp_path / "whole", *demo, "--dst-strategy", cut)
-    for rank in (0, 2, 3, 5):
-        objects.upload(tmp_path / "whole" / f"rank_{rank}", f"left/rank_{rank}")
-    done("recover", objects.path("left"), tmp_path / "out", "--strategy", cut)
+    left, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", left, tmp_path / "out", "--strategy", cut)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def test_resume_goes_on_with_a_source_in_a_store(objects: Objects, tmp_path: Path) -> None:
-    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-    words: list[Argument] = [
-        "convert",
-        source,
-        tmp_path / "out",
-        "--src-strategy",
-        DEMO / "src_strategy.ckpt",
-        *TO_DEMO,
-    ]
+    words = demo_command(objects, tmp_path / "out")
     done(*words)
     (tmp_path / "out/rank_1/checkpoint_1.ckpt").unlink()
     (tmp_path / "out/reshard-manifest.json").unlink()
@@ -268,15 +272,7 @@ def test_a_source_that_is_replaced_meanwhile_is_another_conversion(objects: Obje
 
 
 def test_nothing_secret_is_said_or_recorded(objects: Objects, tmp_path: Path) -> None:
-    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-    words: list[Argument] = [
-        "convert",
-        source,
-        tmp_path / "out",
-        "--src-strategy",
-        DEMO / "src_strategy.ckpt",
-        *TO_DEMO,
-    ]
+    words = demo_command(objects, tmp_path / "out")
     said = [done(*words, "-v").err, fails(3, "inspect", objects.path("nothing"), "--debug").err]
     written = [path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()]
     for secret in (SECRET, KEY):
@@ -336,15 +332,7 @@ def test_any_faults_in_any_order_change_nothing(
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.6, 0.9, 1.2, 1.5, 1.8, 2.1, 2.4])
 def test_the_same_command_goes_on_after_a_kill(seconds: float, objects: Objects, tmp_path: Path) -> None:
-    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
-    words: list[Argument] = [
-        "convert",
-        source,
-        tmp_path / "out",
-        "--src-strategy",
-        DEMO / "src_strategy.ckpt",
-        *TO_DEMO,
-    ]
+    words = demo_command(objects, tmp_path / "out")
     objects.faults.delay = 0.1
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, *map(str, words)], stderr=subprocess.DEVNULL) as process:
         time.sleep(seconds)

@@ -12,8 +12,8 @@ import pytest
 
 import reshard
 from tests.convert.test_killed_store_runs import job
+from tests.convert.test_object_stores import some_ranks_left
 from tests.convert.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
-from tests.corpus import FIXTURES
 from tests.dask_cluster import DaskCluster
 from tests.lora.test_merge_lora import base, matrices, peft, weights
 from tests.object_store import Objects
@@ -169,12 +169,8 @@ def test_ranks_one_after_the_other_make_the_whole(objects: Objects, saved: World
 
 
 def test_lost_ranks_are_recovered_into_a_store(objects: Objects, tmp_path: Path) -> None:
-    cut = FIXTURES / "10_dp2mp4pp1/strategy"
-    source: list[Argument] = ["--src-strategy", DEMO / "src_strategy.ckpt"]
-    done("convert", DEMO / "src_checkpoints", tmp_path / "whole", *source, "--dst-strategy", cut)
-    for rank in (0, 2, 3, 5):
-        objects.upload(tmp_path / "whole" / f"rank_{rank}", f"left/rank_{rank}")
-    done("recover", objects.path("left"), objects.path("out"), "--strategy", cut)
+    left, cut = some_ranks_left(objects, tmp_path / "whole")
+    done("recover", left, objects.path("out"), "--strategy", cut)
     assert written(objects) == tree(tmp_path / "whole")
 
 
