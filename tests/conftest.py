@@ -1,12 +1,16 @@
 """Which tests run: those marked `long` only with RESHARD_LONG=1, as `make test-all` sets it.
 
-In modules that are marked so, a test marked `short` runs always.
+In modules that are marked so, a test marked `short` runs always. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
+those marked `quick` run first, then the tests that were fastest last time; those that would begin after so many
+seconds are skipped.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -21,6 +25,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONG = os.environ.get("RESHARD_LONG") == "1"
+QUICK = float(os.environ.get("RESHARD_QUICK", "0"))
+"""Seconds that a quick run may take; 0 in others."""
+
+_DURATIONS = "reshard/durations"
+_UNKNOWN = 0.2
+_STARTED = time.monotonic()
 
 hypothesis.settings.register_profile(
     "tests",
@@ -37,7 +47,40 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class Durations:
+    """Keeps how long each test took, in pytest's cache."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._cache = config.cache
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.skipped:
+            self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if self._cache is not None and self._seconds:
+            rounded = {name: round(seconds, 2) for name, seconds in self._seconds.items()}
+            self._cache.set(_DURATIONS, {**self._cache.get(_DURATIONS, {}), **rounded})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Processes of pytest-xdist report to the one that has no `workerinput`.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(config))
+
+
+@pytest.fixture(autouse=bool(QUICK))
+def _within_time() -> Iterator[None]:
+    if time.monotonic() - _STARTED > QUICK:
+        pytest.skip("a quick run has no time left for it: see make test")
+    yield
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if QUICK and config.cache is not None:
+        seconds = config.cache.get(_DURATIONS, {})
+        items.sort(key=lambda item: (not item.get_closest_marker("quick"), seconds.get(item.nodeid, _UNKNOWN)))
     if LONG:
         return
     skip = pytest.mark.skip(reason="long: runs with make test-all (RESHARD_LONG=1)")

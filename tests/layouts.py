@@ -14,7 +14,7 @@ from typing import Any, Optional
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from tests.conftest import LONG
+from tests.conftest import LONG, QUICK
 from tests.reference import LayoutDict, Strategy, boxes, shard_step
 from tests.trees import Value, layout, layout_json, value
 
@@ -34,8 +34,8 @@ MORE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
 
 
 def examples(count: int) -> settings:
-    """Two thirds of so many examples, and many times as many in a long run."""
-    return settings(max_examples=count * MORE if LONG else -(-2 * count // 3))
+    """Two thirds of so many examples; many times as many in a long run, a few in a quick one."""
+    return settings(max_examples=count * MORE if LONG else max(2, count // 20) if QUICK else -(-2 * count // 3))
 
 
 def shapes(fewest: int) -> st.SearchStrategy[list[int]]:

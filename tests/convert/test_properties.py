@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
+import pytest
 from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def drawn(data: st.DataObject, most_devices: int = 6) -> tuple[dict[str, Value],
     return full, source, data.draw(strategies(full), label="target")
 
 
+@pytest.mark.quick
 @examples(80)
 @given(st.data())
 def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
