@@ -51,9 +51,14 @@ class Additions(Protocol):
 
     Attributes:
         identity: a text, the same for what adds the same.
+        paths: the files that it is read from.
+        handles: those through which they are read, and through which the source is to be read, too: files that
+            changed since they were first opened are then known, whoever opened them.
     """
 
     identity: str
+    paths: frozenset[str]
+    handles: FileHandles
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
         """What is added to each tensor that gets anything.
