@@ -90,7 +90,7 @@ class KeyPattern:
                 warnings.simplefilter("ignore")
                 compiled = re.compile(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise KeyPatternError(f"{quoted(key)} is no regular expression: {error}") from error
+            raise KeyPatternError(f"{quoted(key)} is no regular expression: {getattr(error, 'msg', error)}") from error
         self._plain = None if _BRANCHING & set(key) else compiled
         self._states = [_State(_MATCH, "", ())]
         self._built = 0

@@ -137,7 +137,7 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         report.warn(
-            f"{path}: says init_lora_weights {quoted(start)}: training began by changing the base, too, and the "
+            f"{path}: init_lora_weights is {quoted(start)}: training changed the base before the first step, and the "
             "adapter fits only the base that was saved after that"
         )
     if alpha is None:
