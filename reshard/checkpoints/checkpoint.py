@@ -80,7 +80,13 @@ AS_RECORDED = ShardReading()
 
 
 class Addition(Protocol):
-    """What is added to the elements of a tensor when it is written."""
+    """What is added to the elements of a tensor when it is written.
+
+    Attributes:
+        paths: the files that it is read from.
+    """
+
+    paths: frozenset[str]
 
     def add(self, box: Box, words: npt.NDArray[Any]) -> None:
         """Add to some elements in place.

@@ -77,9 +77,11 @@ class EditedCheckpoint:
         base: the other.
         made: what its tensors are made of, by name, in order.
         kept: names of the other's values that it has as well.
+        identity: a text, the same for what was made in the same way.
     """
 
-    def __init__(self, base: Checkpoint, made: Mapping[str, Made], kept: Collection[str]) -> None:
+    def __init__(self, base: Checkpoint, made: Mapping[str, Made], kept: Collection[str], identity: str) -> None:
+        self.identity = identity
         self.base = base
         self.made = made
         self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)

@@ -70,10 +70,12 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
         said = " ".join(_words(given))
         try:
             edits = edits_of(src, _typed(given))
+            identities = () if edits is None else edits.possible_identities()
+            digests = {short_digest(identity.encode()) for identity in identities}
         except ReshardError as error:
             problem = f"it was given {said}: {error.message}"
             continue
-        if edits is not None and short_digest(edits.identity.encode()) == plan.edits:
+        if edits is not None and plan.edits in digests:
             report.note(f"compared with the names and types that are recorded: {said}")
             return edits
         problem = f"it was given {said}, which says something else now"

@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
-import click
-
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -56,7 +54,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @option(
     "Source",
     "--alpha",
-    type=click.FloatRange(min=0, min_open=True),
+    type=float,
     metavar="NUMBER",
     show_default="adapter_config.json beside ADAPTER",
     help="What the product is multiplied with, times the ranks.",
@@ -84,7 +82,7 @@ def merge_lora(
     --dst-strategy say otherwise.
     """
     # Loaded only here: the others do without.
-    from reshard.lora import check_beside, read_adapter, scale_of
+    from reshard.lora import MAX_ALPHA, MIN_ALPHA, check_beside, read_adapter, scale_of
 
     form = form_of(base)
     if typed["to"] is None:
@@ -93,10 +91,11 @@ def merge_lora(
         if form not in (RANKS, CHECKPOINT2):
             raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
         typed["dst_strategy"] = SAME
+    # NaN is between no numbers.
+    if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
+        raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
     request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
     scale = scale_of(adapter, alpha, report)
-    # A wrong one shows in nothing but what the model says.
-    report.note(f"alpha is {scale.alpha:g}, " + ("as typed" if alpha is not None else f"of {scale.path}"))
     infinite: Counter[str] = Counter()
 
     def overflowed(name: str, count: int) -> None:
@@ -107,6 +106,10 @@ def merge_lora(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)
+        # A wrong one shows in nothing but what the model says.
+        report.note(f"alpha is {scale.alpha:g}, {'as typed' if alpha is not None else f'of {scale.path}'}")
+        for other, modules in additions.other_alphas().items():
+            report.note(f"alpha is {other:g} by alpha_pattern of {scale.path}: " + listing(modules))
         if real(base) != real(place) or typed["step"] != adapter_step:
             whole = reading_request(
                 base, typed["src_strategy"], None, None, typed["step"], typed["file_suffix"], Filters(), Report()

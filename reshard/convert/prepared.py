@@ -87,7 +87,8 @@ def prepare(
     check_bucket(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
-    with FileHandles(decryption=options.decryption) as handles:
+    additions = None if request.edits is None else request.edits.additions
+    with FileHandles(decryption=options.decryption) if additions is None else additions.handles as handles:
         preparation = _Preparation(request, options, handles, report or Report(), progress or Progress())
         yield Prepared(preparation, preparation.state())
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
+from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.checkpoints.forms import RANKS, forms_among
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
@@ -129,6 +130,7 @@ class TargetDirectory:
         self._everything = range(plan.form.count)
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
+        made = plan.checkpoint
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=strategy_digest(request.target),
@@ -141,7 +143,7 @@ class TargetDirectory:
             task="recover" if request.recover else "convert",
             form=plan.form.name,
             division=_division(plan.form),
-            edits="" if request.edits is None else short_digest(request.edits.identity.encode()),
+            edits=short_digest(made.identity.encode()) if isinstance(made, EditedCheckpoint) else "",
         )
         self._destination = Destination(self._root)
         self._ledger = Ledger(self._root, identity, report.note)

@@ -106,7 +106,10 @@ class Writing:
             self.work = tuple(self._directory.begin())
             written = self._write(self._write_here if self._workers is None else self._write_elsewhere)
             # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
-            self._handles.check_unchanged(index.path for index in self._plan.checkpoint.indexes.values())
+            edits = self._plan.request.edits
+            added = () if edits is None or edits.additions is None else edits.additions.paths
+            sources = (index.path for index in self._plan.checkpoint.indexes.values())
+            self._handles.check_unchanged([*sources, *added])
             self.manifest = self._directory.complete()
             return written
         finally:

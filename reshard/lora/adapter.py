@@ -6,7 +6,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,18 @@ from reshard.checkpoints.checkpoint import Addition, GlobalTensor
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
 from reshard.errors import CheckpointError
 from reshard.execute.casts import Overflowed, cast_words
-from reshard.lora.low_rank import LowRank, Matrix, Products
-from reshard.lora.pairs import Pair, is_matrix, pairs_of, weight_of, whole_weights
+from reshard.lora.low_rank import LARGEST_SIDE, LowRank, Matrix, Products, Span
+from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of, whole_weights
 from reshard.lora.scale import Scale
-from reshard.opened import OpenedCheckpoint
+from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing
 from reshard.text.wording import quoted
 
-# Bytes of pairs that are held for other blocks of their weights; the one that was used last is held in any case.
+# Bytes of matrices that are held for other tiles of their weights, and of a block that is read of one.
 _HELD_BYTES = 32 << 20
+_BLOCK_BYTES = 4 << 20
+MAX_RANK = 4096
+"""The largest rank of an adapter: what a tile needs of its two matrices then takes 17 MiB."""
 # Of their products, tiles of which other blocks need the rest.
 _TILE_BYTES = 16 << 20
 
@@ -52,16 +55,23 @@ class Adapter:
         self._pairs = pairs
         self._scale = scale
         self._overflowed = overflowed
-        self._held: OrderedDict[Pair, tuple[Matrix, Matrix]] = OrderedDict()
+        self._held: OrderedDict[tuple[str, int], Matrix] = OrderedDict()
+        self._held_bytes = 0
         self._products = Products(_TILE_BYTES)
         self._lock = threading.Lock()
-        hashed = hashlib.sha256(repr((pairs, scale.alpha, dict(scale.alphas), scale.by_root)).encode())
+        ranks = {pair.stem: self._rank(pair) for pair in pairs}
+        scale.check(ranks)
+        hashed = hashlib.sha256(repr(scale.transposed).encode())
         for pair in pairs:
+            hashed.update(f"{pair} {scale.of(pair.stem, ranks[pair.stem])!r}\n".encode(errors="surrogateescape"))
             for name in (pair.down, pair.up):
                 tensor = tensors[name]
                 hashed.update(f"{tensor.shape} {tensor.dtype_name}\n".encode())
-                hashed.update(np.ascontiguousarray(tensor[...]).data)
+                for block in tensor.blocks():
+                    hashed.update(block.view(np.uint8).data)
         self.identity = hashed.hexdigest()
+        self.handles = tensors.handles
+        self.paths = frozenset().union(*map(self._paths, pairs))
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, Addition]:
         """What is added to each weight.
@@ -95,15 +105,52 @@ class Adapter:
             )
         return found
 
+    def other_alphas(self) -> dict[float, list[str]]:
+        """The modules whose alpha is another than that of the adapter, by theirs."""
+        found: dict[float, list[str]] = {}
+        for pair in self._pairs:
+            alpha = self._scale.alpha_of(pair.stem)
+            if alpha != self._scale.alpha:
+                found.setdefault(alpha, []).append(module_of(pair.stem))
+        return found
+
     def is_part(self, name: str) -> bool:
         """Whether a tensor of the base is a matrix of an adapter."""
         return is_matrix(name)
 
+    def _rank(self, pair: Pair) -> int:
+        """The rank of a pair.
+
+        Raises:
+            CheckpointError: the shapes of its matrices are not those of a pair, or too large.
+        """
+        down, up = self._tensors[pair.down], self._tensors[pair.up]
+        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
+            raise CheckpointError(
+                f"{self._place}: {quoted(pair.up)} of shape {list(up.shape)} and {quoted(pair.down)} of shape "
+                f"{list(down.shape)} cannot be multiplied",
+                file=self._place,
+                parameter=pair.down,
+                hint="is the adapter damaged, or a strategy wrong?",
+            )
+        if down.shape[0] > MAX_RANK:
+            raise CheckpointError(
+                f"{self._place}: {quoted(pair.down)} has rank {down.shape[0]}; merge-lora supports ranks up to "
+                f"{MAX_RANK}",
+                file=self._place,
+                parameter=pair.down,
+            )
+        return down.shape[0]
+
+    def _paths(self, pair: Pair) -> frozenset[str]:
+        """The files that hold a pair."""
+        tensors = (self._tensors[name].target for name in (pair.down, pair.up))
+        return frozenset(piece.source.path for tensor in tensors for piece in tensor.pieces)
+
     def _addition(self, pair: Pair, weight: GlobalTensor) -> Addition:
         down, up = self._tensors[pair.down], self._tensors[pair.up]
         shape = weight.shape[::-1] if self._scale.transposed else weight.shape
-        ranks = down.shape[0] if down.ndim else 0
-        if len(shape) != 2 or (*up.shape, *down.shape) != (shape[0], ranks, ranks, shape[1]) or not ranks:
+        if (*up.shape[:1], *down.shape[1:]) != shape:
             raise CheckpointError(
                 f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} is "
                 f"not of the shape {list(weight.shape)} of {quoted(weight.name)}",
@@ -118,35 +165,46 @@ class Adapter:
             weight.name,
             (weight.shape[0], weight.shape[1]),
             weight.dtype,
-            self._reader(pair),
-            self._scale.of(pair.stem, ranks),
+            lambda rows, columns: self._matrices(pair, rows, columns),
+            self._scale.of(pair.stem, down.shape[0]),
             self._overflowed,
             self._products,
+            self._paths(pair),
         )
 
-    def _reader(self, pair: Pair) -> Callable[[], tuple[Matrix, Matrix]]:
-        def read() -> tuple[Matrix, Matrix]:
-            with self._lock:
-                found = self._held.get(pair)
-                if found is not None:
-                    self._held.move_to_end(pair)
-                    return found
-            up, down = self._matrix(pair.up), self._matrix(pair.down)
-            made = (np.ascontiguousarray(down.T), np.ascontiguousarray(up.T)) if self._scale.transposed else (up, down)
-            with self._lock:
-                self._held[pair] = made
-                held = sum(up.nbytes + down.nbytes for up, down in self._held.values())
-                while held > _HELD_BYTES and len(self._held) > 1:
-                    _, (up, down) = self._held.popitem(last=False)
-                    held -= up.nbytes + down.nbytes
-            return made
+    def _matrices(self, pair: Pair, rows: Span, columns: Span) -> tuple[Matrix, Matrix]:
+        """Of the two matrices whose product has a weight's shape, some rows of the first, columns of the second."""
+        if self._scale.transposed:
+            return self._part(pair.down, 1, rows).T, self._part(pair.up, 0, columns).T
+        return self._part(pair.up, 0, rows), self._part(pair.down, 1, columns)
 
-        return read
-
-    def _matrix(self, name: str) -> Matrix:
-        """A matrix in Float32."""
+    def _part(self, name: str, dimension: int, span: Span) -> Matrix:
+        """Some rows or columns of a matrix, in Float32, out of the block that they lie in."""
         tensor = self._tensors[name]
-        array: npt.NDArray[np.generic] = np.ascontiguousarray(tensor[...])
+        length, rank = tensor.shape[dimension], tensor.shape[1 - dimension]
+        # No tile lies in two blocks.
+        block = max(1, _BLOCK_BYTES // (4 * rank * LARGEST_SIDE)) * LARGEST_SIDE
+        number = span[0] // block
+        with self._lock:
+            found = self._held.get((name, number))
+            if found is not None:
+                self._held.move_to_end((name, number))
+        if found is None:
+            index = slice(number * block, min((number + 1) * block, length))
+            found = self._read(tensor, index if dimension == 0 else (slice(None), index))
+            with self._lock:
+                if (name, number) not in self._held:
+                    self._held[name, number] = found
+                    self._held_bytes += found.nbytes
+                while self._held_bytes > _HELD_BYTES:
+                    self._held_bytes -= self._held.popitem(last=False)[1].nbytes
+        here = slice(span[0] - number * block, span[1] - number * block)
+        return found[here] if dimension == 0 else found[:, here]
+
+    @staticmethod
+    def _read(tensor: LazyTensor, index: Any) -> Matrix:
+        """Some elements in Float32."""
+        array: npt.NDArray[np.generic] = np.ascontiguousarray(tensor[index])
         words = array.view(f"u{array.dtype.itemsize}")
         if tensor.dtype_name == "Float32":
             return words.view("f4")

@@ -18,8 +18,12 @@ from reshard.execute.casts import Cast, cast_words
 from reshard.layout import Box, inside, intersection
 
 Matrix = npt.NDArray[np.float32]
+Span = tuple[int, int]
+"""The first of some rows or columns, and the one behind the last."""
 
 _ROWS, _COLUMNS = 64, 1024
+LARGEST_SIDE = 1024
+"""Rows or columns of the largest tile; tiles begin at multiples of a number that divides it."""
 
 
 class Products:
@@ -60,10 +64,11 @@ class LowRank:
         name: of the weight.
         shape: rows and columns of the weight.
         dtype: its type.
-        matrices: reads ``up``, a row for each of the weight's, and ``down``, a column for each.
+        matrices: reads some rows of ``up``, which has one for each of the weight's, and some columns of ``down``.
         scale: what the product is multiplied with.
         overflowed: told of elements that become infinite.
         products: where tiles are held that are not used whole.
+        paths: the files that the matrices are read from.
     """
 
     def __init__(
@@ -71,11 +76,13 @@ class LowRank:
         name: str,
         shape: tuple[int, int],
         dtype: str,
-        matrices: Callable[[], tuple[Matrix, Matrix]],
+        matrices: Callable[[Span, Span], tuple[Matrix, Matrix]],
         scale: float,
         overflowed: Callable[[str, int], None],
         products: Products,
+        paths: frozenset[str] = frozenset(),
     ) -> None:
+        self.paths = paths
         self._name = name
         self._products = products
         self._shape = shape
@@ -110,8 +117,9 @@ class LowRank:
         """A tile of what is added, which no other block needs if it is used alone."""
         found = self._products.find(self._name, tile)
         if found is None:
-            up, down = self._matrices()
-            found = up[slice(*tile[0])] @ down[:, slice(*tile[1])]
+            rows, columns = tile
+            up, down = self._matrices(rows, columns)
+            found = up @ down
             found *= self._scale
             if not alone:
                 self._products.hold(self._name, tile, found)

@@ -16,7 +16,9 @@ from reshard.text.wording import quoted
 _PEFT = "base_model.model."
 # PEFT's names, with or without that of the adapter; MindFormers' and MindPet's.
 _MATRIX = re.compile(
-    r"(?P<stem>.+)\.(?:lora_(?P<upper>[AB])(?:\.[^.]+)?\.weight|(?:mindpet_delta_)?lora_(?P<lower>[ab]))", re.DOTALL
+    r"(?P<stem>.+)\.(?P<before>lora_|mindpet_delta_lora_)"
+    r"(?:(?P<upper>[AB])(?P<adapter>\.[^.]+)?\.weight|(?P<lower>[ab]))",
+    re.DOTALL,
 )
 _UNKNOWN = {
     "lora_magnitude_vector": "DoRA",
@@ -46,6 +48,11 @@ def is_matrix(name: str) -> bool:
     return _MATRIX.fullmatch(name) is not None
 
 
+def module_of(stem: str) -> str:
+    """The module that a pair belongs to, as PEFT matches it with patterns: without what it puts before all names."""
+    return stem[len(_PEFT) :] if stem.startswith(_PEFT) else stem
+
+
 def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
     """The pairs among the tensors of an adapter, sorted; optimizer state and values beside them do not count.
 
@@ -54,10 +61,12 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
         place: where they lie, for messages.
 
     Raises:
-        CheckpointError: there is none, one is alone, or there are weights that are no such matrices.
+        CheckpointError: there is none, one is alone, or they are of several adapters or of an unknown kind.
     """
     found: dict[str, dict[str, str]] = {}
     others = []
+    # The first matrix of each adapter: all that its names have beside module and side.
+    adapters: dict[tuple[str, ...], str] = {}
     for name in sorted(names):
         match = _MATRIX.fullmatch(name)
         if not is_weight(name):
@@ -66,6 +75,7 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
             others.append(name)
             continue
         side = (match["upper"] or match["lower"]).upper()
+        adapters.setdefault((match["before"], str(match["adapter"]), str(match["lower"] is None)), name)
         if side in found.setdefault(match["stem"], {}):
             raise CheckpointError(
                 f"{place}: {quoted(name)} and {quoted(found[match['stem']][side])} are both matrices of one adapter",
@@ -80,6 +90,13 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
                 raise CheckpointError(
                     f"{place}: {quoted(name)} is of {what}, which cannot be merged here", file=place, parameter=name
                 )
+    if len(adapters) > 1:
+        raise CheckpointError(
+            f"{place}: holds matrices of {len(adapters)} adapters: " + listing(sorted(adapters.values())),
+            file=place,
+            parameter=min(adapters.values()),
+            hint="merge one adapter after the other, each from a place of its own",
+        )
     alone = [name for sides in found.values() if len(sides) < 2 for name in sides.values()]
     if alone:
         raise CheckpointError(
@@ -108,7 +125,7 @@ def weight_of(pair: Pair, weights: Collection[str]) -> str:
     Raises:
         CheckpointError: there is none, or it cannot be told which.
     """
-    stems = [pair.stem] + ([pair.stem[len(_PEFT) :]] if pair.stem.startswith(_PEFT) else [])
+    stems = list(dict.fromkeys([pair.stem, module_of(pair.stem)]))
     wanted = [form.format(stem=stem) for stem in stems for form in _WEIGHTS]
     found = [name for name in dict.fromkeys(wanted) if name in weights]
     if len(found) == 1:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from reshard.errors import CheckpointError, RetryableError
+from reshard.lora.module_patterns import KeyPatternError, KeyPatterns
+from reshard.lora.pairs import module_of
 from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.near_names import path_meant
@@ -17,11 +19,24 @@ from reshard.text.report import Report
 from reshard.text.wording import quoted
 
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
-_LARGEST = 1 << 22
+_MAX_CONFIG_BYTES = 1 << 22
 _ALPHA = "give it with --alpha"
-_MOST = 1e9
-# Ways to begin that take from the weights what the matrices begin with.
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+MIN_ALPHA, MAX_ALPHA = 1e-9, 1e9
+"""Between these is the size of every alpha: smaller ones vanish in Float32, larger ones overflow 16-bit weights."""
+# Initialisations that subtract from the weights what the matrices begin with.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_SAME_BASE = ("gaussian", "orthogonal", "eva")
+# What PEFT writes that does not change which product is added to which weight, or is looked at here.
+_UNDERSTOOD = frozenset(
+    (
+        *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+        *("peft_version", "r", "lora_alpha", "lora_dropout", "alpha_pattern", "rank_pattern", "use_rslora"),
+        *("fan_in_fan_out", "bias", "init_lora_weights", "target_modules", "exclude_modules", "layers_to_transform"),
+        *("layers_pattern", "modules_to_save", "megatron_core", "runtime_config", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "qalora_group_size"),
+    )
+)
+_UNSUPPORTED = frozenset(("use_dora", "use_qalora", "lora_bias", "layer_replication", "alora_invocation_tokens"))
 
 
 @dataclass(frozen=True)
@@ -31,21 +46,63 @@ class Scale:
     Attributes:
         path: where it was read; for messages.
         alpha: divided by the rank it is the scale.
-        alphas: other values for modules whose names end as a pattern says.
+        alphas: other values for some modules.
+        rank: of the matrices; None where nothing says so.
+        ranks: other values for some modules.
         by_root: alpha is divided by the root of the rank instead.
         transposed: weights have a row for each input.
     """
 
     path: str
     alpha: float
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    alphas: KeyPatterns = field(default_factory=KeyPatterns)
+    rank: Optional[float] = None
+    ranks: KeyPatterns = field(default_factory=KeyPatterns)
     by_root: bool = False
     transposed: bool = False
 
+    def alpha_of(self, stem: str) -> float:
+        """The alpha of a module, by what the names of its matrices begin with."""
+        alpha = self.alphas.value(module_of(stem))
+        return self.alpha if alpha is None else alpha
+
     def of(self, stem: str, rank: int) -> float:
         """The scale of a pair of so many ranks, of a module."""
-        alpha = next((value for pattern, value in self.alphas.items() if _ends(stem, pattern)), self.alpha)
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
+        return self.alpha_of(stem) / (math.sqrt(rank) if self.by_root else rank)
+
+    def check(self, ranks: Mapping[str, int]) -> None:
+        """Refuse a configuration that is not that of these matrices.
+
+        Args:
+            ranks: of all pairs, by what their names begin with.
+
+        Raises:
+            CheckpointError: a key matches none of them, or a rank is another.
+        """
+        modules = [module_of(stem) for stem in ranks]
+        try:
+            for name, patterns in (("alpha_pattern", self.alphas), ("rank_pattern", self.ranks)):
+                unused = patterns.unused(modules)
+                if unused:
+                    raise CheckpointError(
+                        f"{self.path}: the key {quoted(unused[0])} of {name} matches no module of the adapter, such as "
+                        f"{quoted(modules[0])}",
+                        file=self.path,
+                        hint="correct the key, or remove it from a copy of the file",
+                    )
+            for stem, rank in ranks.items():
+                other = self.ranks.value(module_of(stem))
+                stated, name = (self.rank, "r") if other is None else (other, "rank_pattern")
+                if stated is not None and stated != rank:
+                    raise CheckpointError(
+                        f"{self.path}: {name} is {stated:g} for {quoted(module_of(stem))}, whose matrices have rank "
+                        f"{rank}",
+                        file=self.path,
+                        parameter=stem,
+                        hint="is it the configuration of another adapter?",
+                    )
+        except KeyPatternError as error:
+            raise CheckpointError(f"{self.path}: {error}", file=self.path) from error
 
 
 def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
@@ -75,56 +132,94 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
                 hint=_ALPHA,
             )
         return Scale("--alpha", alpha)
-    said = _config(path)
-    if said.get("use_dora"):
-        raise CheckpointError(f"{path}: says use_dora, which cannot be merged here", file=path)
-    if said.get("bias") not in (None, "none"):
-        raise CheckpointError(f"{path}: says bias {said['bias']!r}; biases cannot be merged here", file=path)
-    start = said.get("init_lora_weights")
+    config = _config(path)
+    _check_understood(path, config)
+    start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         report.warn(
-            f"{path}: says init_lora_weights {quoted(start)}: training began by changing the base, too, and the "
+            f"{path}: init_lora_weights is {quoted(start)}: training changed the base before the first step, and the "
             "adapter fits only the base that was saved after that"
         )
     if alpha is None:
-        alpha = _number(path, "lora_alpha", said.get("lora_alpha"))
-    alphas = said.get("alpha_pattern") or {}
-    if not isinstance(alphas, Mapping):
-        raise CheckpointError(f"{path}: alpha_pattern is no object", file=path)
+        alpha = _number(path, "lora_alpha", config.get("lora_alpha"))
+    rank = config.get("r", config.get("lora_rank"))
     return Scale(
         path,
         alpha,
-        {str(pattern): _number(path, f"alpha_pattern of {pattern}", value) for pattern, value in alphas.items()},
-        bool(said.get("use_rslora")),
-        bool(said.get("fan_in_fan_out")),
+        _patterns(path, "alpha_pattern", config),
+        None if rank is None else _number(path, "r", rank),
+        _patterns(path, "rank_pattern", config),
+        bool(config.get("use_rslora")),
+        bool(config.get("fan_in_fan_out")),
     )
+
+
+def _check_understood(path: str, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration of which something is not understood, since it may change what is to be added.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    unknown = {
+        key: value
+        for key, value in config.items()
+        # MindFormers' configuration has keys of its own.
+        if (key not in _UNDERSTOOD if os.path.basename(path) == _PEFT_CONFIG else key in _UNSUPPORTED)
+        # PEFT takes even an empty list of these tokens for activated LoRA.
+        and (value not in (None, False, {}, []) or (key == "alora_invocation_tokens" and value is not None))
+    }
+    for key, usual in (("peft_type", "LORA"), ("bias", "none")):
+        if str(config.get(key) or usual).lower() != usual.lower():
+            unknown[key] = config[key]
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and not start.lower().startswith((*_OTHER_BASE, *_SAME_BASE)):
+        unknown["init_lora_weights"] = start
+    if unknown:
+        said = ", ".join(f"{key} = {quoted(json.dumps(value))}" for key, value in unknown.items())
+        raise CheckpointError(
+            f"{path}: has {said}, which merge-lora does not support",
+            file=path,
+            hint="merge it with PEFT (merge_and_unload); a key that changes nothing of the product may be removed from "
+            "a copy of the file",
+        )
+
+
+def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
+    """The values of modules.
+
+    Raises:
+        CheckpointError: they cannot be understood.
+    """
+    values = config.get(name) or {}
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{path}: {name} is no object", file=path)
+    try:
+        return KeyPatterns({key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()})
+    except KeyPatternError as error:
+        raise CheckpointError(
+            f"{path}: {name}: {error}", file=path, hint="correct the key in a copy of the file"
+        ) from error
 
 
 def _config(path: str) -> Mapping[str, Any]:
     try:
-        said = parse_json(read_small(path, _LARGEST))
+        config = parse_json(read_small(path, _MAX_CONFIG_BYTES))
     except (UnfitError, JsonError) as error:
         raise CheckpointError(f"{path} {error}", file=path) from error
     except OSError as error:
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
-    if not isinstance(said, Mapping):
+    if not isinstance(config, Mapping):
         raise CheckpointError(f"{path}: holds no object", file=path)
     # MindFormers' own has it one level below.
-    inner = said.get("lora_config")
-    return inner if isinstance(inner, Mapping) else said
+    inner = config.get("lora_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def _number(path: str, key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < abs(value) < _MOST:
-        raise CheckpointError(f"{path}: {key} is {quoted(str(value))}, not a number", file=path, hint=_ALPHA)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not MIN_ALPHA <= abs(value) <= MAX_ALPHA:
+        raise CheckpointError(
+            f"{path}: {key} is {quoted(str(value))}, not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}",
+            file=path,
+            hint=_ALPHA if key == "lora_alpha" else None,
+        )
     return float(value)
-
-
-def _ends(stem: str, pattern: str) -> bool:
-    """Whether a module is meant by a key of alpha_pattern: its name, or an expression that its end fits."""
-    if stem == pattern or stem.endswith("." + pattern):
-        return True
-    try:
-        return re.fullmatch(rf"(.*\.)?({pattern})", stem) is not None
-    except re.error:
-        return False

@@ -7,6 +7,7 @@ which elements. Nothing here knows of files of tensors, dtypes or layouts.
 from reshard.names.apply import Applied, AppliedStep, Made, apply_rules, warning_of
 from reshard.names.model import Rules
 from reshard.names.operations import SizedOperation
+from reshard.names.options import possible_options
 from reshard.names.sizes import Configuration
 from reshard.names.tables import builtin_names, config_beside, parse_renames, read_config, rules_named
 from reshard.names.toml_file import parse_rules, read_rules
@@ -23,6 +24,7 @@ __all__ = [
     "config_beside",
     "parse_renames",
     "parse_rules",
+    "possible_options",
     "read_config",
     "read_rules",
     "rules_named",

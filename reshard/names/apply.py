@@ -18,8 +18,7 @@ from reshard.names.pattern import SizedPattern
 from reshard.names.problems import Problems
 from reshard.names.views import views_of
 from reshard.text.messages import listing
-from reshard.text.names import WEIGHTS, kind_of, state_prefix
-from reshard.text.near_names import near_names
+from reshard.text.names import OTHER, WEIGHTS, kind_of, state_prefix
 from reshard.text.products import SizeError
 
 
@@ -62,10 +61,11 @@ class Applied:
         steps: what is made, in the order of the rules and of the numbers in names.
         made: the tensors made, by name, in the order of `steps`.
         dropped: names that a rule leaves out.
-        unspoken: optimizer state and values that no rule speaks of, or that were not asked for.
+        unspoken: optimizer state that was not asked for, or whose weight no rule speaks of.
         tied: pairs of source tensors of which the first is taken, and which should be equal.
         notes: what is to be told.
         assumed: options of the table that nothing stated, as they were taken: ``gate_up=interleaved``.
+        options: all options of the table, whether stated, told or assumed.
     """
 
     reversed: bool
@@ -76,6 +76,7 @@ class Applied:
     tied: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     assumed: tuple[str, ...]
+    options: Mapping[str, str]
 
 
 def apply_rules(
@@ -102,7 +103,7 @@ def apply_rules(
     side = side_of(rules, settled, shapes, reverse)
     run = _Run(rules, side, shapes, optimizer, settled)
     run.sort()
-    check_complete(side, run.instances, run.problems)
+    check_complete(side, run.instances, run.problems, rules.keeps_others)
     run.check_used()
     run.make()
     run.problems.check()
@@ -161,7 +162,9 @@ class _Run:
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
-        self.problems = Problems(self.rules.path, side, self.side.patterns(), self.settled.values)
+        self.problems = Problems(
+            self.rules.path, side, self.side.reverse, self.side.patterns(), self.settled.values, self.shapes
+        )
         self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
 
     def sort(self) -> None:
@@ -174,9 +177,9 @@ class _Run:
                 continue
             if self._matched(name, name, ""):
                 continue
-            if self.rules.keeps_others:
+            if self.rules.keeps_others or (kind := kind_of(name, math.prod(shape))) == OTHER:
                 self.kept.append(name)
-            elif kind_of(name, math.prod(shape)) != WEIGHTS:
+            elif kind != WEIGHTS:
                 self.unspoken.append(name)
             else:
                 number = self.side.beyond(name)
@@ -238,8 +241,7 @@ class _Run:
             used = {key.rule for key in self.instances}
             for number, sided in enumerate(self.side.sided):
                 if number not in used and not (sided.rule.optional or sided.rule.drops):
-                    for source in sided.sources:
-                        self.problems.unused[source.pattern.text] = near_names(source.pattern.text, self.shapes)
+                    self.problems.note_unused(sided)
 
     def _sources(self, key: Key, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule takes; None where some are missing, which is noted."""
@@ -353,6 +355,7 @@ class _Run:
             tuple(self.tied),
             tuple(notes),
             tuple(f"{name}={self.settled.values[name]}" for name in self.settled.assumed),
+            self.settled.values,
         )
 
 

@@ -7,34 +7,43 @@ from collections.abc import Iterable, Iterator, Sequence
 from reshard.names.matching import Instances, Side, SidedRule
 from reshard.names.problems import Problems
 
+Stars = tuple[str, ...]
+"""The texts that stars stand for."""
 
-def check_complete(side: Side, instances: Instances, problems: Problems) -> None:
+
+def check_complete(side: Side, instances: Instances, problems: Problems, keeps_others: bool) -> None:
     """Note the weights that are missing altogether; of what is there in part, others note the rest.
 
     Args:
         side: the table.
         instances: what is there.
         problems: where to note it.
+        keeps_others: whether the table speaks of some names only, so that numbers it does not count may have gaps.
     """
     seen: dict[str, set[int]] = {}
-    there: dict[int, set[tuple[int, ...]]] = {}
+    there: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
     for key in instances:
         if key.prefix:
             continue
-        there.setdefault(key.rule, set()).add(key.values)
+        there.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
         for number, value in zip(side.sided[key.rule].free, key.values):
             seen.setdefault(number, set()).add(value)
     expected = _Expected(side, seen)
     choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
     for place, sided in enumerate(side.sided):
         rule = sided.rule
-        if rule.drops or any(source.pattern.stars for source in sided.sources):
+        if rule.drops or (keeps_others and not side.counts.keys() >= {*sided.free}):
             continue
         if rule.choice is not None and rule.case is not None:
             cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
             cases.setdefault(rule.case, []).append(place)
-        elif not rule.optional or there.get(place):
-            _note(side, place, expected.values(sided), there.get(place, set()), problems)
+        elif place not in there and any(source.pattern.stars for source in sided.sources):
+            # No name tells what the stars should stand for.
+            if not rule.optional and next(iter(expected.values(sided)), None) is not None:
+                problems.note_unused(sided)
+        elif place in there or not rule.optional:
+            for stars, values in there.get(place, {(): set()}).items():
+                _note(side, place, expected.values(sided), values, stars, problems)
     for (choice, _), cases in choices.items():
         _check_choice(side, choice, cases, expected, there, problems)
 
@@ -71,7 +80,12 @@ def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _note(
-    side: Side, number: int, expected: Iterable[tuple[int, ...]], there: set[tuple[int, ...]], problems: Problems
+    side: Side,
+    number: int,
+    expected: Iterable[tuple[int, ...]],
+    there: set[tuple[int, ...]],
+    stars: Stars,
+    problems: Problems,
 ) -> None:
     sided = side.sided[number]
     for values in expected:
@@ -82,7 +96,7 @@ def _note(
         named = dict(zip(sided.free, values))
         if sided.stacked is not None:
             named[sided.stacked] = 0
-        problems.missing += [source.name(named, ()) for source in sided.sources]
+        problems.missing += [source.name(named, stars) for source in sided.sources]
 
 
 def _check_choice(
@@ -90,12 +104,14 @@ def _check_choice(
     choice: str,
     cases: dict[str, list[int]],
     expected: _Expected,
-    there: dict[int, set[tuple[int, ...]]],
+    there: dict[int, dict[Stars, set[tuple[int, ...]]]],
     problems: Problems,
 ) -> None:
     """For each value of the numbers, the rules of one case are there."""
     any_rule = side.sided[next(iter(cases.values()))[0]]
     free = any_rule.free
+    # Rules of a choice have no stars.
+    held = {rule: there.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
     wrong: dict[str, list[tuple[int, ...]]] = {}
     for values in expected.values(any_rule):
         ways = {
@@ -103,11 +119,11 @@ def _check_choice(
             for rules in cases.values()
             for rule in rules
         }
-        touched = [case for case, rules in cases.items() if any(ways[rule] in there.get(rule, ()) for rule in rules)]
+        touched = [case for case, rules in cases.items() if any(ways[rule] in held[rule] for rule in rules)]
         if len(touched) == 1:
             for rule in cases[touched[0]]:
                 if not side.sided[rule].rule.optional:
-                    _note(side, rule, [ways[rule]], there.get(rule, set()), problems)
+                    _note(side, rule, [ways[rule]], held[rule], (), problems)
             continue
         said = f"both {' and '.join(touched)} are there" if touched else f"none of {', '.join(cases)} is there"
         wrong.setdefault(f"{choice}: {said}", []).append(values)

@@ -145,8 +145,8 @@ class Rules:
     keeps_others: bool = False
     text: str = ""
 
-    def asked_of(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
-        """All that the table takes from a configuration: what it says of the keys that tell sizes and options.
+    def size_values(self, config: Optional[Mapping[str, object]]) -> dict[str, object]:
+        """The values in a configuration from which the table takes sizes.
 
         Args:
             config: what config.json says, if there is one.
@@ -155,6 +155,5 @@ class Rules:
             Values by key, as JSON has them; nothing of keys that are absent or null.
         """
         keys = {key for size in self.sizes for one in size.told_by for key in one.names}
-        keys.update(option.key for option in self.options if option.key is not None)
         said = {key: config_value(config, key) for key in sorted(keys)}
         return {key: value for key, value in said.items() if value is not None}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -77,6 +78,28 @@ def settle(rules: Rules, config: Optional[Mapping[str, object]], names: Containe
     # A number that nothing tells shows in shapes where it is another.
     assumed = tuple(option.name for option in rules.options if option.values and told[option.name] is None)
     return Settled(held, Sizes(rules.sizes, config, numbers), values, assumed)
+
+
+def possible_options(rules: Rules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
+    """All values that the options may have, where those that a checkpoint's names tell are not known.
+
+    Args:
+        rules: the table.
+        config: what config.json says, if there is one.
+
+    Raises:
+        NamesError: an option is neither stated nor told, or the configuration says something else.
+    """
+    stated = dict(rules.chosen)
+    ways = []
+    for option in rules.options:
+        told = _told(option, stated, config, rules)
+        if told is None and option.seen:
+            ways.append(sorted({value for _, value in option.seen} | {_usual(option, rules)}))
+        else:
+            ways.append([told or _usual(option, rules)])
+    for values in itertools.product(*ways):
+        yield {option.name: value for option, value in zip(rules.options, values)}
 
 
 def _holds(condition: Condition, values: Mapping[str, str]) -> bool:

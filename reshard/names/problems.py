@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.errors import NamesError
+from reshard.names.matching import SidedRule
 from reshard.text.messages import Message, block, joined, listing
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
@@ -23,14 +24,18 @@ class Problems:
     Args:
         path: the table.
         side: what the side is called that the checkpoint is taken for.
+        reverse: whether that is the right side.
         known: the names that this side of the table knows.
         options: what its options are.
+        names: the checkpoint's.
     """
 
     path: str
     side: str
+    reverse: bool
     known: Sequence[str]
     options: Mapping[str, str]
+    names: Collection[str]
     unmatched: list[str] = field(default_factory=list)
     beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
     ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -45,6 +50,11 @@ class Problems:
     def missing_enough(self) -> bool:
         """Whether no more missing names need to be looked for."""
         return len(self.missing) >= MOST_MISSING
+
+    def note_unused(self, sided: SidedRule) -> None:
+        """Note a rule that no name fits."""
+        for source in sided.sources:
+            self.unused[source.pattern.text] = near_names(source.pattern.text, self.names)
 
     def check(self) -> None:
         """Raise what is wrong.
@@ -84,7 +94,8 @@ class Problems:
         --include and --exclude are of what is made, and come too late.
         """
         table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
-        rule = f'[[rule]]\n    from = "{_with_numbers(name, "*")}"\n    do = "drop"'
+        side = "to" if self.reverse else "from"
+        rule = f'[[rule]]\n    {side} = "{_with_numbers(name, "*")}"\n    do = "drop"'
         return f"what the model does not need is left out by another rule in {table}:\n    {rule}"
 
     def _unmatched(self) -> list[Message]:

@@ -118,6 +118,11 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
             return self._engine
 
     @property
+    def handles(self) -> FileHandles:
+        """Its open files, which remember what they were when they were first opened."""
+        return self._handles
+
+    @property
     def form(self) -> str:
         """``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``."""
         return self.contents.plan.checkpoint.form

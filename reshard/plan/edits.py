@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
@@ -23,6 +22,9 @@ from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.names import Applied, Rules
+
+
+_STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,14 @@ class Additions(Protocol):
 
     Attributes:
         identity: a text, the same for what adds the same.
+        paths: the files that it is read from.
+        handles: those through which they are read, and through which the source is to be read, too: files that
+            changed since they were first opened are then known, whoever opened them.
     """
 
     identity: str
+    paths: frozenset[str]
+    handles: FileHandles
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> Mapping[str, Addition]:
         """What is added to each tensor that gets anything.
@@ -96,16 +103,36 @@ class Edits:
         if self.additions is not None and (self.table is not None or self.casts):
             raise UsageError("what is added to tensors goes with neither rules of names nor casts")
 
-    @cached_property
-    def identity(self) -> str:
-        """All of it as a text, the same for what gives the same tensors."""
-        table = None if self.table is None else (self.table.text, self.table.chosen)
+    def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
+        """All of it as a text, the same for what gives the same tensors.
+
+        Args:
+            options: those of the table, whether they were stated or assumed.
+            reverse: whether the table is read from right to left, whether that was stated or not.
+        """
+        table = None
+        if self.table is not None:
+            # Of a configuration only what the table reads: anything else may be changed between two runs.
+            sizes = json.dumps(self.table.size_values(self.config), sort_keys=True)
+            table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
-        # Of a configuration only what the table reads: anything else may be changed between two runs.
-        config = None if self.table is None else json.dumps(self.table.asked_of(self.config), sort_keys=True)
         additions = None if self.additions is None else self.additions.identity
-        said = (table, renames, config, self.reverse, self.optimizer, self.casts, additions)
-        return repr((*said, self.exactly) if self.exactly else said)
+        return repr((table, renames, self.casts, additions, self.exactly))
+
+    def possible_identities(self) -> Iterator[str]:
+        """The identities that it may have, whatever the checkpoint's names tell of options and direction.
+
+        Raises:
+            NamesError: an option has to be stated.
+        """
+        if self.table is None:
+            yield self.identity()
+            return
+        from reshard.names import possible_options
+
+        for options in possible_options(self.table, self.config):
+            for reverse in (False, True) if self.reverse is None else (self.reverse,):
+                yield self.identity(options, reverse)
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
@@ -132,10 +159,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         made = {name: replace(each, added=added.get(name)) for name, each in made.items() if not is_part(name)}
         kept = {name for name in kept if not is_part(name)}
         report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
+    identity = edits.identity()
     if edits.table is not None:
         applied = apply_rules(
             edits.table, _shapes(checkpoint, made, kept), edits.config, edits.reverse, edits.optimizer
         )
+        identity = edits.identity(applied.options, applied.reversed)
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
         check_tied(checkpoint, applied.tied, handles, report)
@@ -150,7 +179,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept)
+    return EditedCheckpoint(checkpoint, made, kept, identity)
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -212,7 +241,7 @@ def _ruled(
         else:
             # Only the first table packs; what follows it gives other names.
             found[name] = Made(tuple(made[source].sources[0] for source in sources), view)
-    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "left out, no rule speaks of it")):
+    for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
         if names:
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
     for note in applied.notes:

@@ -255,8 +255,16 @@ class Plan:
             self.path(file),
             order.layout,
             TargetTensors(order, alike, tensors, self._stored, self._added),
-            frozenset(self.checkpoint.files[holder] for holder in holders),
+            self._paths_of_added(order.names).union(self.checkpoint.files[holder] for holder in holders),
         )
+
+    def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
+        """The files of what is added to tensors."""
+        if self.request.edits is None or self.request.edits.additions is None:
+            return frozenset()
+        tensors = self.checkpoint.tensors
+        added = (tensors[name].added for name in names if name in tensors)
+        return frozenset().union(*(each.paths for each in added if each is not None))
 
     def files_read(self, files: Sequence[int]) -> dict[str, bool]:
         """Source files with a checksum that are read for some target files, and whether all of their contents are.

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.corpus import FIXTURES, ROOT
 from tests.model_weights import MODELS, bfloat16, cut, mindformers, weights, write_huggingface
@@ -178,6 +180,50 @@ def test_only_what_the_rules_read_of_a_configuration_makes_it_another_conversion
 
     (world.hf / "config.json").write_text(json.dumps({**edited, "use_contiguous_weight_layout_attention": True}))
     fails(3, "convert", *words, says=["another conversion"])
+
+
+def test_stating_what_was_assumed_or_told_is_the_same_conversion(tmp_path: Path) -> None:
+    hf = FIXTURES / "models" / "qwen3"
+    words: list[Argument] = ["convert", hf, tmp_path / "out", "--to", "huggingface"]
+    warned = done(*words, "--names", "qwen3,output=own")
+    (stated,) = re.findall("state it with --names (.*)", warned.err)
+    for same in (["--names", stated], ["--names", "qwen3"], ["--names", "qwen3,vocab_multiple=1"]):
+        assert done(*words, *same, "--json").json["ranks"] == []
+    done("verify", tmp_path / "out", "--src", hf)
+    fails(3, *words, "--names", "qwen3,gate_up=halves", says=["another conversion"])
+
+    back: list[Argument] = ["convert", tmp_path / "out", tmp_path / "back", "--to", "huggingface", "--names", stated]
+    back += ["--config", hf / "config.json"]
+    done(*back)
+    assert done(*back, "--reverse", "--json").json["ranks"] == []
+    done("verify", tmp_path / "back", "--src", tmp_path / "out")
+
+
+def test_stating_what_names_told_is_the_same_conversion(tmp_path: Path) -> None:
+    world = World(tmp_path, "deepseek_v3")
+    table = str(world.convert[world.convert.index("--names") + 1])
+    assert "mtp" not in table
+    done("convert", *world.convert)
+    words = [f"{table},mtp=copies" if word == table else word for word in world.convert]
+    assert done("convert", *words, "--json").json["ranks"] == []
+    assert done("convert", *world.convert, "--json").json["ranks"] == []
+    done("verify", tmp_path / "ranks", "--src", world.hf, "--dst-strategy", world.d)
+
+
+def test_values_go_along_under_other_names(tmp_path: Path) -> None:
+    hf, src = FIXTURES / "models" / "qwen3", tmp_path / "src"
+    done("convert", hf, src, "--to", "unified", "--cast", "Float32")
+    held = {name: array for path in src.glob("*.safetensors") for name, array in load_file(path).items()}
+    state = {f"adam_m.{name}": array for name, array in held.items()}
+    (tmp_path / "ck").mkdir()
+    values = {"global_step": np.array([7], "i4"), "learning_rate": np.array(0.5, "f4")}
+    save_file({**held, **state, **values}, tmp_path / "ck" / "net.safetensors")
+    out: list[Argument] = ["convert", tmp_path / "ck" / "net.safetensors", tmp_path / "out", "--src-strategy", "none"]
+    out += ["--to", "huggingface", "--config", hf / "config.json", "--names", "qwen3,gate_up=halves,qkv=grouped"]
+    warns(done(*out, "--verify"), f"{len(state)} left out", "--optimizer keep", "no differences")
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert made["global_step"] == 7 and made["learning_rate"] == np.float32(0.5)
+    assert not any(name.startswith("adam_m.") for name in made)
 
 
 def test_the_configuration_that_was_named_lies_beside_the_weights(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS
 from reshard.checkpoints.full import HUGGINGFACE
+from reshard.convert.writing import Counted
 from reshard.lora import scale_of
 from reshard.lora.low_rank import LowRank, Products
 from reshard.strategies import Strategy
@@ -106,6 +107,8 @@ def test_the_product_is_added_and_everything_else_is_copied(tmp_path: Path, infi
     [
         ({"use_rslora": True}, None, 16 / 8**0.5),
         ({"alpha_pattern": {"q_proj": 4, "down_proj": 4}}, None, 0.5),
+        ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 4, r"mlp\.(up|down)_proj": 4}}, None, 0.5),
+        ({"alpha_pattern": {".*_proj": 4, "q_proj": 5}, "rank_pattern": {"q_proj": 8}, "r": 8}, 3, 0.5),
         ({}, 4, 0.5),
         ({"lora_alpha": 24}, None, 3.0),
     ],
@@ -232,11 +235,124 @@ def test_without_a_configuration_alpha_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"use_dora": True}, {"bias": "all"}, {"lora_alpha": "much"}, {"alpha_pattern": {"q_proj": None}}]
+    "config",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"lora_alpha": "much"},
+        {"alpha_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"q(": 4}},
+        {"alpha_pattern": {"q_pro": 4}},
+        {"alpha_pattern": {"(?=q_proj)q_proj": 4}},
+        {"rank_pattern": {"q_proj": 4}},
+        {"rank_pattern": {"^q_proj": 8}},
+        {"r": 4},
+        {"alora_invocation_tokens": [1, 2]},
+        {"alora_invocation_tokens": []},
+        {"layer_replication": [[0, 1], [0, 1]]},
+        {"init_lora_weights": "mica"},
+        {"peft_type": "ADALORA"},
+        {"something_new": {"that": "changes weights"}},
+    ],
 )
 def test_a_configuration_that_is_not_understood_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     adapter = peft(tmp_path / "adapter", matrices(), **config)
-    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["adapter_config"])
+    says = ["adapter_config", *config, *(key for value in config.values() if isinstance(value, dict) for key in value)]
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=says[:2])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_peft_writes_beside_is_understood(tmp_path: Path) -> None:
+    """All members that PEFT 0.21 saves of a plain LoRA, but those of `peft`."""
+    others: dict[str, Any] = dict.fromkeys(
+        (
+            *("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config"),
+            *("exclude_modules", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform"),
+            *("lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config", "revision"),
+            *("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config"),
+        )
+    )
+    others.update(alpha_pattern={}, base_model_name_or_path="model", bias="none", ensure_weight_tying=False)
+    others.update(fan_in_fan_out=False, inference_mode=True, init_lora_weights=True, loftq_config={}, lora_bias=False)
+    others.update(lora_dropout=0.1, megatron_core="megatron.core", peft_type="LORA", peft_version="0.21.2")
+    others.update(qalora_group_size=16, rank_pattern={}, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    others.update(use_dora=False, use_qalora=False, use_rslora=False)
+    adapter = peft(tmp_path / "adapter", matrices(), **others)
+    assert "warning" not in done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out").err
+
+
+@pytest.mark.parametrize(
+    "key", ["((a|.)*)*!", "(.|.)*!", "(a*)*(a*)*(a*)*!", "(?:(?:(?:){4000}){4000}){4000}", "(a|a){3000}!"]
+)
+def test_a_key_that_backtracks_ends_at_once(tmp_path: Path, key: str) -> None:
+    adapter = peft(tmp_path / "adapter", matrices(), alpha_pattern={key: 4})
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=["alpha_pattern", key])
+
+
+@pytest.mark.parametrize("alpha", ["nan", "inf", "-inf", "1e308", "1e-300", "0", "-1"])
+def test_an_alpha_that_gives_no_weights_is_wrong_usage(tmp_path: Path, alpha: str) -> None:
+    adapter = peft(tmp_path / "adapter", matrices())
+    words: list[Argument] = ["merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"]
+    fails(2, *words, "--alpha", alpha, says=["--alpha", "number"])
+
+
+def test_a_rank_that_no_adapter_has_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    name, rank = "base_model.model.model.layers.0.self_attn.q_proj", 1 << 24
+    shapes = {f"{name}.lora_A.weight": [rank, 1500], f"{name}.lora_B.weight": [640, rank]}
+    header, end = {}, 0
+    for tensor, shape in shapes.items():
+        header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end := end + 4 * shape[0] * shape[1]]}
+    text = json.dumps(header).encode()
+    adapter = peft(tmp_path / "adapter", {}, r=rank)
+    with (adapter / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    fails(3, "merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out", says=[f"rank {rank}", "4096"])
+
+
+def test_matrices_of_two_adapters_are_no_pair(tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices(), ".one")
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for old, new in (("lora_B.one", "lora_B.two"), ("q_proj.lora_A.one", "q_proj.lora_A.two")):
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path)
+        fails(3, "merge-lora", src, adapter, tmp_path / "out", says=["matrices of 2 adapters"])
+
+
+def test_an_adapter_of_bfloat16_is_merged_whatever_its_arrays_are_made_of(tmp_path: Path) -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    full, pairs = weights(), matrices()
+    short = {name: (a.astype(bfloat16), b.astype(bfloat16)) for name, (a, b) in pairs.items()}
+    adapter = peft(tmp_path / "adapter", short)
+    done("merge-lora", base(tmp_path / "base", full), adapter, tmp_path / "out", "--verify")
+    wide = {name: (a.astype("f4"), b.astype("f4")) for name, (a, b) in short.items()}
+    close(load_file(tmp_path / "out" / "model.safetensors"), merged(full, wide, 2.0))
+
+
+def test_nothing_is_made_of_an_adapter_that_is_saved_again_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, pairs = weights(), matrices()
+    src, adapter = base(tmp_path / "base", full), peft(tmp_path / "adapter", pairs)
+    other = peft(tmp_path / "other", {name: (2 * a, b) for name, (a, b) in pairs.items()})
+    path = adapter / "adapter_model.safetensors"
+    committed = Counted.committed
+
+    def save_again(self: Counted, rank: int, size: int) -> None:
+        committed(self, rank, size)
+        with path.open("r+b") as file:
+            file.write((other / "adapter_model.safetensors").read_bytes())
+
+    # A file per weight: the adapter changes when the first has its name.
+    words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1KB", "--jobs", 1]
+    monkeypatch.setattr(Counted, "committed", save_again)
+    fails(1, *words, says=["adapter_model.safetensors", "changed"])
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert not (tmp_path / "out" / "reshard-manifest.json").exists()
+    written = {name: array for part in (tmp_path / "out").glob("model-*") for name, array in load_file(part).items()}
+    expected = merged(full, pairs, 2.0)
+    close(written, {name: expected[name] for name in written})
 
 
 def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> None:
@@ -256,9 +372,10 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
     assert not (tmp_path / "none").exists()
 
 
-def test_an_adapter_that_began_by_changing_its_base_is_warned_of(tmp_path: Path) -> None:
-    adapter = peft(tmp_path / "adapter", matrices(), init_lora_weights="pissa_niter_4")
-    warns(done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"), "pissa", "the base")
+@pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga"])
+def test_an_adapter_that_began_by_changing_its_base_is_warned_of(tmp_path: Path, start: str) -> None:
+    adapter = peft(tmp_path / "adapter", matrices(), init_lora_weights=start)
+    warns(done("merge-lora", base(tmp_path / "base", weights()), adapter, tmp_path / "out"), start, "the base")
 
 
 def test_matrices_of_another_adapter_in_the_base_are_not_lost(tmp_path: Path) -> None:
@@ -277,9 +394,9 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
     up, down = random.standard_normal((200, 4)).astype("f4"), random.standard_normal((4, 2500)).astype("f4")
     read = []
 
-    def matrices() -> tuple[Array, Array]:
+    def matrices(rows: tuple[int, int], columns: tuple[int, int]) -> tuple[Array, Array]:
         read.append(1)
-        return up, down
+        return up[slice(*rows)], down[:, slice(*columns)]
 
     found = np.zeros((200, 2500), "<u4")
     weight = LowRank("w", (200, 2500), "Float32", matrices, 2.0, lambda *_: None, Products(1 << 20))

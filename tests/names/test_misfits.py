@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from reshard.errors import NamesError, ReshardError, UsageError
 from reshard.names import Configuration, Rules, apply_rules, parse_renames, parse_rules, rules_named
@@ -55,6 +57,87 @@ def test_the_rule_that_is_shown_leaves_out_what_is_unknown(tmp_path: Path) -> No
     rule = str(caught.value)[str(caught.value).index("[[rule]]") :]
     table.write_text(table.read_text() + rule)
     assert set(apply_rules(rules_named(str(table)), {**SHAPES, **unknown}, QWEN3).dropped) == {*unknown}
+
+
+def test_the_rule_that_is_shown_is_of_the_side_that_the_checkpoint_has(tmp_path: Path) -> None:
+    table = tmp_path / "t.toml"
+    table.write_text('[[rule]]\nfrom = "embed.weight"\nto = "tok.weight"\n')
+    shapes = {"tok.weight": (4, 4), "layers.3.extra.weight": (4, 4)}
+    with pytest.raises(NamesError) as caught:
+        apply_rules(rules_named(str(table)), shapes)
+    table.write_text(table.read_text() + str(caught.value)[str(caught.value).index("[[rule]]") :])
+    assert apply_rules(rules_named(str(table)), shapes).dropped == ("layers.3.extra.weight",)
+
+
+STARRED = """
+[sizes]
+layers = "num_hidden_layers"
+[numbers]
+layer = "layers"
+[[rule]]
+from = "m.{layer}.dense.*"
+to = "x.{layer}.fc.*"
+[[rule]]
+from = ["m.{layer}.q.*", "m.{layer}.k.*"]
+to = "x.{layer}.qk.*"
+do = { concat = 0 }
+[[rule]]
+from = "m.{layer}.extra.*"
+to = "x.{layer}.more.*"
+optional = true
+"""
+STARRED_NAMES = [
+    f"m.{layer}.{part}.{text}"
+    for layer in range(3)
+    for part in ["dense", "q", "k", "extra"]
+    for text in ("weight", "a.b")
+]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@given(st.sets(st.sampled_from(STARRED_NAMES)))
+def test_what_a_star_stood_for_is_there_for_every_value_of_the_numbers(counted: bool, left_out: set[str]) -> None:
+    table = parse_rules(STARRED if counted else STARRED.replace('"layers"\n[[', '{ at_most = "layers" }\n[['), "t.toml")
+    shapes = {name: (2, 2) for name in STARRED_NAMES if name not in left_out}
+    assume(shapes)
+    layers = range(3) if counted else range(1 + max(int(name.split(".")[1]) for name in shapes))
+    texts: dict[tuple[str, ...], set[str]] = {("dense",): set(), ("q", "k"): set(), ("extra",): set()}
+    for name in shapes:
+        _, _, part, text = name.split(".", 3)
+        next(found for parts, found in texts.items() if part in parts).add(text)
+    missing = {
+        f"m.{layer}.{part}.{text}"
+        for parts, there in texts.items()
+        for part in parts
+        for text in there
+        for layer in layers
+    } - shapes.keys()
+    unfit = {parts for parts, there in texts.items() if not there} - {("extra",)}
+    if not missing and not unfit:
+        assert apply_rules(table, shapes, {"num_hidden_layers": 3}).made
+        return
+    with pytest.raises(NamesError) as caught:
+        apply_rules(table, shapes, {"num_hidden_layers": 3})
+    said = str(caught.value)
+    assert ("missing: " in said) == bool(missing)
+    for parts in unfit:
+        assert f"no name fits 'm.{{layer}}.{parts[0]}.*'" in said
+
+
+def test_what_is_missing_beside_a_star_is_named() -> None:
+    shapes = {name: (2, 2) for name in STARRED_NAMES if name not in ("m.1.dense.weight", "m.2.k.a.b")}
+    table = parse_rules(STARRED, "t.toml")
+    refused(table, shapes, {"num_hidden_layers": 3}, ["missing: 'm.1.dense.weight'", "missing: 'm.2.k.a.b'"])
+    refused(table, shapes, {"num_hidden_layers": 4}, ["'m.3.dense.weight'", "'m.3.q.a.b'", "'m.3.extra.weight'"])
+
+
+def test_a_rename_may_concern_some_layers_alone() -> None:
+    shapes = {"m.0.a.w": (2,), "m.0.b.w": (2,), "m.1.a.w": (2,)}
+    assert set(apply_rules(parse_renames(["m.{layer}.*=n.{layer}.*"]), shapes).made) == {
+        "n.0.a.w",
+        "n.0.b.w",
+        "n.1.a.w",
+    }
 
 
 def test_thousands_of_unknown_names_are_few_lines() -> None:
@@ -162,14 +245,15 @@ def test_optimizer_state_is_left_out_unless_it_is_asked_for() -> None:
     kept = apply_rules(table, shapes, QWEN3, optimizer=True)
     weights, states = arrays_of(alone, arrays), arrays_of(kept, arrays)
 
-    assert len(alone.unspoken) == len(SHAPES) + 1
-    assert kept.unspoken == ("global_step",)
+    assert len(alone.unspoken) == len(SHAPES)
+    assert not kept.unspoken
+    assert_equal({"global_step": weights.pop("global_step")}, {"global_step": arrays["global_step"]})
     # The running numbers of the states are those of the weights, so much later.
     later = arrays["adam_m.lm_head.weight"].min() - arrays["lm_head.weight"].min()
     moved = {f"adam_m.{name}": array + later for name, array in weights.items()}
     assert_equal({name: array for name, array in states.items() if name.startswith("adam_m.")}, moved)
     back = apply_rules(table, {name: array.shape for name, array in states.items()}, QWEN3, optimizer=True)
-    assert_equal(arrays_of(back, states), {name: array for name, array in arrays.items() if name != "global_step"})
+    assert_equal(arrays_of(back, states), arrays)
 
 
 def test_state_that_is_there_in_part_or_has_another_shape_is_an_error() -> None:
