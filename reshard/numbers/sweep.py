@@ -159,7 +159,7 @@ def _blocks(
     tell: Callable[[int], None],
 ) -> Generator[Block, None, None]:
     """The blocks of a part of an item, read one after the other."""
-    targets = [checkpoint.contents.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
+    targets = [checkpoint.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
     shape = item.tensors[0].shape
     first = task.first
     untold = 0

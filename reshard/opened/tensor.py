@@ -72,7 +72,7 @@ class LazyTensor:
     def target(self) -> TargetTensor:
         """What it is made of, for those who read it in blocks of their own."""
         if self._target is None:
-            self._target = self._owner.contents.target(self.name)
+            self._target = self._owner.target(self.name)
         return self._target
 
     def __getitem__(self, index: Any) -> Any:

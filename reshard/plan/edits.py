@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
+from reshard.checkpoints import Tensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.errors import CheckpointError, UsageError
-from reshard.plan.tied import check_tied
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -108,24 +107,23 @@ class Edits:
         return repr((*said, self.exactly) if self.exactly else said)
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
+def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
         checkpoint: the source.
         edits: what is asked.
-        handles: open source files.
         report: told what is left out.
 
     Raises:
         InputError: they do not fit the source.
-        RetryableError: reading failed.
     """
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    tied: list[Equal] = []
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part
@@ -138,7 +136,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         )
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
-        check_tied(checkpoint, applied.tied, handles, report)
+        tied = _tied(checkpoint, applied)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
     if edits.renames is not None:
         applied = apply_rules(edits.renames, _shapes(checkpoint, made, kept), optimizer=True)
@@ -150,7 +148,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept)
+    return EditedCheckpoint(checkpoint, made, kept, tied)
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -221,6 +219,22 @@ def _ruled(
     if warning is not None:
         report.warn(warning)
     return found, still
+
+
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+    """The tensors of which rules take one for several; values among them are refused with all rules that move them."""
+    tensors = checkpoint.tensors
+    return [
+        Equal(
+            tensors[one],
+            (tensors[other],),
+            "the rules write only one of them, as of a tied model",
+            "if the model does not tie them, say so in config.json (tie_word_embeddings); options of built-in rules: "
+            "reshard names show TABLE",
+        )
+        for one, other in applied.tied
+        if one in tensors and other in tensors
+    ]
 
 
 def _exactly(
