@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Optional, Protocol
 from reshard.checkpoints import Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
+from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
@@ -21,6 +22,7 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
+    from reshard.layout import View
     from reshard.names import Applied, Rules
 
 
@@ -285,12 +287,14 @@ def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
-    """Refuse tensors that would be made of elements of several types.
+    """Refuse tensors that would be made of elements of several types, or of parts of bytes.
 
     Raises:
         CheckpointError: there is one.
     """
     for name, tensor in made.items():
+        if tensor.view is not None:
+            _check_packed(name, [checkpoint.tensors[source] for source in tensor.sources], tensor.view)
         if tensor.dtype is None and len(tensor.sources) > 1:
             types = {checkpoint.tensors[source].dtype: source for source in tensor.sources}
             if len(types) > 1:
@@ -300,3 +304,19 @@ def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
                     parameter=name,
                     hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
                 )
+
+
+def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> None:
+    """Refuse to move single elements of Int4: a byte holds two that are neighbours in the last dimension.
+
+    Raises:
+        CheckpointError: the view does so.
+    """
+    packed = next((source for source in sources if source.dtype == INT4), None)
+    if packed is not None and not view.keeps_rows([source.shape for source in sources]):
+        raise CheckpointError(
+            f"{quoted(name)} would be made of single elements of {quoted(packed.name)}, which is Int4: a byte holds "
+            "two neighbours in the last dimension, and reshard does not unpack them",
+            parameter=packed.name,
+            hint='leave it out: give it a rule of its own in a copy of the table, with do = "drop"',
+        )
