@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from reshard.execute import Progress
 from reshard.numbers.magnitudes import EXPONENTS, Magnitudes
-from reshard.numbers.sweep import Block, Item, sweep
+from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.ahead import in_file_order
@@ -46,6 +46,7 @@ class TensorStatistics:
         max: the largest, likewise.
         mean: of the finite elements; None where there is none, and of complex numbers.
         norm: the square root of the sum of the squares of the finite elements.
+        first_nonfinite: the first element that is NaN or infinite, and where it is stored; None where there is none.
         magnitudes: how many finite elements but zeros there are of every binary exponent, as a Float64's bits count
             them; None where that was not asked for.
     """
@@ -61,6 +62,7 @@ class TensorStatistics:
     max: Optional[Number]
     mean: Optional[float]
     norm: float
+    first_nonfinite: Optional[Location] = field(default=None, compare=False)
     magnitudes: Optional[Counts] = field(default=None, compare=False)
 
 
@@ -79,6 +81,7 @@ class _Part(NamedTuple):
         finite: elements that are neither NaN nor infinite.
         total: their sum.
         squares: the sum of their squares.
+        first_nonfinite: the number of the first element that is not finite, counted in C order.
     """
 
     nan: int
@@ -90,6 +93,7 @@ class _Part(NamedTuple):
     total: _Scaled
     squares: _Scaled
     magnitudes: Optional[Counts]
+    first_nonfinite: Optional[int]
 
 
 def statistics_of(
@@ -136,6 +140,9 @@ def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> T
         max=max((part.high for part in parts if part.high is not None), default=None),
         mean=_float(total.value / finite, total.exponent) if finite and plain else None,
         norm=_float(math.sqrt(squares.value), squares.exponent // 2),
+        first_nonfinite=next(
+            (location_of(tensor, part.first_nonfinite) for part in parts if part.first_nonfinite is not None), None
+        ),
         magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *exponents], axis=0) if magnitudes else None,
     )
 
@@ -159,21 +166,26 @@ class _Computer:
         dtype = self._dtypes[number]
         if dtype in BYTES:
             counts = np.zeros(256, np.int64)
+            bad = ~np.isfinite(table(dtype)).all(axis=1)
+            first_nonfinite: Optional[int] = None
             for block in blocks:
-                for raw in _slices(block.raws[0], 1):
-                    counts += np.bincount(raw, minlength=256)
-            return self._of_counts(counts, dtype)
+                for place, raw in _slices(block, 1):
+                    here = np.bincount(raw, minlength=256)
+                    counts += here
+                    if first_nonfinite is None and here[bad].any():
+                        first_nonfinite = place + int(bad[raw].argmax())
+            return self._of_counts(counts, dtype)._replace(first_nonfinite=first_nonfinite)
         sums = _Sums(self._magnitudes)
         width = np.dtype(INTEGERS[dtype]).itemsize if dtype in INTEGERS else _WIDTHS[dtype]
         with np.errstate(all="ignore"):
             for block in blocks:
-                for raw in _slices(block.raws[0], width):
+                for place, raw in _slices(block, width):
                     if dtype in FLOATS:
-                        self._add_floats(sums, self._widener.floats(raw, dtype))
+                        self._add_floats(sums, self._widener.floats(raw, dtype), place)
                     elif dtype in INTEGERS:
                         self._add(sums, raw.view(INTEGERS[dtype]))
                     else:
-                        _add_complex(sums, raw.view(COMPLEX[dtype]))
+                        _add_complex(sums, raw.view(COMPLEX[dtype]), place)
         return sums.part()
 
     def _of_counts(self, counts: Counts, dtype: str) -> _Part:
@@ -196,13 +208,14 @@ class _Computer:
                 sums.magnitudes.weigh(values[kept], counts[kept])
         return sums.part()
 
-    def _add_floats(self, sums: _Sums, numbers: Array) -> None:
+    def _add_floats(self, sums: _Sums, numbers: Array, place: int) -> None:
         # NaN comes through both, so that these tell of every element that is not finite.
         low, high = numbers.min(), numbers.max()
         if np.isfinite(low) and np.isfinite(high):
             self._add(sums, numbers, low, high)
             return
         finite = np.isfinite(numbers)
+        sums.bad(place + int(finite.argmin()))
         nan = int(np.count_nonzero(np.isnan(numbers)))
         sums.nan += nan
         sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
@@ -238,6 +251,12 @@ class _Sums:
         self.totals: list[_Scaled] = []
         self.squares: list[_Scaled] = []
         self.magnitudes = magnitudes
+        self.first_nonfinite: Optional[int] = None
+
+    def bad(self, place: int) -> None:
+        """The element at a place is not finite."""
+        if self.first_nonfinite is None:
+            self.first_nonfinite = place
 
     def widen(self, low: Any, high: Any, integers: bool) -> None:
         """There are numbers from ``low`` to ``high``."""
@@ -249,7 +268,18 @@ class _Sums:
         """All of it."""
         total, squares = _sum(self.totals), _sum(self.squares)
         magnitudes = None if self.magnitudes is None else self.magnitudes.taken()
-        return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, magnitudes)
+        return _Part(
+            self.nan,
+            self.inf,
+            self.zeros,
+            self.finite,
+            self.low,
+            self.high,
+            total,
+            squares,
+            magnitudes,
+            self.first_nonfinite,
+        )
 
 
 def _exponent(doubles: npt.NDArray[np.float64]) -> int:
@@ -313,9 +343,11 @@ def _float(value: float, exponent: int) -> float:
         return math.inf
 
 
-def _add_complex(sums: _Sums, numbers: Array) -> None:
+def _add_complex(sums: _Sums, numbers: Array, place: int) -> None:
     nan = np.isnan(numbers)
     finite = np.isfinite(numbers)
+    if not finite.all():
+        sums.bad(place + int(finite.argmin()))
     sums.nan += int(np.count_nonzero(nan))
     sums.inf += int(np.count_nonzero(~nan & ~finite))
     sums.zeros += int(np.count_nonzero(numbers == 0))
@@ -328,10 +360,11 @@ def _add_complex(sums: _Sums, numbers: Array) -> None:
         sums.magnitudes.add(np.abs(kept))
 
 
-def _slices(raw: Bytes, width: int) -> Iterator[Bytes]:
-    """A block's bytes, so many elements at a time as are computed with."""
+def _slices(block: Block, width: int) -> Iterator[tuple[int, Bytes]]:
+    """A block's bytes, so many elements at a time as are computed with, and the number of the first of them."""
+    raw = block.raws[0]
     for first in range(0, len(raw), AT_ONCE * width):
-        yield raw[first : first + AT_ONCE * width]
+        yield block.first + first // width, raw[first : first + AT_ONCE * width]
 
 
 _WIDTHS = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Float64": 8, "Complex64": 8, "Complex128": 16}
