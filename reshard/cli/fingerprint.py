@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.forms import RANKS, check_there, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
@@ -20,6 +21,10 @@ from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
+from reshard.execute import ExecutionOptions
+from reshard.opened.engine import Engine
+from reshard.opened.equal import check_equal, equal_of
+from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import joined, listing
@@ -221,9 +226,28 @@ def _form_tree(
             f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {source.path} has {rank_ranges(there, 'file')}",
             rank=beyond[0],
         )
+    if reader.checkpoint is not None:
+        _check_equal(reader.checkpoint, [name for name in tree.parameters if filters.admit(name)], means)
     if source.edits is not None:
         return _written(tree, reader.strategy, source.edits, filters, report), there
     return tree.only(filters.admit), there
+
+
+def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
+    """Compare what stands for other tensors with them.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    equals = equal_of(checkpoint, names)
+    if equals:
+        storage = storage_of(next(iter(checkpoint.files.values())))
+        options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
+        engine = Engine(means.handles, options, lambda name, count: None)
+        try:
+            check_equal(checkpoint, equals, engine, means.progress)
+        finally:
+            engine.close()
 
 
 def _files(
@@ -260,7 +284,7 @@ def _print(result: Fingerprints, report: Report) -> None:
         click.echo(_line(entry))
     click.echo(f"{result.whole() or 'partial':32}  checkpoint")
     lacking, unread = result.incomplete, result.unread
-    reasons = []
+    reasons: list[str] = []
     if lacking:
         reasons.append(
             f"slices of {plural(len(lacking), 'parameter')} are in no file that was read: " + listing(lacking, 3)

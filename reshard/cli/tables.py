@@ -75,25 +75,27 @@ def _padded(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], coloured: Collection[int]) -> None:
     lines = _padded(columns, rows)
+    # A blank line stands in the place of a title, and behind every table.
+    click.echo(title)
     if len(rows) > _MAX_DRAWN:
         head, *body = lines
         painted = (alarming(line) if number in coloured else line for number, line in enumerate(body))
-        click.echo("\n".join([*([title] if title else []), head, *painted]))
+        click.echo("\n".join([head, *painted, ""]))
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=title or None, title_justify="left", box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    shown = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
     for column, number in zip(columns, _numeric(columns, rows)):
         shown.add_column(Text(column), justify="right" if number else "left", no_wrap=True)
-    for number, row in enumerate(rows):
-        shown.add_row(*map(Text, row), style="red" if number in coloured else None)
-    console = Console(width=max(len(title), *map(len, lines)) + 1, highlight=False)
+    for place, row in enumerate(rows):
+        shown.add_row(*map(Text, row), style="red" if place in coloured else None)
+    console = Console(width=max(map(len, lines)) + 1, highlight=False)
     # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
     with console.capture() as printed:
         console.print(shown)
-    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
+    click.echo("\n".join([*(line.rstrip() for line in printed.get().splitlines()), ""]))
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:

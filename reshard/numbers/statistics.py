@@ -166,7 +166,7 @@ class _Computer:
         dtype = self._dtypes[number]
         if dtype in BYTES:
             counts = np.zeros(256, np.int64)
-            bad = ~np.isfinite(table(dtype)).all(axis=1)
+            bad: npt.NDArray[np.bool_] = np.logical_not(np.isfinite(table(dtype)).all(axis=1))
             first_nonfinite: Optional[int] = None
             for block in blocks:
                 for place, raw in _slices(block, 1):

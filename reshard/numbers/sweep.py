@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy as np
@@ -48,7 +49,8 @@ class Block(NamedTuple):
     raws: list[Bytes]
 
 
-class Location(NamedTuple):
+@dataclass(frozen=True)
+class Location:
     """An element, and where it was read.
 
     Attributes:

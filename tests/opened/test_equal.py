@@ -54,7 +54,7 @@ def test_the_last_element_of_large_tied_tensors_counts(tmp_path: Path) -> None:
     other = array.copy()
     other[-1, -1] = 2
     write_tree(tmp_path / "src", {0: {"a.weight": Value("Int8", array), "b.weight": Value("Int8", other)}})
-    words = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
+    words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
     fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, says=[f"[2, {(5 << 20) - 1}]"])
 
 
@@ -63,7 +63,7 @@ def test_a_plan_compares_the_beginning_of_tied_tensors(tmp_path: Path) -> None:
     array = np.ones((4, 4), "<u2")
     full = {"a.weight": Value("Float16", array), "b.weight": Value("Float16", array + 1)}
     write_tree(tmp_path / "src", {0: full})
-    words = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
+    words: list[Argument] = ["--src-strategy", "none", "--names", tmp_path / "rules.toml", "--to", "huggingface"]
     fails(3, "plan", tmp_path / "src", tmp_path / "dst", *words, says=["'b.weight' differs from 'a.weight'"])
 
 
@@ -82,5 +82,6 @@ def test_unlisted_tensors_of_checkpoint2_are_whole_only_where_every_byte_of_ever
     for command in ("stats", "diff"):
         others: list[Any] = [tmp_path / "full"] if command == "diff" else []
         fails(3, command, tmp_path / "other", *others, says=["'table' differs", "--exclude 'table'"])
+    fails(3, "fingerprint", tmp_path / "other", says=["'table' differs"])
     fails(3, "get", tmp_path / "other", "table", says=["'table' differs"])
     done("convert", tmp_path / "other", tmp_path / "dst", "--to", "unified", "--exclude", "table")
