@@ -245,7 +245,7 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
         options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
         engine = Engine(means.handles, options, lambda name, count: None)
         try:
-            check_equal(checkpoint, equals, engine, means.progress)
+            check_equal(checkpoint, equals, engine)
         finally:
             engine.close()
 
