@@ -148,6 +148,22 @@ class TensorsInOrder(ByName[GlobalTensor]):
         return self._tensors[name]
 
 
+class Equal(NamedTuple):
+    """Tensors of which only one is read, because they should be equal: whoever reads it compares them first.
+
+    Attributes:
+        taken: the one that is read.
+        others: those that it stands for.
+        reason: what follows if they differ, to go on after ``... differ:``.
+        hint: what to do then.
+    """
+
+    taken: GlobalTensor
+    others: tuple[GlobalTensor, ...]
+    reason: str
+    hint: str
+
+
 class Checkpoint(Protocol):
     """One step of a source, as its headers and its metadata tell.
 
@@ -188,6 +204,9 @@ class Checkpoint(Protocol):
     @property
     def tensors(self) -> Mapping[str, GlobalTensor]:
         """What is laid out, by name."""
+
+    def equal(self) -> Sequence[Equal]:
+        """Tensors that stand for others; headers do not show that these are equal."""
 
     def names(self) -> set[str]:
         """Names of all entries of all files."""

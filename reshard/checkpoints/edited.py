@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor, ShardReading
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
@@ -78,14 +78,23 @@ class EditedCheckpoint:
         made: what its tensors are made of, by name, in order.
         kept: names of the other's values that it has as well.
         identity: a text, the same for what was made in the same way.
+        tied: tensors of the other that stand for further ones, beside those that do so there.
     """
 
-    def __init__(self, base: Checkpoint, made: Mapping[str, Made], kept: Collection[str], identity: str) -> None:
+    def __init__(
+        self,
+        base: Checkpoint,
+        made: Mapping[str, Made],
+        kept: Collection[str],
+        identity: str,
+        tied: Sequence[Equal] = (),
+    ) -> None:
         self.identity = identity
         self.base = base
         self.made = made
         self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)
         self._kept = frozenset(kept)
+        self._tied = tuple(tied)
 
     @property
     def form(self) -> str:
@@ -116,6 +125,10 @@ class EditedCheckpoint:
     def indexes(self) -> Mapping[int, CheckpointIndex]:
         """Those of the base."""
         return self.base.indexes
+
+    def equal(self) -> Sequence[Equal]:
+        """Those of the base, and those that rules take for one."""
+        return (*self.base.equal(), *self._tied)
 
     def names(self) -> set[str]:
         """Names of tensors and of kept values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import click
@@ -12,15 +12,16 @@ from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.edits import edits_of
-from reshard.cli.opened import number_json, number_words, opened, shape_words
-from reshard.cli.output import echo_json, listener, say, table
+from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
+from reshard.cli.output import alarming, echo_json, listener, say
 from reshard.cli.progress import progress_of
+from reshard.cli.tables import table
 from reshard.numbers.difference import Differences, Pair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.wording import one_line, plural, printable
 
 DIFFERENT = 4
 """Exit status of --exit-code where the checkpoints differ."""
@@ -88,7 +89,10 @@ def _print(found: Differences, verbose: bool) -> None:
     differing = found.differing
     if differing:
         title = f"{plural(len(differing), 'tensor')} of {len(found.pairs)} differ:"
-        table(title, _COLUMNS, [_cells(pair) for pair in differing])
+        ordered = sorted(differing, key=lambda pair: pair.first_nonfinite is None)
+        bad = [pair for pair in ordered if pair.first_nonfinite is not None]
+        _print_bad(bad, verbose)
+        table(title, _COLUMNS, [_cells(pair) for pair in ordered], _SPARE, range(len(bad)))
     elif found.equal:
         say(f"{plural(len(found.pairs), 'tensor')}, all the same in every byte")
     else:
@@ -104,7 +108,22 @@ def _heads(found: Differences, verbose: bool) -> Iterator[str]:
         yield f"{name}: {shape_words(one)} in A, {shape_words(other)} in B"
 
 
-_COLUMNS = ["parameter", "type", "shape", "differing", "NaN in one", "largest difference", "relative", "at"]
+# Tensors that are told of in a line each.
+_MAX_BAD = 20
+_SPARE = ("type", "relative", "shape")
+_COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
+
+
+def _print_bad(bad: Sequence[Pair], verbose: bool) -> None:
+    """Where elements begin that are NaN or infinite in one only, first of all that is printed of pairs."""
+    shown = bad if verbose else bad[:_MAX_BAD]
+    for pair in shown:
+        assert pair.first_nonfinite is not None
+        what = f"{pair.nan} NaN in one only" if pair.nan else "an infinite difference"
+        a, b = map(location_words, pair.first_nonfinite)
+        click.echo(alarming(printable(f"{one_line(pair.name)}: {what}; the first at {a} in A, {b} in B")))
+    if len(shown) < len(bad):
+        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
 
 
 def _cells(pair: Pair) -> list[str]:
@@ -144,6 +163,9 @@ def _row(pair: Pair) -> dict[str, Any]:
         "max_abs": number_json(pair.max_abs),
         "max_rel": number_json(pair.max_rel),
         "at": None if pair.at is None else list(pair.at),
+        "first_nonfinite": None
+        if pair.first_nonfinite is None
+        else dict(zip("ab", map(location_json, pair.first_nonfinite))),
     }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.forms import RANKS, check_there, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
@@ -20,9 +21,13 @@ from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
+from reshard.execute import ExecutionOptions
+from reshard.opened.engine import Engine
+from reshard.opened.equal import check_equal, equal_of
+from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
 from reshard.text.filter_advice import warn_of_unmatched
-from reshard.text.messages import listing
+from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
@@ -33,6 +38,7 @@ from reshard.verification import (
     Needs,
     RecordedCrcs,
     check_complete,
+    digest_of,
     fingerprints,
     read_sound,
     read_step,
@@ -87,7 +93,8 @@ def fingerprint(
     after any conversion, to another form too. The last line stands for the whole checkpoint: values
     such as global_step count, text and what belongs to one rank (cur_rank) do not. Checkpoint 2.0,
     unified and Hugging Face directories need no --strategy, and --ranks numbers their files. Several machines can each
-    read some ranks' files, and one put the results together; SRC may be left out then. With --names, --rename or
+    read some ranks' files, and one put the results together; SRC may be left out then. A result is partial as long as a
+    file that was not read may hold something else. With --names, --rename or
     --cast it is the fingerprint of what a conversion with these options writes.
     """
     report = Report(listener(typed["quiet"]))
@@ -106,11 +113,20 @@ def fingerprint(
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
             if source.form == RANKS:
                 tree = _rank_tree(source, ranks, filters, handles, crcs, report)
+                groups = {(stage.ranks.start, stage.ranks.stop) for stage in source.strategy.stages}
+                read = (
+                    None if ranks is None else {rank: digest_of(index.tensors) for rank, index in tree.indexes.items()}
+                )
             else:
-                tree = _form_tree(source, ranks, filters, means, crcs, report)
+                tree, files = _form_tree(source, ranks, filters, means, crcs, report)
+                groups = {(file, file + 1) for file in files}
+                read = None if ranks is None else {file: "" for file in ranks}
             known = () if edited else source.strategy.parameters
             warn_of_unmatched(filters, (known, tree.names), report)
             result = fingerprints(tree, means)
+            result.groups = groups
+            # All of it was found complete, whichever files are there.
+            result.read = {file: "" for start, stop in groups for file in range(start, stop)} if read is None else read
             means.check_unchanged()
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
@@ -191,8 +207,8 @@ def _form_tree(
     means: Means,
     crcs: Optional[RecordedCrcs],
     report: Report,
-) -> Tree:
-    """The files of another form that are read, by number, and the names in them.
+) -> tuple[Tree, list[int]]:
+    """The files of another form that are read, by number, with the names in them, and the numbers of all files.
 
     Raises:
         UsageError: there is no file of a number.
@@ -210,9 +226,28 @@ def _form_tree(
             f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {source.path} has {rank_ranges(there, 'file')}",
             rank=beyond[0],
         )
+    if reader.checkpoint is not None:
+        _check_equal(reader.checkpoint, [name for name in tree.parameters if filters.admit(name)], means)
     if source.edits is not None:
-        return _written(tree, reader.strategy, source.edits, filters, report)
-    return tree.only(filters.admit)
+        return _written(tree, reader.strategy, source.edits, filters, report), there
+    return tree.only(filters.admit), there
+
+
+def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:
+    """Compare what stands for other tensors with them.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    equals = equal_of(checkpoint, names)
+    if equals:
+        storage = storage_of(next(iter(checkpoint.files.values())))
+        options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
+        engine = Engine(means.handles, options, lambda name, count: None)
+        try:
+            check_equal(checkpoint, equals, engine)
+        finally:
+            engine.close()
 
 
 def _files(
@@ -248,12 +283,17 @@ def _print(result: Fingerprints, report: Report) -> None:
     for entry in sorted(entries, key=lambda entry: (entry.name in single, entry.name)):
         click.echo(_line(entry))
     click.echo(f"{result.whole() or 'partial':32}  checkpoint")
-    lacking = result.incomplete
+    lacking, unread = result.incomplete, result.unread
+    reasons: list[str] = []
     if lacking:
+        reasons.append(
+            f"slices of {plural(len(lacking), 'parameter')} are in no file that was read: " + listing(lacking, 3)
+        )
+    if unread:
+        reasons.append(f"the files of {rank_ranges(unread)} were not read")
+    if reasons:
         report.warn(
-            f"partial: slices of {plural(len(lacking), 'parameter')} are in no file that was read: "
-            + listing(lacking, 3)
-            + "; other ranks' results, printed with --json, can be added with --merge"
+            joined("; ", ["partial", *reasons, "other ranks' results, printed with --json, can be added with --merge"])
         )
 
 

@@ -13,7 +13,8 @@ import click
 from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command
-from reshard.cli.output import echo_json, say, show_notes, table, totals_json, totals_words
+from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
+from reshard.cli.tables import table
 from reshard.errors import UsageError
 from reshard.storage import absolute, asked_once, exists, is_directory
 from reshard.text.messages import full_text

@@ -7,7 +7,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from reshard.cli.inspect import findings_json, show_findings
-from reshard.cli.output import say, table, totals_json, totals_words
+from reshard.cli.output import say, totals_json, totals_words
+from reshard.cli.tables import table
 from reshard.text.wording import byte_size, one_line, plural, some_names
 
 if TYPE_CHECKING:

@@ -8,10 +8,12 @@ from typing import Any, Optional, Union
 
 from reshard.cli import options
 from reshard.defaults import usable_cpus
+from reshard.numbers.sweep import Location
 from reshard.opened import Effort, OpenedCheckpoint, open_requested, reading_request
 from reshard.plan.edits import Edits
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
 
 
 def opened(
@@ -61,7 +63,18 @@ def number_words(number: Optional[Union[int, float]]) -> str:
     """A number in a table; ``-`` where there is none."""
     if number is None:
         return "-"
-    return str(number) if isinstance(number, int) else f"{number:.6g}"
+    return str(number) if isinstance(number, int) else f"{number:.4g}"
+
+
+def location_json(found: Optional[Location]) -> Optional[dict[str, Any]]:
+    """Where an element is, as JSON has it."""
+    return None if found is None else {"index": list(found.index), "rank": found.rank, "file": found.file}
+
+
+def location_words(found: Location) -> str:
+    """``[17,3], rank 5, ckpt/rank_5/net.ckpt``."""
+    index = shape_words(found.index)
+    return index if found.file is None else f"{index}, {rank_ranges([found.rank or 0])}, {found.file}"
 
 
 def shape_words(shape: tuple[int, ...]) -> str:

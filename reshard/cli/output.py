@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Callable
 
@@ -16,13 +15,7 @@ import click
 from reshard.errors import UnwritableError
 from reshard.text.messages import full_text
 from reshard.text.names import Total
-from reshard.text.wording import byte_size, one_line, printable
-
-# Rows of a table that rich draws in well below a second.
-_MOST_DRAWN = 1000
-
-# Columns, where there is no terminal; the longest names that MindSpore makes have about 120.
-_WIDEST = 400
+from reshard.text.wording import byte_size, printable
 
 
 def echo_json(value: object) -> None:
@@ -108,7 +101,7 @@ def paint(text: str, colour: int) -> str:
 
 def terminal_width() -> int:
     """Columns to write for: those of the terminal, many where the output goes elsewhere."""
-    if not _on_terminal():
+    if not on_terminal():
         return 160
     from shutil import get_terminal_size
 
@@ -131,60 +124,6 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
     listener(quiet)("note", f"drew {path}")
 
 
-def _on_terminal() -> bool:
+def on_terminal() -> bool:
+    """Whether standard output is one."""
     return sys.stdout is not None and sys.stdout.isatty()
-
-
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table to standard output; no name is folded or cut off, so that it can be copied and found.
-
-    Where it is too wide, for the terminal or for anybody, every row is two lines or more. Of many rows rich
-    would take minutes: they are printed without it.
-    """
-    lines = padded(columns, rows)
-    # Rich puts a column more on each side of every column.
-    needed = max(map(len, lines)) + len(columns) + 2
-    if needed > (terminal_width() if _on_terminal() else _WIDEST):
-        click.echo("\n".join([title, *_listed(columns, rows)]))
-        return
-    if len(rows) > _MOST_DRAWN:
-        click.echo("\n".join([title, *lines]))
-        return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in columns:
-        shown.add_column(column, overflow="fold")
-    for row in rows:
-        shown.add_row(*(_cell(text).replace("[", "\\[") for text in row))
-    console = Console(width=max(needed, terminal_width()), highlight=False)
-    # Through click, because rich ends the process with status 1 when a reader like `head` has enough.
-    with console.capture() as printed:
-        console.print(shown)
-    click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
-
-
-def _listed(columns: list[str], rows: list[list[str]]) -> Iterable[str]:
-    """A table's rows below each other: the first cell on a line of its own, then the others with their heads."""
-    width = terminal_width() - 4
-    for first, *others in rows:
-        yield _cell(first)
-        told = (f"{head} {_cell(text)}" for head, text in zip(columns[1:], others))
-        yield textwrap.fill(
-            ", ".join(told), width, initial_indent="    ", subsequent_indent="    ", break_long_words=False
-        )
-
-
-def padded(columns: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cells, heads included."""
-    lines = [columns, *([_cell(text) for text in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines]
-
-
-def _cell(text: str) -> str:
-    """Text on one line as it will be seen, for columns that are aligned."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return one_line(text).encode(encoding, "backslashreplace").decode(encoding)

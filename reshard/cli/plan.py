@@ -9,10 +9,11 @@ from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import options_of, request_between, summary_json, summary_lines
-from reshard.cli.output import echo_json, say, table, write_picture
+from reshard.cli.output import echo_json, say, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
+from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions

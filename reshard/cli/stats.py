@@ -10,14 +10,15 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.edits import edits_of
-from reshard.cli.opened import number_json, number_words, opened, shape_words
-from reshard.cli.output import alarming, echo_json, listener, table, write_picture
+from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
+from reshard.cli.output import alarming, echo_json, listener, say, write_picture
 from reshard.cli.progress import progress_of
+from reshard.cli.tables import table
 from reshard.errors import UsageError
 from reshard.numbers.statistics import TensorStatistics, statistics_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.wording import one_line, plural, printable
 
 FOUND = 4
 """Exit status where there is what --fail-on names."""
@@ -66,20 +67,41 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     if typed["as_json"]:
         echo_json({"form": form, "step": step, "tensors": [_row(tensor) for tensor in found]})
     else:
-        table(src, _COLUMNS, [_cells(tensor) for tensor in found])
+        ordered = sorted(found, key=lambda tensor: tensor.first_nonfinite is None)
+        bad = [tensor for tensor in ordered if tensor.first_nonfinite is not None]
+        _print_bad(bad, verbose)
+        table(src, _COLUMNS, [_cells(tensor) for tensor in ordered], _SPARE, range(len(bad)))
         click.echo(_summary(found))
     if svg is not None:
         from reshard.pictures.magnitudes import magnitudes_picture
 
         write_picture(svg, magnitudes_picture(src, found), quiet)
-    bad = [line for kind in fail_on for line in _found(kind, found, verbose)]
-    for line in bad:
+    failures = [line for kind in fail_on for line in _found(kind, found, verbose)]
+    for line in failures:
         click.echo(alarming(line), err=True)
-    if bad:
+    if failures:
         click.get_current_context().exit(FOUND)
 
 
+# Tensors that are told of in a line each.
+_MAX_BAD = 20
+_SPARE = ("norm", "zeros", "mean")
 _COLUMNS = ["parameter", "type", "shape", "NaN", "Inf", "zeros", "min", "max", "mean", "norm"]
+
+
+def _print_bad(bad: Sequence[TensorStatistics], verbose: bool) -> None:
+    """Where NaN and infinite elements begin, first of all that is printed."""
+    shown = bad if verbose else bad[:_MAX_BAD]
+    for tensor in shown:
+        assert tensor.first_nonfinite is not None
+        counts = f"{tensor.nan} NaN, {tensor.inf} infinite"
+        click.echo(
+            alarming(
+                printable(f"{one_line(tensor.name)}: {counts}; the first at {location_words(tensor.first_nonfinite)}")
+            )
+        )
+    if len(shown) < len(bad):
+        say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
 
 
 def _cells(tensor: TensorStatistics) -> list[str]:
@@ -113,5 +135,6 @@ def _row(tensor: TensorStatistics) -> dict[str, Any]:
         "nan": tensor.nan,
         "inf": tensor.inf,
         "zeros": tensor.zeros,
+        "first_nonfinite": location_json(tensor.first_nonfinite),
         **{key: number_json(getattr(tensor, key)) for key in ("min", "max", "mean", "norm")},
     }

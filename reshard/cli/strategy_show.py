@@ -11,8 +11,9 @@ import click
 from reshard.cli import advice, completion, options
 from reshard.cli.command import command, option
 from reshard.cli.layouts import layout_row, strategy_words
-from reshard.cli.output import echo_json, paint, say, show_notes, table, terminal_width, write_picture
+from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width, write_picture
 from reshard.cli.strategy_making import SIZES, SizesType
+from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement

@@ -23,6 +23,8 @@ from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.opened.engine import CHUNK_BYTES, Engine
+from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
@@ -317,6 +319,7 @@ class Prepared:
         # After CRCs: damage that they tell of does not speak against the strategy.
         with self._preparation.told_if_swapped():
             replicas = self._check_replicas(progress, workers)
+        self._check_equal(progress)
         state, plan = self.state, self.plan
         work = state.work
         checked = time.monotonic()
@@ -445,6 +448,25 @@ class Prepared:
         if request.to == RANKS and request.edits is None:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
+
+    def _check_equal(self, progress: Progress) -> None:
+        """Compare tensors of which only one is written; a dry run compares their beginnings.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        plan = self.plan
+        if self._options.part is not None or not self.state.work:
+            return
+        equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
+        if not equals:
+            return
+        engine = Engine(self._preparation.handles, self.state.execution, lambda name, count: None)
+        try:
+            most = CHUNK_BYTES if self._options.dry_run else None
+            check_equal(plan.checkpoint, equals, engine, progress, most)
+        finally:
+            engine.close()
 
     def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:
         """The tensors that are compared.

@@ -282,6 +282,24 @@ class View:
         """Whether it is the first source as it is, given that one's shape."""
         return self.shape == tuple(shape) and self.regions == View.whole(0, shape).regions
 
+    def keeps_rows(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether what is next to each other along the last dimension of a source stays so, or is cut between runs.
+
+        Args:
+            shapes: of the sources.
+        """
+        last = len(self.shape) - 1
+        for region in self.regions:
+            # Loops of zeros go along the view on both sides.
+            other = last if region.source == ZEROS else len(shapes[region.source]) - 1
+            along = [loop for loop in region.loops if loop.dimension == last or loop.source_dimension == other]
+            length = along[0].length if along else 1
+            if along not in ([], [Loop(length, last, 1, other, 1)]):
+                return False
+            if region.source == ZEROS and length < self.shape[last]:
+                return False
+        return True
+
     @cached_property
     def padded(self) -> bool:
         """Whether elements of it are in no source."""

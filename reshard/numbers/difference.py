@@ -7,7 +7,7 @@ subtracted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.execute import Progress
-from reshard.numbers.sweep import Block, Item, sweep
+from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.ahead import in_file_order
@@ -42,6 +42,7 @@ class Pair:
         max_abs: the largest absolute difference of elements that are NaN in none.
         max_rel: the largest difference relative to the larger of the two, in absolute values.
         at: where the largest absolute difference is first, or else an element that is NaN in one only.
+        first_nonfinite: the first element that is NaN in one only or differs infinitely, in A and in B.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Pair:
     max_abs: float = 0.0
     max_rel: float = 0.0
     at: Optional[tuple[int, ...]] = None
+    first_nonfinite: Optional[tuple[Location, Location]] = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class _Part(NamedTuple):
     max_abs: float
     max_rel: float
     at: Optional[int]
+    first_nonfinite: Optional[int]
 
 
 def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:
@@ -142,6 +145,7 @@ def _together(item: Item, parts: Sequence[_Part]) -> Pair:
     if largest is not None and largest.at is None:
         largest = next((part for part in parts if part.at is not None), None)
     at = None if largest is None or largest.at is None else np.unravel_index(largest.at, a.shape)
+    bad = next((part.first_nonfinite for part in parts if part.first_nonfinite is not None), None)
     return Pair(
         name=a.name,
         dtypes=(a.dtype_name, b.dtype_name),
@@ -152,6 +156,7 @@ def _together(item: Item, parts: Sequence[_Part]) -> Pair:
         max_abs=max((part.max_abs for part in parts), default=0.0),
         max_rel=max((part.max_rel for part in parts), default=0.0),
         at=None if at is None else tuple(int(position) for position in at),
+        first_nonfinite=None if bad is None else (location_of(a, bad), location_of(b, bad)),
     )
 
 
@@ -172,7 +177,7 @@ class _Computer:
         """What some blocks of a pair differ in."""
         one, other = self._items[number].tensors
         same_type = one.dtype_name == other.dtype_name
-        found = _Found()
+        found = _Collected()
         with np.errstate(all="ignore"):
             for first, (mine, theirs) in blocks:
                 count = len(mine) // one.itemsize
@@ -185,7 +190,7 @@ class _Computer:
                     self._compare(found, first + start, (left, one.dtype_name), (right, other.dtype_name))
         return found.part()
 
-    def _compare(self, found: _Found, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
+    def _compare(self, found: _Collected, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
         """Subtract some elements."""
         a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
         count = len(a)
@@ -212,6 +217,10 @@ class _Computer:
             found.differing += only
             if found.at is None:
                 found.at = first + int(nan.argmax()) // packed
+        if nan is not None and found.first_nonfinite is None:
+            bad = nan | np.isinf(distance)
+            if bad.any():
+                found.first_nonfinite = first + int(bad.argmax()) // packed
         if not differing:
             return
         found.differing += differing
@@ -229,7 +238,7 @@ class _Computer:
             found.at = first + int(distance.argmax()) // packed
 
 
-class _Found:
+class _Collected:
     """What was found so far in a part."""
 
     def __init__(self) -> None:
@@ -237,10 +246,13 @@ class _Found:
         self.differing = self.nan = 0
         self.max_abs = self.max_rel = 0.0
         self.at: Optional[int] = None
+        self.first_nonfinite: Optional[int] = None
 
     def part(self) -> _Part:
         """All of it."""
-        return _Part(self.identical, self.differing, self.nan, self.max_abs, self.max_rel, self.at)
+        return _Part(
+            self.identical, self.differing, self.nan, self.max_abs, self.max_rel, self.at, self.first_nonfinite
+        )
 
 
 def _same(left: Bytes, right: Bytes) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from reshard.execute import Progress
 from reshard.numbers.magnitudes import EXPONENTS, Magnitudes
-from reshard.numbers.sweep import Block, Item, sweep
+from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.ahead import in_file_order
@@ -24,6 +24,10 @@ Number = Union[int, float]
 
 # Numbers that BLAS squares and adds up without threads.
 _DOT = 1 << 12
+# Exponents beyond which squares of Float64, and sums of many, leave its range.
+_LARGE_SQUARE = 400
+_LARGE_SUM = 900
+_SUM_SCALE = 200
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class TensorStatistics:
         max: the largest, likewise.
         mean: of the finite elements; None where there is none, and of complex numbers.
         norm: the square root of the sum of the squares of the finite elements.
+        first_nonfinite: the first element that is NaN or infinite, and where it is stored; None where there is none.
         magnitudes: how many finite elements but zeros there are of every binary exponent, as a Float64's bits count
             them; None where that was not asked for.
     """
@@ -57,7 +62,15 @@ class TensorStatistics:
     max: Optional[Number]
     mean: Optional[float]
     norm: float
+    first_nonfinite: Optional[Location] = field(default=None, compare=False)
     magnitudes: Optional[Counts] = field(default=None, compare=False)
+
+
+class _Scaled(NamedTuple):
+    """The number ``value * 2 ** exponent``, which may be beyond what Float64 holds."""
+
+    value: Number
+    exponent: int = 0
 
 
 class _Part(NamedTuple):
@@ -68,6 +81,7 @@ class _Part(NamedTuple):
         finite: elements that are neither NaN nor infinite.
         total: their sum.
         squares: the sum of their squares.
+        first_nonfinite: the number of the first element that is not finite, counted in C order.
     """
 
     nan: int
@@ -76,9 +90,10 @@ class _Part(NamedTuple):
     finite: int
     low: Optional[Number]
     high: Optional[Number]
-    total: float
-    squares: float
+    total: _Scaled
+    squares: _Scaled
     magnitudes: Optional[Counts]
+    first_nonfinite: Optional[int]
 
 
 def statistics_of(
@@ -112,6 +127,7 @@ def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> T
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
     exponents = [part.magnitudes for part in parts if part.magnitudes is not None]
     plain = tensor.dtype_name not in COMPLEX
+    total, squares = _sum([part.total for part in parts]), _sum([part.squares for part in parts])
     return TensorStatistics(
         name=tensor.name,
         dtype=tensor.dtype_name,
@@ -122,8 +138,11 @@ def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> T
         zeros=sum(part.zeros for part in parts),
         min=min((part.low for part in parts if part.low is not None), default=None),
         max=max((part.high for part in parts if part.high is not None), default=None),
-        mean=math.fsum(part.total for part in parts) / finite if finite and plain else None,
-        norm=math.sqrt(math.fsum(part.squares for part in parts)),
+        mean=_float(total.value / finite, total.exponent) if finite and plain else None,
+        norm=_float(math.sqrt(squares.value), squares.exponent // 2),
+        first_nonfinite=next(
+            (location_of(tensor, part.first_nonfinite) for part in parts if part.first_nonfinite is not None), None
+        ),
         magnitudes=np.sum([np.zeros(EXPONENTS, np.int64), *exponents], axis=0) if magnitudes else None,
     )
 
@@ -147,21 +166,26 @@ class _Computer:
         dtype = self._dtypes[number]
         if dtype in BYTES:
             counts = np.zeros(256, np.int64)
+            bad: npt.NDArray[np.bool_] = np.logical_not(np.isfinite(table(dtype)).all(axis=1))
+            first_nonfinite: Optional[int] = None
             for block in blocks:
-                for raw in _slices(block.raws[0], 1):
-                    counts += np.bincount(raw, minlength=256)
-            return self._of_counts(counts, dtype)
+                for place, raw in _slices(block, 1):
+                    here = np.bincount(raw, minlength=256)
+                    counts += here
+                    if first_nonfinite is None and here[bad].any():
+                        first_nonfinite = place + int(bad[raw].argmax())
+            return self._of_counts(counts, dtype)._replace(first_nonfinite=first_nonfinite)
         sums = _Sums(self._magnitudes)
         width = np.dtype(INTEGERS[dtype]).itemsize if dtype in INTEGERS else _WIDTHS[dtype]
         with np.errstate(all="ignore"):
             for block in blocks:
-                for raw in _slices(block.raws[0], width):
+                for place, raw in _slices(block, width):
                     if dtype in FLOATS:
-                        self._add_floats(sums, self._widener.floats(raw, dtype))
+                        self._add_floats(sums, self._widener.floats(raw, dtype), place)
                     elif dtype in INTEGERS:
                         self._add(sums, raw.view(INTEGERS[dtype]))
                     else:
-                        _add_complex(sums, raw.view(COMPLEX[dtype]))
+                        _add_complex(sums, raw.view(COMPLEX[dtype]), place)
         return sums.part()
 
     def _of_counts(self, counts: Counts, dtype: str) -> _Part:
@@ -177,20 +201,21 @@ class _Computer:
             if there.any():
                 sums.widen(values[there].min(), values[there].max(), integers=not dtype.startswith("Float"))
             weighted = values[there] * counts[there]
-            sums.totals += weighted.tolist()
-            sums.squares += (weighted * values[there]).tolist()
+            sums.totals += map(_Scaled, weighted.tolist())
+            sums.squares += map(_Scaled, (weighted * values[there]).tolist())
             if sums.magnitudes is not None:
                 kept = there & (values != 0)
                 sums.magnitudes.weigh(values[kept], counts[kept])
         return sums.part()
 
-    def _add_floats(self, sums: _Sums, numbers: Array) -> None:
+    def _add_floats(self, sums: _Sums, numbers: Array, place: int) -> None:
         # NaN comes through both, so that these tell of every element that is not finite.
         low, high = numbers.min(), numbers.max()
         if np.isfinite(low) and np.isfinite(high):
             self._add(sums, numbers, low, high)
             return
         finite = np.isfinite(numbers)
+        sums.bad(place + int(finite.argmin()))
         nan = int(np.count_nonzero(np.isnan(numbers)))
         sums.nan += nan
         sums.inf += len(numbers) - int(np.count_nonzero(finite)) - nan
@@ -211,8 +236,9 @@ class _Computer:
             narrow = numbers.dtype == np.float32 or numbers.dtype.itemsize == 2
             sums.zeros += sums.magnitudes.add(numbers if narrow else doubles)
         sums.finite += count
-        sums.totals.append(float(doubles.sum()))
-        sums.squares.append(_squares(doubles))
+        exponent = 0 if integers else _exponent(doubles if low is None else np.array([low, high], np.float64))
+        sums.totals += [_Scaled(_integer_sum(numbers))] if integers else _totals(numbers, doubles, exponent)
+        sums.squares.append(_squares(doubles, exponent))
 
 
 class _Sums:
@@ -222,9 +248,15 @@ class _Sums:
         self.nan = self.inf = self.zeros = self.finite = 0
         self.low: Optional[Number] = None
         self.high: Optional[Number] = None
-        self.totals: list[float] = []
-        self.squares: list[float] = []
+        self.totals: list[_Scaled] = []
+        self.squares: list[_Scaled] = []
         self.magnitudes = magnitudes
+        self.first_nonfinite: Optional[int] = None
+
+    def bad(self, place: int) -> None:
+        """The element at a place is not finite."""
+        if self.first_nonfinite is None:
+            self.first_nonfinite = place
 
     def widen(self, low: Any, high: Any, integers: bool) -> None:
         """There are numbers from ``low`` to ``high``."""
@@ -236,45 +268,103 @@ class _Sums:
         """All of it."""
         total, squares = _sum(self.totals), _sum(self.squares)
         magnitudes = None if self.magnitudes is None else self.magnitudes.taken()
-        return _Part(self.nan, self.inf, self.zeros, self.finite, self.low, self.high, total, squares, magnitudes)
+        return _Part(
+            self.nan,
+            self.inf,
+            self.zeros,
+            self.finite,
+            self.low,
+            self.high,
+            total,
+            squares,
+            magnitudes,
+            self.first_nonfinite,
+        )
 
 
-def _squares(doubles: npt.NDArray[np.float64]) -> float:
-    """The sum of squares.
+def _exponent(doubles: npt.NDArray[np.float64]) -> int:
+    """The binary exponent of the largest of some finite numbers, in absolute values."""
+    return math.frexp(max(abs(float(doubles.min())), abs(float(doubles.max()))))[1]
+
+
+def _integer_sum(numbers: Array) -> int:
+    """The exact sum of `AT_ONCE` integers at the most."""
+    if numbers.dtype.itemsize < 8:
+        return int(numbers.sum(dtype=np.int64))
+    # In halves, which do not overflow.
+    return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
+
+
+def _totals(numbers: Array, doubles: npt.NDArray[np.float64], exponent: int) -> list[_Scaled]:
+    """Numbers that add up to the sum; of Float64 as exact as with twice its digits."""
+    if numbers.dtype != np.float64:
+        return [_Scaled(float(doubles.sum()))]
+    scale = _SUM_SCALE if exponent > _LARGE_SUM else 0
+    left = np.ldexp(doubles, -scale)
+    lost = 0.0
+    while len(left) > 1:
+        half = len(left) // 2
+        one, other = left[:half], left[half : 2 * half]
+        total = one + other
+        part = total - one
+        # What rounding took from each sum.
+        lost += float(((one - (total - part)) + (other - part)).sum())
+        left = np.append(total, left[2 * half :])
+    return [_Scaled(float(left[0]), scale), _Scaled(lost, scale)]
+
+
+def _squares(doubles: npt.NDArray[np.float64], exponent: int) -> _Scaled:
+    """The sum of squares of numbers of which the largest has an exponent.
 
     Of many numbers at once BLAS would start threads of its own, whose number the result depends on.
     """
+    if abs(exponent) > _LARGE_SQUARE:
+        return _Scaled(_squares(np.ldexp(doubles, -exponent), 0).value, 2 * exponent)
     whole = len(doubles) - len(doubles) % _DOT
     rows = doubles[:whole].reshape(-1, _DOT)
     rest = doubles[whole:]
-    return math.fsum([*np.matmul(rows[:, np.newaxis, :], rows[:, :, np.newaxis]).reshape(-1), np.dot(rest, rest)])
+    products = np.matmul(rows[:, np.newaxis, :], rows[:, :, np.newaxis]).reshape(-1)
+    return _Scaled(math.fsum([*products, np.dot(rest, rest)]))
 
 
-def _sum(numbers: Sequence[float]) -> float:
-    """The exact sum, rounded once; infinite where it is too large."""
+def _sum(numbers: Sequence[_Scaled]) -> _Scaled:
+    """The exact sum, of integers as one, of others rounded once."""
+    if all(isinstance(number.value, int) for number in numbers):
+        return _Scaled(sum(number.value for number in numbers))
+    exponent = max((number.exponent for number in numbers if number.value), default=0)
+    return _Scaled(math.fsum(math.ldexp(value, each - exponent) for value, each in numbers), exponent)
+
+
+def _float(value: float, exponent: int) -> float:
+    """A scaled number as one of Float64; infinite where it is too large."""
     try:
-        return math.fsum(numbers)
+        return math.ldexp(value, exponent)
     except OverflowError:
-        return math.inf if sum(numbers) > 0 else -math.inf
+        return math.inf
 
 
-def _add_complex(sums: _Sums, numbers: Array) -> None:
+def _add_complex(sums: _Sums, numbers: Array, place: int) -> None:
     nan = np.isnan(numbers)
     finite = np.isfinite(numbers)
+    if not finite.all():
+        sums.bad(place + int(finite.argmin()))
     sums.nan += int(np.count_nonzero(nan))
     sums.inf += int(np.count_nonzero(~nan & ~finite))
     sums.zeros += int(np.count_nonzero(numbers == 0))
     sums.finite += int(np.count_nonzero(finite))
     kept = numbers[finite].astype(np.complex128)
-    sums.squares.append(float((kept.real**2 + kept.imag**2).sum()))
+    if len(kept):
+        parts = kept.view(np.float64)
+        sums.squares.append(_squares(parts, _exponent(parts)))
     if sums.magnitudes is not None:
         sums.magnitudes.add(np.abs(kept))
 
 
-def _slices(raw: Bytes, width: int) -> Iterator[Bytes]:
-    """A block's bytes, so many elements at a time as are computed with."""
+def _slices(block: Block, width: int) -> Iterator[tuple[int, Bytes]]:
+    """A block's bytes, so many elements at a time as are computed with, and the number of the first of them."""
+    raw = block.raws[0]
     for first in range(0, len(raw), AT_ONCE * width):
-        yield raw[first : first + AT_ONCE * width]
+        yield block.first + first // width, raw[first : first + AT_ONCE * width]
 
 
 _WIDTHS = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Float64": 8, "Complex64": 8, "Complex128": 16}

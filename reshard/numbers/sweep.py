@@ -11,14 +11,15 @@ import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Callable, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.execute import Progress
 from reshard.execute.boxes import boxes_of_range
-from reshard.layout import volume_of
+from reshard.layout import intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 
 Bytes = npt.NDArray[np.uint8]
@@ -46,6 +47,21 @@ class Block(NamedTuple):
 
     first: int
     raws: list[Bytes]
+
+
+@dataclass(frozen=True)
+class Location:
+    """An element, and where it was read.
+
+    Attributes:
+        index: its index in the tensor.
+        rank: of the file; the number of the file where a form has no ranks. None of an element that no file has.
+        file: path of the file.
+    """
+
+    index: tuple[int, ...]
+    rank: Optional[int] = None
+    file: Optional[str] = None
 
 
 class Computer(Protocol[_P]):
@@ -76,6 +92,20 @@ class _Task(NamedTuple):
     chunk: int
     first: int
     last: int
+
+
+def location_of(tensor: LazyTensor, number: int) -> Location:
+    """An element by its number in C order; of Int4 both of a byte."""
+    index = tuple(int(place) for place in np.unravel_index(number, tensor.shape))
+    box = tuple((start + place, start + place + 1) for (start, _), place in zip(tensor.target.box, index))
+    for piece in tensor.target.pieces:
+        if piece.region is None:
+            inside = intersection(piece.box, box) is not None
+        else:
+            inside = any(True for _ in piece.region.within_box(box))
+        if inside:
+            return Location(index, piece.source.rank, piece.source.path)
+    return Location(index)
 
 
 def sweep(
@@ -159,7 +189,7 @@ def _blocks(
     tell: Callable[[int], None],
 ) -> Generator[Block, None, None]:
     """The blocks of a part of an item, read one after the other."""
-    targets = [checkpoint.contents.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
+    targets = [checkpoint.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
     shape = item.tensors[0].shape
     first = task.first
     untold = 0

@@ -29,7 +29,7 @@ _NUMPY = {
     "Complex64": "<c8",
     "Complex128": "<c16",
 }
-_EXTENDED = {
+EXTENDED = {
     "BFloat16": "bfloat16",
     "Float8E4M3FN": "float8_e4m3fn",
     "Float8E5M2": "float8_e5m2",
@@ -37,6 +37,7 @@ _EXTENDED = {
     "Float8E4M3FNUZ": "float8_e4m3fnuz",
     "Float8E5M2FNUZ": "float8_e5m2fnuz",
 }
+"""Types that NumPy lacks, and what ml_dtypes calls them."""
 _UNSIGNED = (1, 2, 4, 8)
 # Text is stored as UTF-32, which is how NumPy holds it.
 _CHARACTER = 4
@@ -59,13 +60,13 @@ def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
 
 def extended_dtype(name: str) -> Optional[np.dtype[Any]]:
     """What ml_dtypes calls a type that NumPy lacks; None where it is not installed, or does not have it."""
-    if name not in _EXTENDED:
+    if name not in EXTENDED:
         return None
     try:
         import ml_dtypes
     except ImportError:
         return None
-    found = getattr(ml_dtypes, _EXTENDED[name], None)
+    found = getattr(ml_dtypes, EXTENDED[name], None)
     return None if found is None else np.dtype(found)
 
 

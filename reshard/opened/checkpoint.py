@@ -18,7 +18,9 @@ from reshard.execute.casts import Overflowed
 from reshard.opened.ahead import in_file_order, read_ahead
 from reshard.opened.contents import Contents
 from reshard.opened.engine import Engine
+from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.tensor import LazyTensor
+from reshard.plan.pieces import TargetTensor
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of
@@ -84,6 +86,8 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._contents: Optional[Contents] = None
         self._engine: Optional[Engine] = None
         self._closed = False
+        self._comparing = threading.Lock()
+        self._compared: set[str] = set()
         # Files of a checkpoint that nobody closes are closed with it.
         self._forgotten = weakref.finalize(self, handles.close)
 
@@ -116,6 +120,20 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, storage)
                 self._engine = Engine(self._handles, options, _warning(self._report))
             return self._engine
+
+    def target(self, name: str) -> TargetTensor:
+        """What a tensor is made of; what it stands for is compared with it when it is first asked for.
+
+        Raises:
+            CheckpointError: it stands for tensors that differ.
+            ReshardError: a file cannot be read.
+        """
+        checkpoint = self.contents.plan.checkpoint
+        with self._comparing:
+            if name not in self._compared:
+                check_equal(checkpoint, equal_of(checkpoint, [name]), self.engine)
+                self._compared.add(name)
+        return self.contents.target(name)
 
     @property
     def handles(self) -> FileHandles:

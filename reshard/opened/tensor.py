@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute.boxes import boxes_of_range
-from reshard.opened.arrays import numpy_dtype, plain_dtype
+from reshard.opened.arrays import EXTENDED, numpy_dtype, plain_dtype
 from reshard.opened.contents import Entry
 from reshard.opened.engine import CHUNK_BYTES
 from reshard.opened.indexing import into, select, whole
@@ -72,7 +72,7 @@ class LazyTensor:
     def target(self) -> TargetTensor:
         """What it is made of, for those who read it in blocks of their own."""
         if self._target is None:
-            self._target = self._owner.contents.target(self.name)
+            self._target = self._owner.target(self.name)
         return self._target
 
     def __getitem__(self, index: Any) -> Any:
@@ -163,5 +163,6 @@ class LazyTensor:
     @property
     def _bits(self) -> np.dtype[Any]:
         """Unsigned integers of its size for a type that NumPy lacks; else its own dtype."""
-        known = self.dtype.kind in "V" or self.dtype.metadata is not None
-        return np.dtype(f"<u{self._item_size}") if known and self._item_size in (1, 2, 4, 8) else self.dtype
+        # ml_dtypes gives some of its types the kind of NumPy's own floats.
+        lacking = self.dtype_name in EXTENDED or self.dtype.kind == "V" or self.dtype.metadata is not None
+        return np.dtype(f"<u{self._item_size}") if lacking and self._item_size in (1, 2, 4, 8) else self.dtype

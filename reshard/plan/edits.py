@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from reshard.checkpoints import FileHandles, Tensor
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
+from reshard.checkpoints import Tensor
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
+from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
-from reshard.plan.tied import check_tied
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -21,6 +21,7 @@ from reshard.text.report import Report
 from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
+    from reshard.layout import View
     from reshard.names import Applied, Rules
 
 
@@ -135,24 +136,23 @@ class Edits:
                 yield self.identity(options, reverse)
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
+def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
         checkpoint: the source.
         edits: what is asked.
-        handles: open source files.
         report: told what is left out.
 
     Raises:
         InputError: they do not fit the source.
-        RetryableError: reading failed.
     """
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    tied: list[Equal] = []
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part
@@ -167,7 +167,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         identity = edits.identity(applied.options, applied.reversed)
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
-        check_tied(checkpoint, applied.tied, handles, report)
+        tied = _tied(checkpoint, applied)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
     if edits.renames is not None:
         applied = apply_rules(edits.renames, _shapes(checkpoint, made, kept), optimizer=True)
@@ -179,7 +179,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied)
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -252,6 +252,22 @@ def _ruled(
     return found, still
 
 
+def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
+    """The tensors of which rules take one for several; values among them are refused with all rules that move them."""
+    tensors = checkpoint.tensors
+    return [
+        Equal(
+            tensors[one],
+            (tensors[other],),
+            "the rules write only one of them, as of a tied model",
+            "if the model does not tie them, say so in config.json (tie_word_embeddings); options of built-in rules: "
+            "reshard names show TABLE",
+        )
+        for one, other in applied.tied
+        if one in tensors and other in tensors
+    ]
+
+
 def _exactly(
     made: Mapping[str, Made], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
 ) -> tuple[dict[str, Made], set[str]]:
@@ -300,12 +316,14 @@ def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
-    """Refuse tensors that would be made of elements of several types.
+    """Refuse tensors that would be made of elements of several types, or of parts of bytes.
 
     Raises:
         CheckpointError: there is one.
     """
     for name, tensor in made.items():
+        if tensor.view is not None:
+            _check_packed(name, [checkpoint.tensors[source] for source in tensor.sources], tensor.view)
         if tensor.dtype is None and len(tensor.sources) > 1:
             types = {checkpoint.tensors[source].dtype: source for source in tensor.sources}
             if len(types) > 1:
@@ -315,3 +333,19 @@ def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
                     parameter=name,
                     hint=f"choose a type with --cast {as_pattern(name)}=DTYPE",
                 )
+
+
+def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> None:
+    """Refuse to move single elements of Int4: a byte holds two that are neighbours in the last dimension.
+
+    Raises:
+        CheckpointError: the view does so.
+    """
+    packed = next((source for source in sources if source.dtype == INT4), None)
+    if packed is not None and not view.keeps_rows([source.shape for source in sources]):
+        raise CheckpointError(
+            f"{quoted(name)} would be made of single elements of {quoted(packed.name)}, which is Int4: a byte holds "
+            "two neighbours in the last dimension, and reshard does not unpack them",
+            parameter=packed.name,
+            hint='leave it out: give it a rule of its own in a copy of the table, with do = "drop"',
+        )

@@ -83,7 +83,7 @@ def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Repo
         )
     if request.target.is_untold:
         request = replace(request, target=strategy_of(base))
-    checkpoint = edited(base, edits, handles, report)
+    checkpoint = edited(base, edits, report)
     if request.target.path == SAME:
         told = strategy_of(base) if request.target.is_untold else request.target
         request = replace(request, target=same_layouts(told, checkpoint))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import Equal, GlobalTensor
 from reshard.plan.source import SourceStep
 
 
@@ -51,6 +51,10 @@ class RankCheckpoint:
     def indexes(self) -> Mapping[int, CheckpointIndex]:
         """What the readable files hold, by rank."""
         return self.source.indexes
+
+    def equal(self) -> Sequence[Equal]:
+        """None: every tensor stands for itself."""
+        return ()
 
     def names(self) -> set[str]:
         """Every tensor name in the files."""

@@ -79,6 +79,10 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
+    if iteration is not None and int(iteration) < 0:
+        report.warn(f"global_step is {iteration}, which is no iteration: the iteration is written as 0")
+        iteration = 0
+        said = {key: None if isinstance(value, int) and value < 0 else value for key, value in said.items()}
     common = FinishingFile(COMMON, lambda: common_json(said))
     return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
 

@@ -29,7 +29,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # A plain ValueError is of a number with thousands of digits.
         raise TomlError(str(error)) from error
 
 

@@ -10,7 +10,7 @@ from reshard.verification.completeness import Needs, check_complete
 from reshard.verification.copies import compare_copies, compare_replicas, has_copies, not_held
 from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.difference import Difference
-from reshard.verification.fingerprint import Entry, Fingerprints, fingerprints
+from reshard.verification.fingerprint import Entry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means, Progress
 from reshard.verification.steps import read_step
 from reshard.verification.tree import Tree, read_tree
@@ -29,6 +29,7 @@ __all__ = [
     "compare_copies",
     "compare_replicas",
     "compare_trees",
+    "digest_of",
     "fingerprints",
     "has_copies",
     "not_held",

@@ -145,10 +145,15 @@ class Fingerprints:
     Attributes:
         parameters: what the strategy lists, by name.
         values: what it does not, by name and rank.
+        groups: the files that the checkpoint has, as numbers from one to before another: those of a pipeline stage
+            together, which hold the same names unless the save was de-duplicated, and others each by itself.
+        read: the files that were read, each with a digest of the names in it.
     """
 
     parameters: dict[str, ParameterSums] = field(default_factory=dict)
     values: dict[str, dict[int, Copy]] = field(default_factory=dict)
+    groups: set[tuple[int, int]] = field(default_factory=set)
+    read: dict[int, str] = field(default_factory=dict)
     _shared: SharedPlaces = field(default_factory=SharedPlaces, init=False, repr=False, compare=False)
 
     def entries(self) -> list[Entry]:
@@ -165,6 +170,21 @@ class Fingerprints:
         return [entry.name for entry in self.entries() if entry.fingerprint is None]
 
     @property
+    def unread(self) -> list[int]:
+        """Files that were not read and may hold parameters that no file does that was read."""
+        found: list[int] = []
+        for start, stop in sorted(self.groups):
+            here = range(start, stop)
+            if len({self.read[file] for file in here if file in self.read}) != 1:
+                found += (file for file in here if file not in self.read)
+        return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that the checkpoint holds was read."""
+        return not self.unread and not self.incomplete
+
+    @property
     def differing(self) -> list[str]:
         """Values whose copies differ between ranks, though not by nature."""
         return sorted(
@@ -172,12 +192,12 @@ class Fingerprints:
         )
 
     def whole(self) -> Optional[str]:
-        """One fingerprint of everything that a conversion keeps, or None where slices are missing.
+        """One fingerprint of everything that a conversion keeps, or None where something was not read.
 
         Text and map tensors, which not every format can hold, and values that belong to a rank do not count.
         """
         entries = [entry for entry in self.entries() if not is_text(entry.dtype) and not belongs_to_rank(entry.name)]
-        if any(entry.fingerprint is None for entry in entries):
+        if not self.complete:
             return None
         told = repr((VERSION, [entry.fingerprint for entry in entries]))
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
@@ -188,6 +208,8 @@ class Fingerprints:
         Raises:
             InputError: the two contradict each other; names the parameter and slice.
         """
+        self.groups |= other.groups
+        self.read.update((file, names) for file, names in other.read.items() if file not in self.read)
         for name, theirs in other.parameters.items():
             mine = self.parameters.get(name)
             if name in self.values or (mine and (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape)):
@@ -215,7 +237,11 @@ class Fingerprints:
         return {
             "version": VERSION,
             "fingerprint": self.whole(),
-            "complete": not self.incomplete,
+            "complete": self.complete,
+            "files": {
+                "groups": [list(group) for group in sorted(self.groups)],
+                "read": [{"file": file, "names": names} for file, names in sorted(self.read.items())],
+            },
             "parameters": [
                 {
                     "name": name,
@@ -245,6 +271,11 @@ class Fingerprints:
                 for name, copies in sorted(self.values.items())
             ],
         }
+
+
+def digest_of(names: Iterable[str]) -> str:
+    """What is the same for files that hold the same names."""
+    return hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest()
 
 
 def _contradiction(name: str, what: str) -> InputError:

@@ -69,7 +69,7 @@ class _Reading:
 
         self._stream = stream = JsonStream(read, _LONGEST_ITEM)
         parts = {"parameters": self._parameter, "values": self._value}
-        missing = {"version", *parts}
+        missing = {"version", "files", *parts}
         for key in stream.members():
             missing.discard(key)
             if key in parts:
@@ -77,11 +77,29 @@ class _Reading:
                     parts[key]()
                     if len(self.result.parameters) + len(self.result.values) > _MOST_TENSORS:
                         raise JsonError(f"it holds more than {_MOST_TENSORS} tensors")
+            elif key == "files":
+                self._files()
             elif stream.value() != VERSION and key == "version":
                 raise JsonError("it is of another version")
         stream.end()
         if missing:
             raise JsonError(f"{min(missing)} is missing")
+
+    def _files(self) -> None:
+        for key in self._stream.members():
+            for _ in self._stream.elements():
+                if key == "read":
+                    fields = Fields(self._stream.value(), "files: read")
+                    self.result.read[fields.integer("file", 0, MOST_DEVICES)] = fields.text("names")
+                    continue
+                ends = integers(self._stream.value(), f"files: {key}", 0, MOST_DEVICES + 1)
+                if len(ends) != 2:
+                    raise JsonError(f"files: {key} are no pairs of numbers")
+                self.result.groups.add((ends[0], ends[1]))
+        if not self.result.groups:
+            raise JsonError("files: groups is missing")
+        if sum(stop - start for start, stop in self.result.groups) > MOST_DEVICES:
+            raise JsonError(f"there are more than {MOST_DEVICES} files")
 
     def _parameter(self) -> None:
         about: dict[str, object] = {}

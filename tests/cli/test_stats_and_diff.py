@@ -11,7 +11,7 @@ import pytest
 
 from tests.running import done, fails, reshard
 from tests.small import World, tensors
-from tests.trees import Value, text, write_checkpoint
+from tests.trees import Value, cut_ranks, layout, single, text, write_checkpoint, write_strategy, write_tree
 
 
 @pytest.fixture
@@ -61,6 +61,34 @@ def test_fail_on_names_what_is_not_finite(tmp_path: Path) -> None:
     assert reshard("stats", path, "--strategy", "none").status == 0
     assert reshard("stats", good, "--strategy", "none", "--fail-on", "nan,inf").status == 0
     fails(2, "stats", good, "--strategy", "none", "--fail-on", "zero", says=["neither nan nor inf"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("Float32", 0x7FC00000), ("BFloat16", 0xFF80), ("F8_E5M2", 0x7E), ("Float64", 0x7FF << 52)]
+)
+def test_the_first_element_that_is_not_finite_is_told_with_its_file(tmp_path: Path, dtype: str, bits: int) -> None:
+    word = {"Float32": "<u4", "BFloat16": "<u2", "F8_E5M2": "u1", "Float64": "<u8"}[dtype]
+    array = np.zeros((8, 6), word)
+    array[5, 4] = array[7, 1] = bits
+    full = {"a": Value(dtype, np.zeros((8, 6), word)), "b": Value(dtype, array)}
+    cuts = single({name: layout([2, 2], [1, 0]) for name in full})
+    strategy = write_strategy(tmp_path / "s", cuts, None, "merged")
+    write_tree(tmp_path / "src", cut_ranks(cuts, full), "rank_{rank}/net.safetensors")
+    # Rows 4 and 5 are of the lower half, column 4 of the right one.
+    expected = {"index": [5, 4], "rank": 3, "file": str(tmp_path / "src" / "rank_3" / "net.safetensors")}
+    words = (tmp_path / "src", "--strategy", strategy)
+    found = {row["name"]: row["first_nonfinite"] for row in stats(*words)}
+    assert found == {"a": None, "b": expected}
+    said = done("stats", *words).out.splitlines()
+    assert said[0].startswith("b: ") and said[0].endswith(f"the first at [5,4], rank 3, {expected['file']}")
+    assert [line.split()[0] for line in said if line.startswith(("a ", "b "))] == ["b", "a"]
+    # Turned round, the other one comes first.
+    (tmp_path / "t.toml").write_text(
+        '[[rule]]\nfrom = "b"\nto = "c"\ndo = "transpose"\n[[rule]]\nfrom = "a"\ndo = "drop"\n'
+    )
+    (row,) = stats(*words, "--names", tmp_path / "t.toml")
+    file = str(tmp_path / "src" / "rank_2" / "net.safetensors")
+    assert row["first_nonfinite"] == {"index": [1, 7], "rank": 2, "file": file}
 
 
 def test_a_picture_shows_which_magnitudes_there_are(saved: World, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reshard.cli.output import padded
 from reshard.text.name_patterns import name_patterns
 from tests.corpus import CORPUS, FIXTURES, ROOT, needs_corpus
 from tests.layouts import layouts, shapes, strategies, tensors
@@ -72,7 +71,7 @@ def test_verbose_lists_every_parameter_and_json_has_a_row_for_each() -> None:
     rows = done("strategy", "show", path, "--json").json
     short, verbose = (done("strategy", "show", path, *words).out for words in ((), ("--verbose",)))
     assert len(rows) == 108
-    assert all(f" {row['parameter']} " in verbose for row in rows)
+    assert {row["parameter"] for row in rows} <= {line.split(" ")[0] for line in verbose.splitlines()}
     assert len(short.splitlines()) < 40 and "adam_v.backbone.blocks.1.layernorm1.beta" not in short
     assert "12  {,adam_m.,adam_v.}backbone.blocks.{0-1}.layernorm{1-2}.beta" in short
 
@@ -81,7 +80,6 @@ def test_a_table_of_thousands_of_rows_is_not_folded(tmp_path: Path) -> None:
     many = {f"blocks.{number}.{'w' * 200}": layout([2], [0]) for number in range(1500)}
     shown = done("strategy", "show", write_strategy(tmp_path / "s", single(many)), "-v").out
     assert [line.split()[0] for line in shown.splitlines()[3:]] == list(many)
-    assert padded(["a", "b"], [["1\n2", "x"]]) == ["a     b", "1\\n2  x"]
 
 
 def test_an_unknown_parameter_is_wrong_usage_and_names_like_it_are_told(world: World) -> None:

@@ -116,6 +116,36 @@ def test_any_rules_between_any_layouts_and_forms(rule: RandomRule, data: st.Data
         target.check(root / "dst")
 
 
+INT4_RULES = [
+    ('from = "a.w"\nto = "c.w"\ndo = "transpose"', None),
+    ('from = "a.w"\nto = "c.w"\ndo = { reshape = ["r", 4], to = ["r*2", 2] }', None),
+    ('from = ["a.w", "b.w"]\nto = "c.w"\ndo = { interleave = 1 }', None),
+    ('from = ["a.w", "b.w"]\nto = "c.w"\ndo = { interleave = 0 }', lambda a, b: np.stack([a, b], 1).reshape(16, 8)),
+    ('from = ["a.w", "b.w"]\nto = "c.w"\ndo = { concat = 0 }', lambda a, b: np.concatenate([a, b])),
+    ('from = ["a.w", "b.w"]\nto = "c.w"\ndo = { concat = 1 }', lambda a, b: np.concatenate([a, b], 1)),
+]
+
+
+@pytest.mark.parametrize(("rule", "expected"), INT4_RULES)
+def test_packed_elements_are_moved_by_whole_bytes_or_not_at_all(tmp_path: Path, rule: str, expected: Any) -> None:
+    """Two elements of Int4 share a byte; what would part them is refused."""
+
+    def packed(array: Any) -> Value:
+        return Value("Int4", (array[:, 0::2] | array[:, 1::2] << 4).astype("u1"))
+
+    a = np.arange(64).reshape(8, 8) % 15
+    arrays = {"a.w": a, "b.w": a[::-1] ^ 1}
+    used = {name: array for name, array in arrays.items() if f'"{name}"' in rule}
+    write_tree(tmp_path / "src", {0: {name: packed(array) for name, array in used.items()}})
+    (tmp_path / "rules.toml").write_text(f"[[rule]]\n{rule}\n")
+    words: list[Argument] = ["--src-strategy", "none", "--to", "huggingface", "--names", tmp_path / "rules.toml"]
+    if expected is None:
+        fails(3, "convert", tmp_path / "src", tmp_path / "dst", *words, says=["'a.w', which is Int4", '"drop"'])
+        return
+    done("convert", tmp_path / "src", tmp_path / "dst", *words)
+    same_checkpoints(read_checkpoint(tmp_path / "dst" / "model.safetensors"), {"c.w": packed(expected(*used.values()))})
+
+
 @examples(30)
 @given(st.data())
 def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:

@@ -224,3 +224,19 @@ def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path)
     else:
         warns(result, "read no .safetensors file that holds Float8E4M3FN", "'q.weight'")
     assert "MindSpore and" not in done("convert", world.src, tmp_path / "w", *to(form, world), "--include", "w").err
+
+
+def test_unified_files_of_values_alone_can_be_read(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "src.ckpt", {"w": value("w", (2, 2)), "global_step": scalar(5)})
+    words: list[Argument] = ["--src-strategy", "none", "--exclude", "w"]
+    done("convert", source, tmp_path / "unified", *words, "--to", "unified", "--verify")
+    done("verify", tmp_path / "unified", "--src", source, *words)
+
+
+def test_a_negative_step_is_no_iteration(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "src.ckpt", {"w": value("w", (2, 2)), "global_step": scalar((1 << 32) - 1)})
+    words: list[Argument] = ["--src-strategy", "none", "--to", "checkpoint2", "--dst-strategy", "none", "--verify"]
+    warns(done("convert", source, tmp_path / "c2", *words), "global_step is -1")
+    common = json.loads((tmp_path / "c2" / "iteration_00000000" / "common.json").read_text())
+    assert common.get("global_step") is None
+    done("convert", tmp_path / "c2", tmp_path / "back", "--to", "unified", "--verify")

@@ -487,10 +487,10 @@ def test_kinds_are_told_by_names(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 120])
-def test_no_name_is_folded_however_narrow_the_terminal(columns: int, tmp_path: Path) -> None:
+def test_no_name_is_folded_or_shortened_with_v_however_narrow_the_terminal(columns: int, tmp_path: Path) -> None:
     names = [f"backbone.layers.{word}.attention.projection.weight" for word in ("one", "two")]
     path = write_checkpoint(tmp_path / "net.ckpt", {name: value(name, (4, 4)) for name in names})
-    lines = say_on_terminal(columns, LAUNCHER, "inspect", str(path)).splitlines()
+    lines = say_on_terminal(columns, LAUNCHER, "inspect", str(path), "-v").splitlines()
     for name in names:
         assert any(line.strip().startswith(name) for line in lines), lines
     assert any("Float32" in line for line in lines)

@@ -78,6 +78,11 @@ def test_what_rules_cannot_say_is_an_error(text: str, says: str) -> None:
     assert str(caught.value).startswith("mine.toml")
 
 
+def test_a_number_of_thousands_of_digits_is_an_error() -> None:
+    with pytest.raises(NamesError, match=r"mine\.toml"):
+        parse_rules("x = " + "9" * 5000, "mine.toml")
+
+
 _PIECES = st.sampled_from(
     [
         *(RULE, SIZES, "[[rule]]\n", 'do = "concat"\n', "do = [", '{ stack = "n" }', ", ", "]\n", "}", '"', "0", "-1"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
+from decimal import Context, Decimal, localcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +137,24 @@ def check_statistics(found: TensorStatistics, value: Value) -> None:
     with np.errstate(invalid="ignore"):
         assert found.zeros == (numbers == 0).sum()
     wide = finite.astype("c16" if finite.dtype.kind == "c" else "f8")
-    with np.errstate(over="ignore"):
+    if value.dtype == "Float64":
+        with localcontext(Context(prec=80, Emin=-9999, Emax=9999)):
+            norm = sum((Decimal(number) ** 2 for number in wide.tolist()), Decimal(0)).sqrt()
+        assert found.norm == pytest.approx(float(norm), rel=1e-14)
+    else:
         assert found.norm == pytest.approx(float(np.sqrt((np.abs(wide) ** 2).sum())), rel=1e-12)
     if not finite.size or finite.dtype.kind == "c":
         assert found.min is None and found.max is None and found.mean is None
         return
     assert (found.min, found.max) == (finite.min(), finite.max())
-    exact = math.fsum(wide) / finite.size
-    assert found.mean == pytest.approx(exact, rel=1e-9, abs=1e-12 * float(np.abs(wide).max()))
+    largest = float(np.abs(wide).max())
+    if finite.dtype.kind in "iu":
+        assert found.mean == sum(finite.tolist()) / finite.size
+    elif value.dtype == "Float64":
+        exact = float(sum(map(Fraction, wide.tolist())) / finite.size)
+        assert found.mean == pytest.approx(exact, rel=1e-14, abs=1e-24 * largest)
+    else:
+        assert found.mean == pytest.approx(math.fsum(wide) / finite.size, rel=1e-9, abs=1e-12 * largest)
     assert isinstance(found.min, float) is value.dtype.startswith(("Float", "BFloat", "F8"))
 
 
@@ -171,6 +183,38 @@ def test_statistics_are_numpys_whatever_the_layout(data: st.DataObject) -> None:
         whole = reshard.open(root / "whole" / "all.safetensors", src_strategy="none")
         with whole as one, reshard.open(root / "src", src_strategy=old) as other:
             assert differences(one, other, MEMORY, Progress()).equal
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [1e200, 1.0],
+        [1e-200, 0.0],
+        [5e-324, -5e-324, 1e-310],
+        [1.7e308, 1.7e308, -1.7e308],
+        [1e16, 1.0, -1e16],
+        [1e300, 1e-300],
+        [0.0, -0.0],
+        *([[1.7e308] * 70_000 + [-1.7e308] * 130_000]),
+    ],
+)
+def test_sums_of_float64_neither_overflow_nor_vanish(numbers: list[float], tmp_path: Path) -> None:
+    full = {"w": Value("Float64", np.array(numbers).view("<u8"))}
+    write_checkpoint(tmp_path / "all.safetensors", full)
+    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+        (found,) = statistics_of(opened, MEMORY, Progress())
+    check_statistics(found, full["w"])
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "UInt64"])
+def test_means_of_integers_of_64_bits_are_exact(dtype: str, tmp_path: Path) -> None:
+    most = (1 << 64) - 1 if dtype == "UInt64" else (1 << 63) - 1
+    numbers = [most, most - 1, 0, 1, 1 << 53, (1 << 53) + 1] + ([] if dtype == "UInt64" else [-most - 1, -most])
+    full = {"w": Value(dtype, np.array(numbers, dtype.lower()).view("<u8"))}
+    write_checkpoint(tmp_path / "all.safetensors", full)
+    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+        (found,) = statistics_of(opened, MEMORY, Progress())
+    check_statistics(found, full["w"])
 
 
 def large(root: Path, kind: str = "Float32") -> dict[str, Value]:

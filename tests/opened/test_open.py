@@ -314,6 +314,7 @@ def test_every_form_opens_as_ranks_do(form: str, world: World) -> None:
 TYPES = {
     "bf": Value("BFloat16", np.array([0x3F80, 0xC000, 0x7F80], "<u2")),
     "f8": Value("F8_E4M3", np.array([0x38, 0xB8, 0x7F], "u1")),
+    "e5": Value("F8_E5M2", np.array([0x3C, 0xBC, 0x7E], "u1")),
     "i4": Value("Int4", np.array([0x12, 0xF0, 0x77], "u1")),
     "flag": Value("Bool", np.array([1, 0, 1], "u1")),
     "c": Value("Complex64", np.array([1.0, 2.0], "<f4").view("<u8")),
@@ -337,9 +338,19 @@ def test_types_that_numpy_lacks_are_those_of_ml_dtypes_or_integers_that_tell_the
         assert opened["bf"].dtype == ml_dtypes.bfloat16 and opened["bf"][...].tolist() == [1.0, -2.0, math.inf]
         assert opened["f8"].dtype == ml_dtypes.float8_e4m3fn
         assert opened["f8"][:2].astype(np.float32).tolist() == [1.0, -1.0]
-        array = np.zeros(3, np.uint16)
-        opened["bf"].read_into(array)
-        assert array.tolist() == [0x3F80, 0xC000, 0x7F80]
+        for name in ("bf", "f8", "e5"):
+            array = np.zeros(3, TYPES[name].array.dtype)
+            opened[name].read_into(array)
+            assert array.tolist() == TYPES[name].array.tolist()
+
+
+@pytest.mark.parametrize("name", ["bf", "f8", "e5"])
+def test_types_that_numpy_lacks_are_read_into_their_bits(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "all.safetensors", TYPES)
+    array = np.zeros(3, TYPES[name].array.dtype)
+    with reshard.open(tmp_path / "all.safetensors", src_strategy="none") as opened:
+        opened[name].read_into(array)
+    assert array.tolist() == TYPES[name].array.tolist()
 
 
 def test_text_and_scalars_are_read_as_such(tmp_path: Path) -> None:

@@ -211,7 +211,8 @@ def test_a_large_result_is_merged_in_little_memory(tmp_path: Path) -> None:
     slices = [{"stage": 0, "box": [[n, n + 1], [0, 8]], "sum": f"{n:032x}"} for n in range(2000)]
     parameter = {"dtype": "Float32", "shape": [2000, 8], "fingerprint": None}
     with open(tmp_path / "result.json", "w") as file:
-        file.write(f'{{"version": "{VERSION}", "fingerprint": null, "complete": true, "parameters": [')
+        file.write(f'{{"version": "{VERSION}", "fingerprint": null, "complete": true, "files": {{"groups": [[0, 1]], ')
+        file.write('"read": [{"file": 0, "names": ""}]}, "parameters": [')
         for number in range(200):
             text = json.dumps({"name": f"w{number}", **parameter, "slices": slices})
             file.write(("," if number else "") + text)

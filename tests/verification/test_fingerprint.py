@@ -302,6 +302,43 @@ def test_a_partial_result_says_so(world: World) -> None:
     warns(result, "partial", "'m.w', 'w'", "--merge")
 
 
+@pytest.mark.parametrize("form", ["ranks", "huggingface"])
+def test_a_result_without_some_stage_or_file_is_partial(tmp_path: Path, form: str) -> None:
+    full = {name: Value("Float32", np.arange(8, dtype="<u4").reshape(4, 2)) for name in ("a.w", "b.w")}
+    stages = [stage for name in full for stage in single({name: layout([2], [0, -1])})]
+    src = tmp_path / "src"
+    old = write_strategy(tmp_path / "old", stages, None, "merged")
+    write_tree(src, cut_ranks(stages, full))
+    if form == "huggingface":
+        words: list[Any] = ["--src-strategy", old, "--to", form, "--max-shard-size", "32"]
+        done("convert", src, tmp_path / "full", *words)
+        src, words = tmp_path / "full", []
+        ranks = ["0", "1"]
+    else:
+        words = ["--strategy", old]
+        ranks = ["0,1", "2,3"]
+    for number, part in enumerate(ranks):
+        result = done("fingerprint", src, *words, "--ranks", part, "--json")
+        assert not result.json["complete"] and result.json["fingerprint"] is None
+        (tmp_path / f"{number}.json").write_text(result.out)
+        alone = done("fingerprint", "--merge", tmp_path / f"{number}.json")
+        assert lines(alone)["checkpoint"] == "partial"
+        warns(alone, "partial", "were not read", "--merge")
+    merged = done("fingerprint", "--merge", tmp_path / "0.json", "--merge", tmp_path / "1.json", "--json").json
+    assert (
+        merged["complete"] and merged["fingerprint"] == done("fingerprint", src, *words, "--json").json["fingerprint"]
+    )
+
+
+def test_replicas_that_were_not_read_do_not_make_a_result_partial(world: World) -> None:
+    held = cut_ranks(single({"w": layout([2, 2], [0, -1])}), {"w": Value("Float32", np.ones((4, 2), "<u4"))})
+    old = write_strategy(world.root / "dp", single({"w": layout([2, 2], [0, -1])}), None, "merged")
+    write_tree(world.root / "replicas", held)
+    whole = done("fingerprint", world.root / "replicas", "--strategy", old, "--json").json
+    found = done("fingerprint", world.root / "replicas", "--strategy", old, "--ranks", "0,1", "--json").json
+    assert found["complete"] and found["fingerprint"] == whole["fingerprint"]
+
+
 def test_a_slice_that_is_nowhere_is_an_error(world: World) -> None:
     world.save(small_tensors(), ranks=[0, 1, 2])
     fails(3, "fingerprint", world.src, "--strategy", world.old, says=["m.w", "rank 3"])
@@ -433,5 +470,6 @@ def test_contradictory_copies_are_refused() -> None:
 def test_a_result_survives_json(tmp_path: Path) -> None:
     mine = result()
     mine.values["step"] = {3: Copy("Int32", (), 5)}
+    mine.groups, mine.read = {(0, 2), (2, 4)}, {0: "a", 3: "b"}
     (tmp_path / "result.json").write_text(json.dumps(mine.to_json()))
     assert read_fingerprints(str(tmp_path / "result.json")) == mine

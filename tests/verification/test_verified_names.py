@@ -376,13 +376,15 @@ def test_tied_tensors_that_differ_are_found(tmp_path: Path) -> None:
     shape = (64, 40 << 10)
     array = np.arange(shape[0] * shape[1], dtype="<u4").reshape(shape)
     other = array.copy()
-    # Samples are looked at when it is converted, not this.
     other[0, -1] += 1
     rules = '[[rule]]\nfrom = "net.weight"\nto = ["a.weight", "b.weight"]\ndo = "copy"\n'
     (tmp_path / "rules.toml").write_text(rules)
-    write_checkpoint(tmp_path / "src.ckpt", {"a.weight": Value("Float32", array), "b.weight": Value("Float32", other)})
+    tied = Value("Float32", array)
+    write_checkpoint(tmp_path / "src.ckpt", {"a.weight": tied, "b.weight": tied})
     words: list[Argument] = ["--src-strategy", "none", "--dst-strategy", "none", "--names", tmp_path / "rules.toml"]
-    result = fails(4, "convert", tmp_path / "src.ckpt", tmp_path / "dst", *words, "--verify", "--json")
+    done("convert", tmp_path / "src.ckpt", tmp_path / "dst", *words, "--verify")
+    write_checkpoint(tmp_path / "src.ckpt", {"a.weight": tied, "b.weight": Value("Float32", other)})
+    result = fails(4, "verify", tmp_path / "dst", "--src", tmp_path / "src.ckpt", *words, "--json")
     assert found(result) == {("content", "b.weight")}
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
+from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
 from reshard.checkpoints.checkpoint2.placing import Placement
 from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import IncompleteSourceError, InputError, one_error
-from reshard.layout import Layout
+from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
+from reshard.text.names import as_pattern
 from reshard.text.wording import plural, some_names
 
 # Of names, in a line of an error.
@@ -56,6 +57,7 @@ class Checkpoint2:
         common: what common.json says.
         placements: how tensors are laid out, by name.
         listed: names of the tensors that metadata.json describes; None where there is none.
+        unlisted: tensors that it does not describe and that are taken as whole, with the files that hold them.
     """
 
     step: Optional[str]
@@ -73,7 +75,26 @@ class Checkpoint2:
     common: Mapping[str, Any]
     placements: Mapping[str, Placement]
     listed: Optional[frozenset[str]] = None
+    unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     form: str = field(default="checkpoint2", init=False)
+
+    def equal(self) -> Sequence[Equal]:
+        """Unlisted tensors that are taken as whole: each file's copy by itself."""
+        return [
+            Equal(
+                *self._copies(name, files),
+                reason="metadata.json does not list it, so it is cut, and nothing says how",
+                hint=f"leave it out: --exclude {as_pattern(name)}",
+            )
+            for name, files in self.unlisted.items()
+            if len(files) > 1
+        ]
+
+    def _copies(self, name: str, files: Sequence[int]) -> tuple[GlobalTensor, tuple[GlobalTensor, ...]]:
+        tensor = self.tensors[name]
+        grid = Grid.whole(tensor.shape)
+        first, *others = (tensor._replace(shardings=(FileSharding(grid, ((file,),)),)) for file in files)
+        return first, tuple(others)
 
     def names(self) -> set[str]:
         """Names of all that is read."""

@@ -56,6 +56,7 @@ class Contents:
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
+    unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor, placement: Placement) -> None:
         """A tensor that files hold, be it with gaps."""
@@ -208,6 +209,7 @@ class _Reading:
             self._found.plain.add(name)
             return
         placement = self._elsewhere.unlisted(name, holders)
+        whole = placement is None
         if placement is not None:
             if placement.lost:
                 placement, _ = self._replaced(name, placement, tensor)
@@ -221,6 +223,8 @@ class _Reading:
             self._remark(Remark.WHOLE, name)
         self._placer.tensor(name, holders, placement.grid)
         self._found.add(name, tensor, placement)
+        if whole:
+            self._found.unlisted[name] = tuple(holders)
 
     @cached_property
     def _stages(self) -> list[RankList]:

@@ -7,6 +7,7 @@ hold a slice) is kept once.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from reshard.checkpoints.checkpoint2.records import (
     StoredSlices,
 )
 from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
@@ -235,6 +237,8 @@ class _Reader:
 
 def _sizes(said: Fields, key: str) -> tuple[int, ...]:
     sizes = said.integers(key, 0, _INT64)
-    if len(sizes) > _MOST_DIMENSIONS:
-        raise JsonError(f"{key} has more than {_MOST_DIMENSIONS} dimensions")
+    if len(sizes) > MAX_DIMENSIONS:
+        raise JsonError(f"{key} has more than {MAX_DIMENSIONS} dimensions")
+    if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise JsonError(f"{key} has more than {MAX_ELEMENTS:,} elements")
     return sizes

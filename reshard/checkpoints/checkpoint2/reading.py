@@ -93,4 +93,5 @@ def read_iteration(
         common=common,
         placements=contents.placements,
         listed=None if metadata is None else frozenset(metadata.tensors),
+        unlisted=contents.unlisted,
     )

@@ -22,7 +22,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
 from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.formats.tensors import CheckpointIndex, content_size, logical_shape
+from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape, content_size, logical_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.other_files import MARK_SIZE, cipher_of
@@ -223,6 +223,7 @@ class _Parameters:
         nbytes = sum(length for _, length in extents)
         self._check_size(first, nbytes)
         shape = logical_shape(first.dtype, first.dims, nbytes)
+        check_shape(self._path, first.name, shape)
         self._tensors.add(first.name, first.dtype, shape, first.dims, extents)
 
     def _check_size(self, first: _Record, nbytes: int) -> None:

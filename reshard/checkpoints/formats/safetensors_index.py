@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
 from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, JsonStream
@@ -213,6 +213,7 @@ def _entry(name: str, info: Any, path: str) -> tuple[str, tuple[int, ...], int, 
         raise _damaged(
             path, f"{quoted(name)} has {stop - start} bytes, but {stored} of shape {shape} takes {expected}", name
         )
+    check_shape(path, name, shape)
     return dtype, tuple(shape), start, stop
 
 

@@ -9,8 +9,35 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
+from reshard.errors import CheckpointError
 from reshard.storage.other_files import GCM
 from reshard.text.names import kind_of
+from reshard.text.wording import quoted
+
+MAX_DIMENSIONS = 30
+"""NumPy 1 has arrays of 32 dimensions at the most, and elements are taken apart along further ones."""
+MAX_ELEMENTS = 1 << 40
+"""Elements of a tensor; of one without elements those that it had if its sizes of 0 were 1, because NumPy counts so."""
+
+
+def check_shape(path: str, name: str, shape: Sequence[int]) -> None:
+    """Refuse a shape that is beyond what can be computed with.
+
+    Raises:
+        CheckpointError: it has too many dimensions or elements.
+    """
+    if len(shape) > MAX_DIMENSIONS:
+        problem = f"{len(shape)} dimensions, and reshard supports {MAX_DIMENSIONS}"
+    elif math.prod(size or 1 for size in shape) > MAX_ELEMENTS:
+        problem = f"the shape {list(shape)}, and reshard supports {MAX_ELEMENTS:,} elements"
+    else:
+        return
+    raise CheckpointError(
+        f"{path}: {quoted(name)} has {problem}",
+        file=path,
+        parameter=name,
+        hint="save the checkpoint without this tensor, or with it reshaped",
+    )
 
 
 class Tensor(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor
+from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.checkpoints.full.weight_map import HUGGINGFACE_INDEX, UNIFIED_MAP
 from reshard.layout import Grid
@@ -76,6 +76,10 @@ class FullWeights:
     def order(self) -> list[str]:
         """The names of all tensors in the order in which to write them."""
         return list(self.tensors)
+
+    def equal(self) -> Sequence[Equal]:
+        """None: every tensor stands for itself."""
+        return ()
 
     def names(self) -> set[str]:
         """Names of all that is read."""

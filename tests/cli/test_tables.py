@@ -1,0 +1,69 @@
+"""Tables on terminals: as wide as these, names shortened in the middle, numbers aligned on the right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.running import LAUNCHER, done, say_on_terminal
+from tests.trees import Value, write_checkpoint
+
+NAME = "model.decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    full = {
+        NAME.format(layer, expert): Value("Float32", (-rng.random((256, 96)).astype("f4") * 1e-6).view("<u4"))
+        for layer in (0, 11)
+        for expert in (3, 25)
+    }
+    return write_checkpoint(tmp_path / "net.ckpt", full)
+
+
+def plain(said: str) -> list[str]:
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines()]
+
+
+@pytest.mark.parametrize("command", ["stats", "inspect", "diff"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_table_stays_a_table_as_wide_as_the_terminal(columns: int, command: str, checkpoint: Path) -> None:
+    other = write_checkpoint(
+        checkpoint.parent / "other.ckpt",
+        {
+            NAME.format(layer, expert): Value("Float32", np.ones((256, 96), "<u4"))
+            for layer in (0, 11)
+            for expert in (3, 25)
+        },
+    )
+    words = {
+        "stats": [str(checkpoint), "--strategy", "none"],
+        "inspect": [str(checkpoint)],
+        "diff": [str(checkpoint), str(other), "--strategy", "none"],
+    }
+    lines = plain(say_on_terminal(columns, LAUNCHER, command, *words[command]))
+    rows = [line for line in lines if line.startswith("model.") and "[256," in line]
+    assert len(rows) == 4
+    assert all(len(line) <= columns for line in rows) and all("…" in line or columns == 120 for line in rows)
+    # Every row is in the same columns: numbers end where their heads do.
+    head = lines[lines.index(rows[0]) - 1]
+    ends = [match.end() for match in re.finditer(r"\S+( \S+)*", head)]
+    assert command == "diff" or all(len(row) == ends[-1] for row in rows)
+
+
+def test_a_table_that_goes_elsewhere_and_one_with_v_hold_whole_names(checkpoint: Path) -> None:
+    names = [NAME.format(layer, expert) for layer in (0, 11) for expert in (3, 25)]
+    found = done("stats", checkpoint, "--strategy", "none").out
+    verbose = say_on_terminal(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none", "-v")
+    for name in names:
+        assert name in found and name in verbose
+
+
+def test_what_is_left_out_for_want_of_room_is_named(checkpoint: Path) -> None:
+    said = say_on_terminal(80, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
+    assert "not shown on this terminal: norm" in said and "-v shows all" in said
+    assert "not shown" not in say_on_terminal(120, LAUNCHER, "stats", str(checkpoint), "--strategy", "none")
