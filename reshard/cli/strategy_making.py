@@ -11,7 +11,7 @@ import click
 from reshard._version import __version__
 from reshard.cli import completion, options
 from reshard.cli.command import option
-from reshard.cli.output import echo_json, say
+from reshard.cli.output import echo_json, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import Strategy
 from reshard.text.wording import plural, rank_ranges
@@ -164,7 +164,8 @@ def finish(
         **more,
         "assumed": assumed,
     }
-    files = write_strategy(out, stages, record, typed["overwrite"], [path for path in made_of if path is not None])
+    files, notes = write_strategy(out, stages, record, typed["overwrite"], [path for path in made_of if path is not None])
+    show_notes(notes)
     parameters = {name for stage in stages for name in stage.layouts}
     if typed["as_json"]:
         echo_json(

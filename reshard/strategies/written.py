@@ -11,6 +11,7 @@ from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies.json_file import serialize_strategy
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
+from reshard.text.messages import listing
 
 
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
@@ -76,6 +77,17 @@ def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayo
         expanded.append(size)
     flat = replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
     return _unless_ambiguous(flat, recorded, shape)
+
+
+def unreadable_in_json(file: StrategyFile) -> list[str]:
+    """A note where MindSpore cannot read the tensor maps of a file."""
+    nested = [name for name, recorded in file.layouts.items() if recorded.nested]
+    if file.form != "json" or not nested:
+        return []
+    return [
+        f"{file.path}: MindSpore cannot read the tensor maps of " + listing(nested) + " in JSON; "
+        "write a .ckpt file if it has to"
+    ]
 
 
 def _unless_ambiguous(flat: RecordedLayout, recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
