@@ -31,7 +31,7 @@ reshard strategy make mcore.toml target.ckpt \\
 )
 @click.argument("rules", metavar="RULES", shell_complete=completion.paths)
 @click.argument("out", metavar="OUT", shell_complete=completion.paths)
-@shapes("Full shapes: an unsharded checkpoint, its index, a JSON strategy, or ranks' checkpoints.")
+@shapes("Full shapes: a checkpoint of any form, the index of one, or a JSON strategy.")
 @option(
     "Source",
     "--src-strategy",

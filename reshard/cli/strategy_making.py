@@ -11,7 +11,7 @@ import click
 from reshard._version import __version__
 from reshard.cli import completion, options
 from reshard.cli.command import option
-from reshard.cli.output import echo_json, say, show_notes
+from reshard.cli.output import echo_json, listener, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import Strategy
 from reshard.text.wording import plural, rank_ranges
@@ -126,10 +126,11 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
     from reshard.checkpoints.model_shapes import read_shapes
+    from reshard.text.report import Report
 
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:
-        return read_shapes(path, strategy, handles)
+        return read_shapes(path, strategy, handles, Report(listener(quiet=True)))
 
 
 def finish(
