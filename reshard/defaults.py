@@ -10,8 +10,8 @@ MAX_MEMORY = 64 << 20
 # Devices of all stages together; more than any cluster has, and little enough to compute with.
 MOST_DEVICES = 1 << 20
 
-# Devices times different layouts, of all stages together: what arrays of a number per device and layout take stays below
-# some hundred MB, and what is computed of them some seconds. MindSpore compiles tens of different layouts.
+# Devices times different layouts, of all stages together: arrays with a number per device and layout stay below some
+# hundred MB, and commands that read strategies alone below some seconds. MindSpore compiles tens of different layouts.
 MOST_SLICE_NUMBERS = 1 << 22
 
 # Pipeline stages; likewise.

@@ -79,7 +79,8 @@ def making(command: F) -> F:
                 type=_LayersType(),
                 metavar="N,N",
                 show_default="even",
-                help="Layers per pipeline stage; in rounds of all stages where they are interleaved.",
+                help="Layers per pipeline stage (MindFormers: offset, num_layer_list); in rounds of all stages where "
+                "they are interleaved (vpp, pp_interleave_num).",
             ),
             option(
                 "Target",
@@ -165,7 +166,9 @@ def finish(
         **more,
         "assumed": assumed,
     }
-    files, notes = write_strategy(out, stages, record, typed["overwrite"], [path for path in made_of if path is not None])
+    files, notes = write_strategy(
+        out, stages, record, typed["overwrite"], [path for path in made_of if path is not None]
+    )
     show_notes(notes)
     parameters = {name for stage in stages for name in stage.layouts}
     if typed["as_json"]:

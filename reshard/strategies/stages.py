@@ -146,8 +146,8 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
         if slice_numbers > MOST_SLICE_NUMBERS:
             raise StrategyError(
                 f"{paths[0]}: {plural(len(set(layouts.values())), 'different layout')} of "
-                f"{plural(records[0].device_count, 'device')}: their product, over all stages, is more than the limit of "
-                f"{MOST_SLICE_NUMBERS}",
+                f"{plural(records[0].device_count, 'device')}: "
+                f"their product, over all stages, is more than the limit of {MOST_SLICE_NUMBERS}",
                 file=paths[0],
                 hint="MindSpore compiles tens of different layouts; pass the strategy file that it wrote",
             )

@@ -293,6 +293,21 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
 
 
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("set = 1", "set is a list such as"),
+        ('set = [{ map = ["None", "None"] }]', "has one switch"),
+        ("set = [{ a = true, b = true }]", "has one switch"),
+        ("set = [{ a = [1] }]", "has one switch"),
+        ('set = [{ a = true, map = "mp" }]', "map is a list"),
+    ],
+)
+def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:
+    rules = ONE_RULE + said + "\n"
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), says=[says])
+
+
 def test_a_condition_of_optimizer_shards_is_of_sizes_that_there_are(tmp_path: Path) -> None:
     said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "0", "--weights-only")
     rules = 'optimizer_shard = "tp<=2"\n' + ONE_RULE
