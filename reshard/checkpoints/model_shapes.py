@@ -116,13 +116,15 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             yield from _of_index(read_index(handles, file))
             return
         if strategy.device_count > 1:
-            pattern = os.path.join(path, re.sub("0$", RANK, os.path.basename(os.path.dirname(file))), "*")
+            directory = os.path.basename(os.path.dirname(file))
+            pattern = os.path.join(path, re.sub("0$", RANK, directory), "*")
             raise CheckpointError(
-                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold "
-                "slices or, as an unsharded checkpoint, full tensors",
+                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold slices "
+                "or, as an unsharded checkpoint, full tensors",
                 file=file,
                 rank=0,
-                hint=f"for full tensors, type --shapes {shlex.quote(file)}; for slices, --shapes {shlex.quote(pattern)}",
+                hint=f"for full tensors, type --shapes {shlex.quote(file)}; "
+                f"for slices, --shapes {shlex.quote(pattern)}",
             )
     if strategy.is_none:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from tests.trees import cut_ranks, layout, single, value, write_checkpoint, writ
 
 FULL = {name: value(name, shape) for name, shape in (("a.weight", [8, 4]), ("b.weight", [16, 8]))}
 RULES = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
+DERIVED = ("--src-sizes", "dp=2,mp=2", "--dst-sizes", "mp=2", "--weights-only")
 SAVED_WITH = single(dict.fromkeys(FULL, layout([2, 2], [0, -1])))
 
 
