@@ -119,8 +119,8 @@ def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> 
             directory = os.path.basename(os.path.dirname(file))
             pattern = os.path.join(path, re.sub("0$", RANK, directory), "*")
             raise CheckpointError(
-                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold slices "
-                "or, as an unsharded checkpoint, full tensors",
+                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold "
+                "slices, or full tensors as an unsharded checkpoint does",
                 file=file,
                 rank=0,
                 hint=f"for full tensors, type --shapes {shlex.quote(file)}; "
