@@ -10,6 +10,10 @@ MAX_MEMORY = 64 << 20
 # Devices of all stages together; more than any cluster has, and little enough to compute with.
 MOST_DEVICES = 1 << 20
 
+# Devices times different layouts, of all stages together: arrays with a number per device and layout stay below some
+# hundred MB, and commands that read strategies alone below some seconds. MindSpore compiles tens of different layouts.
+MOST_SLICE_NUMBERS = 1 << 22
+
 # Pipeline stages; likewise.
 MOST_STAGES = 1 << 10
 

@@ -3,45 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, find_checkpoints, read_index
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
-from reshard.checkpoints.full.weight_map import INDEX_ENDING, UNIFIED_MAP
+from reshard.checkpoints.forms import RANKS, form_of, read_checkpoint
+from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import CheckpointError, LayoutError, StrategyError
-from reshard.storage import UnfitError, is_directory, names_in, read_small
-from reshard.storage.json_text import Fields, JsonError, parse_json
+from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
-from reshard.strategies.one_file import read_error
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
 from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER
+from reshard.text.report import Report
 from reshard.text.wording import quoted, rank_ranges
 
-_LARGEST_INDEX = 1 << 26
 _WANTED = (
-    "pass an unsharded checkpoint, its index or param_name_map.json, a JSON strategy with shapes, "
+    "pass an unsharded checkpoint, a Hugging Face directory or its index, a JSON strategy with shapes, "
     "or rank directories with the strategy they were saved with"
 )
 
 
-def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles) -> ModelTensors:
+def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, report: Report) -> ModelTensors:
     """The tensors of a model.
 
     Args:
-        path: an unsharded checkpoint; an index or map of several files, or their directory; a JSON strategy; or rank
-            directories.
+        path: an unsharded checkpoint; a checkpoint of another form than rank directories, or the index of one; a JSON
+            strategy; or rank directories.
         strategy: the strategy that rank directories were saved with.
         handles: where files are borrowed from.
+        report: told of what is passed over.
 
     Raises:
         ReshardError: nothing there, or nothing that tells full shapes.
     """
-    if is_directory(path):
-        tensors = _of_directory(path, strategy, handles)
+    form = form_of(path)
+    if form != RANKS:
+        checkpoint = read_checkpoint(form, path, "latest", handles, report, {}, lambda name: False)
+        tensors: Iterable[FullTensor] = (
+            FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
+        )
     elif path.endswith(".json"):
-        tensors = _of_json(path, handles)
-    elif "{rank}" in path and strategy is not None:
+        tensors = _of_strategy(read_strategy(path))
+    elif RANK in path or is_directory(path):
         tensors = _of_ranks(path, strategy, handles)
     else:
         tensors = _of_index(read_index(handles, path))
@@ -49,27 +55,6 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles) -
     if not found:
         raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_WANTED)
     return model_tensors(path, found, ITEM_SIZES)
-
-
-def _of_directory(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterable[FullTensor]:
-    names = names_in(path)
-    maps = [name for name in names if name == UNIFIED_MAP or name.endswith(INDEX_ENDING)]
-    if len(maps) > 1:
-        raise CheckpointError(
-            f"{path}: holds {' and '.join(sorted(maps))}", file=path, hint="pass the one that is meant"
-        )
-    if maps:
-        return _of_json(os.path.join(path, maps[0]), handles)
-    whole = sorted(name for name in names if name.endswith(".safetensors"))
-    if whole:
-        return [tensor for name in whole for tensor in _of_index(read_index(handles, os.path.join(path, name)))]
-    if strategy is None:
-        raise CheckpointError(
-            f"{path}: no file of full tensors, and ranks hold slices",
-            file=path,
-            hint="pass the strategy that it was saved with: --src-strategy S",
-        )
-    return _of_ranks(path, strategy, handles)
 
 
 def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
@@ -81,40 +66,6 @@ def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
 def _is_value(tensor: Tensor) -> bool:
     """Whether a tensor is none that strategies list: counters, learning rates, text."""
     return tensor.kind == OTHER or tensor.dtype in NO_ARRAYS
-
-
-def _of_json(path: str, handles: FileHandles) -> Iterable[FullTensor]:
-    try:
-        content = parse_json(read_small(path, _LARGEST_INDEX))
-    except (JsonError, UnfitError) as error:
-        raise CheckpointError(f"{path}: {error}", file=path, hint=_WANTED) from error
-    except OSError as error:
-        raise read_error(path, error) from error
-    if isinstance(content, dict) and "weight_map" in content:
-        try:
-            files = Fields(content["weight_map"], "weight_map")
-            wanted = {name: files.text(name) for name in files}
-        except JsonError as error:
-            raise CheckpointError(f"{path}: {error}", file=path) from error
-        return _of_files(path, wanted, handles)
-    if isinstance(content, dict) and "parallel_layout_item" in content:
-        return _of_strategy(read_strategy(path))
-    raise CheckpointError(f"{path}: is no index of a checkpoint, nor a strategy", file=path, hint=_WANTED)
-
-
-def _of_files(path: str, wanted: dict[str, str], handles: FileHandles) -> Iterator[FullTensor]:
-    """The tensors that an index names, from the headers of the files that it names."""
-    directory = os.path.dirname(path)
-    for file in dict.fromkeys(wanted.values()):
-        if os.path.basename(file) != file:
-            raise CheckpointError(f"{path}: names {quoted(file)}, which is no file beside it", file=path)
-        index = read_index(handles, os.path.join(directory, file))
-        for tensor in _of_index(index):
-            if wanted.get(tensor.name) == file:
-                yield tensor
-        missing = next((name for name, of in wanted.items() if of == file and name not in index.tensors), None)
-        if missing is not None:
-            raise CheckpointError(f"{path}: {quoted(missing)} is not in {file}", file=path, parameter=missing)
 
 
 def strategy_shapes(strategy: Strategy) -> Optional[ModelTensors]:
@@ -148,16 +99,37 @@ def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
     yield from (FullTensor(name, shape) for name, shape in seen.items())
 
 
-def _of_ranks(path: str, strategy: Strategy, handles: FileHandles) -> Iterator[FullTensor]:
+def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterator[FullTensor]:
     """The full tensors of which ranks hold slices; every stage's files are read until all its parameters are found."""
+    if strategy is None:
+        raise CheckpointError(
+            f"{path}: no file of full tensors, and ranks hold slices",
+            file=path,
+            hint="pass the strategy that it was saved with, --src-strategy S, or the file itself",
+        )
+    step = next(iter(find_checkpoints(path, None).candidates("latest")), None)
+    if step is None:
+        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
+    if list(step.files) == [0] and RANK not in path:
+        file = step.files[0]
+        if strategy.is_none:
+            yield from _of_index(read_index(handles, file))
+            return
+        if strategy.device_count > 1:
+            directory = os.path.basename(os.path.dirname(file))
+            pattern = os.path.join(path, re.sub("0$", RANK, directory), "*")
+            raise CheckpointError(
+                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold "
+                "slices, or full tensors as an unsharded checkpoint does",
+                file=file,
+                rank=0,
+                hint=f"for full tensors, type --shapes {shlex.quote(file)}; "
+                f"for slices, --shapes {shlex.quote(pattern)}",
+            )
     if strategy.is_none:
         raise CheckpointError(
             f"{path}: none has no ranks' slices", file=path, hint="pass the strategy that it was saved with"
         )
-    tree = find_checkpoints(path, None)
-    step = next(iter(tree.candidates("latest")), None)
-    if step is None:
-        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     seen: dict[str, tuple[tuple[int, ...], str]] = {}
     for stage in strategy.stages:
         ranks = [rank for rank in sorted(step.files) if rank in stage.ranks]
@@ -181,9 +153,16 @@ def _full(path: str, stage: Stage, name: str, tensor: Tensor) -> tuple[int, ...]
     try:
         for layout in stage.layouts[name].regroupings():
             if len(layout.cuts) == len(tensor.shape):
-                return layout.full_shape(tensor.shape)
-        return stage.layouts[name].full_shape(tensor.shape)
+                shape = layout.full_shape(tensor.shape)
+                if layout.recorded_shape in (None, shape):
+                    return shape
+        shape = stage.layouts[name].full_shape(tensor.shape)
+        recorded = list(stage.layouts[name].recorded_shape or ())
+        raise LayoutError(f"slices of shape {list(tensor.shape)} make {list(shape)}, the strategy records {recorded}")
     except LayoutError as error:
         raise CheckpointError(
-            f"{path}: {quoted(name)}: {error.message}", file=path, parameter=name, hint="pass the right --src-strategy"
+            f"{path}: {quoted(name)}: {error.message}",
+            file=path,
+            parameter=name,
+            hint="pass the strategy that the files were saved with; where they hold full tensors, name one file",
         ) from error

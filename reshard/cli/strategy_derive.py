@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SHAPES = "Full shapes, if SRC does not tell: a checkpoint, also of SRC's ranks, its index, a JSON strategy."
+_SHAPES = "Full shapes, if SRC does not list them: a checkpoint of any form, the index of one, or a JSON strategy."
 
 
 def _also(command: F) -> F:

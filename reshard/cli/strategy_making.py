@@ -11,7 +11,7 @@ import click
 from reshard._version import __version__
 from reshard.cli import completion, options
 from reshard.cli.command import option
-from reshard.cli.output import echo_json, say
+from reshard.cli.output import echo_json, listener, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import Strategy
 from reshard.text.wording import plural, rank_ranges
@@ -79,7 +79,8 @@ def making(command: F) -> F:
                 type=_LayersType(),
                 metavar="N,N",
                 show_default="even",
-                help="Layers per pipeline stage; in rounds of all stages where they are interleaved.",
+                help="Layers per pipeline stage (MindFormers: offset, num_layer_list); in rounds of all stages where "
+                "they are interleaved (vpp, pp_interleave_num).",
             ),
             option(
                 "Target",
@@ -126,10 +127,11 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
     from reshard.checkpoints.model_shapes import read_shapes
+    from reshard.text.report import Report
 
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:
-        return read_shapes(path, strategy, handles)
+        return read_shapes(path, strategy, handles, Report(listener(quiet=True)))
 
 
 def finish(
@@ -164,7 +166,10 @@ def finish(
         **more,
         "assumed": assumed,
     }
-    files = write_strategy(out, stages, record, typed["overwrite"], [path for path in made_of if path is not None])
+    files, notes = write_strategy(
+        out, stages, record, typed["overwrite"], [path for path in made_of if path is not None]
+    )
+    show_notes(notes)
     parameters = {name for stage in stages for name in stage.layouts}
     if typed["as_json"]:
         echo_json(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from reshard.cli import completion
 from reshard.cli.command import option
-from reshard.errors import UsageError
+from reshard.errors import InputError, StrategyError, UsageError
 from reshard.storage import is_directory
+from reshard.text.messages import listing
+from reshard.text.wording import plural
 
 if TYPE_CHECKING:
-    from reshard.strategies.rules import ModelTensors
+    from reshard.names import Configuration
+    from reshard.strategies.rules import ModelTensors, Rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,11 +57,10 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
             raise UsageError("--config goes with --names", hint="name a table: `reshard names list`")
         return tensors
     # Loaded only here: most strategies are made for names as they are.
-    from reshard.names import apply_rules, config_beside, read_config, rules_named
+    from reshard.names import apply_rules, rules_named
     from reshard.strategies.rules import FullTensor, model_tensors
 
-    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
-    told = config_beside(place) if config is None else read_config(config)
+    told = _configuration(tensors, config)
     shapes = {name: tensor.shape for name, tensor in tensors.weights.items()}
     applied = apply_rules(rules_named(table), shapes, told)
     found = []
@@ -65,3 +68,44 @@ def under_names(tensors: ModelTensors, table: Optional[str], config: Optional[st
         (dtype, *others) = {tensors.weights[source].dtype for source in made.sources}
         found.append(FullTensor(name, made.view.shape, None if others else dtype))
     return model_tensors(tensors.path, found, tensors.item_sizes)
+
+
+def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Configuration]:
+    """What --config says, or the config.json beside the tensors."""
+    from reshard.names import config_beside, read_config
+
+    place = tensors.path if is_directory(tensors.path) else os.path.dirname(tensors.path)
+    return config_beside(place) if config is None else read_config(config)
+
+
+def check_named(rules: Rules, tensors: ModelTensors, config: Optional[str]) -> None:
+    """Refuse parameters without a rule where built-in tables of names give all of them names that rules fit.
+
+    Raises:
+        StrategyError: names the option that does so.
+    """
+    from reshard.names.tables import builtin_names
+
+    without = _without_rule(rules, tensors)
+    if not without:
+        return
+    fitting = []
+    for table in builtin_names():
+        with contextlib.suppress(InputError):
+            if not _without_rule(rules, under_names(tensors, table, config)):
+                fitting.append(table)
+    if fitting:
+        told = _configuration(tensors, config)
+        model_type = None if told is None else told.get("model_type")
+        options = [f"--names {table}" for table in fitting if table == model_type or model_type not in fitting]
+        raise StrategyError(
+            f"{rules.path}: no rule fits {len(without)} of {plural(len(tensors.weights), 'parameter')} of "
+            f"{tensors.path}, which has names of another model code: " + listing(without),
+            file=tensors.path,
+            parameter=without[0],
+            hint=f"add {' or '.join(options)}",
+        )
+
+
+def _without_rule(rules: Rules, tensors: ModelTensors) -> list[str]:
+    return [name for name in tensors.weights if not any(rule.matches(name) for rule in rules.rules)]

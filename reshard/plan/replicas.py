@@ -14,7 +14,7 @@ be asked before any checkpoint exists and is then right for `by-rank`:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -314,8 +314,8 @@ def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
     met = [False] * len(needs)
     for most in range(max(meeting, default=0), 0, -1):
         # Nothing gets more open needs, so of the ranks that meet so many there are only fewer and fewer.
-        equals = sorted(meeting.pop(most, ()))
-        while equals:
+        equals = _Ordered(meeting.pop(most, ()))
+        while len(equals):
             pick = equals[turn % len(equals)]
             yield pick
             for number in needs_of[pick]:
@@ -326,7 +326,43 @@ def _greedy(needs: Sequence[Sequence[int]], turn: int) -> Iterator[int]:
                     count = opened[rank]
                     opened[rank] = count - 1
                     if count == most:
-                        del equals[bisect_left(equals, rank)]
+                        equals.remove(rank)
                     else:
                         meeting[count].discard(rank)
                     meeting.setdefault(count - 1, set()).add(rank)
+
+
+class _Ordered:
+    """Numbers in ascending order; reading the k-th and removing one take logarithmic time.
+
+    Args:
+        numbers: each once.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._numbers = sorted(numbers)
+        self._left = len(self._numbers)
+        # A Fenwick tree: entry n counts the numbers left among the n & -n that end with the n-th.
+        self._counts = [place & -place for place in range(self._left + 1)]
+
+    def __len__(self) -> int:
+        """How many are left."""
+        return self._left
+
+    def __getitem__(self, index: int) -> int:
+        """One of those left."""
+        place, step = 0, 1 << len(self._numbers).bit_length()
+        while step:
+            if place + step < len(self._counts) and self._counts[place + step] <= index:
+                place += step
+                index -= self._counts[place]
+            step >>= 1
+        return self._numbers[place]
+
+    def remove(self, number: int) -> None:
+        """Remove one of those left."""
+        place = bisect_left(self._numbers, number) + 1
+        while place < len(self._counts):
+            self._counts[place] -= 1
+            place += place & -place
+        self._left -= 1

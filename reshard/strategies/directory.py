@@ -119,7 +119,7 @@ def _of_single(
         raise StrategyError(
             f"{directory}: {missing_text(missing)}; there is only {stage_list(sorted(records))} ({_names(single)})",
             file=directory,
-            hint="add the missing stages' files",
+            hint="add the missing stages' files, or run the command that writes them again",
         )
     return records, agreed_stages(records)
 

@@ -18,7 +18,7 @@ from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.stages import StageRecord, preferred, records_of
-from reshard.text.messages import listing
+from reshard.strategies.written import unreadable_in_json
 from reshard.text.wording import quoted
 
 _WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
@@ -53,25 +53,16 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
     target = real(target_file)
     _check_replaceable(target)
     found = find_stages(directory, leave_out=target)
-    notes = list(found.notes)
     items: list[StrategyItem] = []
     layouts: dict[str, RecordedLayout] = {}
-    nested: list[str] = []
     for number in sorted(found.records):
         record = preferred(found.records[number], form)
         items.extend(record.items)
         for name, recorded in record.recorded.items():
-            written = _expressed(recorded, form, record, name)
-            layouts[f"{number}-{name}"] = written
-            if form == "json" and written.nested:
-                nested.append(name)
-    if nested:
-        notes.append(
-            f"{target_file}: MindSpore cannot read the tensor maps of " + listing(nested) + " in JSON; "
-            "merge to a .ckpt file if it has to"
-        )
-    _write_at_once(target, _WRITERS[form](StrategyFile(target_file, form, tuple(items), layouts)))
-    return notes
+            layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
+    file = StrategyFile(target_file, form, tuple(items), layouts)
+    _write_at_once(target, _WRITERS[form](file))
+    return [*found.notes, *unreadable_in_json(file)]
 
 
 def _form_of(target_file: str) -> str:

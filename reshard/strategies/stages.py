@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Optional
 
-from reshard.defaults import MOST_DEVICES, MOST_STAGES
+from reshard.defaults import MOST_DEVICES, MOST_SLICE_NUMBERS, MOST_STAGES
 from reshard.errors import LayoutError, StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, StrategyFile, StrategyItem
@@ -125,7 +125,7 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
             f"{path} is of {len(copies)} pipeline stages, and no pipeline has more than {MOST_STAGES}", file=path
         )
     stages: list[Stage] = []
-    first_rank = 0
+    first_rank = slice_numbers = 0
     for number in sorted(copies):
         records = copies[number]
         layouts = dict(records[0].layouts)
@@ -142,6 +142,15 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
         if first_rank > MOST_DEVICES:
             problem = f"{paths[0]}: all stages together have more than {MOST_DEVICES} devices"
             raise StrategyError(problem, file=paths[0])
+        slice_numbers += len(set(layouts.values())) * records[0].device_count
+        if slice_numbers > MOST_SLICE_NUMBERS:
+            raise StrategyError(
+                f"{paths[0]}: {plural(len(set(layouts.values())), 'different layout')} of "
+                f"{plural(records[0].device_count, 'device')}: "
+                f"their product, over all stages, is more than the limit of {MOST_SLICE_NUMBERS}",
+                file=paths[0],
+                hint="MindSpore compiles tens of different layouts; pass the strategy file that it wrote",
+            )
     return tuple(stages)
 
 

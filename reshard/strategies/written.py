@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Optional
 
+from reshard.errors import LayoutError
 from reshard.layout import Layout
 from reshard.strategies.json_file import serialize_strategy
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
+from reshard.text.messages import listing
 
 
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
@@ -57,9 +59,13 @@ def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout
 
 
 def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
-    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several."""
+    """As MindSpore's JSON has it: with the full shape, and an entry per axis where a dimension has several.
+
+    Where readers could group these entries to another tensor of as many dimensions, the map stays nested: MindSpore
+    cannot read it then, but no reader takes the slices for those of the other tensor.
+    """
     if not recorded.nested:
-        return replace(recorded, tensor_shape=shape)
+        return _unless_ambiguous(replace(recorded, tensor_shape=shape), recorded, shape)
     sizes = recorded.device_matrix[::-1]
     entries: list[int] = []
     expanded: list[int] = []
@@ -69,4 +75,29 @@ def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayo
             expanded.append(sizes[axis])
             size //= sizes[axis]
         expanded.append(size)
-    return replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
+    flat = replace(recorded, tensor_maps=(tuple(entries),), nested=False, tensor_shape=tuple(expanded))
+    return _unless_ambiguous(flat, recorded, shape)
+
+
+def unreadable_in_json(file: StrategyFile) -> list[str]:
+    """A note where MindSpore cannot read the tensor maps of a file."""
+    nested = [name for name, recorded in file.layouts.items() if recorded.nested]
+    if file.form != "json" or not nested:
+        return []
+    return [
+        f"{file.path}: MindSpore cannot read the tensor maps of " + listing(nested) + " in JSON; "
+        "write a .ckpt file if it has to"
+    ]
+
+
+def _unless_ambiguous(flat: RecordedLayout, recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:
+    """The flat record, or the nested one where the flat one has other readings of as many dimensions, or too many."""
+    try:
+        readings = [each for each in flat.layout().without_shards().regroupings() if len(each.tensor_map) == len(shape)]
+        if len(readings) == 1:
+            return flat
+    except LayoutError:
+        # More entries may be joined than readers try.
+        pass
+    maps = tuple(axes or (-1,) for axes in recorded.dimensions)
+    return replace(recorded, tensor_maps=maps, nested=True, tensor_shape=shape)

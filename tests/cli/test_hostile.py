@@ -276,6 +276,9 @@ SMALL_STRATEGIES = {
     "square of a million": layouts([2**20, 2**20], [0, 1]),
     "product beyond 64 bits": layouts([2**31] * 3, [0]),
     "a thousand million devices": layouts([10**9], [0]),
+    "a million devices in forty ways": protobuf(
+        {f"{i}.{axis}": layout([2**i, 2 ** (20 - i)], [axis]) for i in range(20) for axis in (0, 1)}
+    ),
     "no devices": layouts([0], [0]),
     "axis out of range": layouts([2], [7]),
     "negative axis": layouts([2], [-2]),

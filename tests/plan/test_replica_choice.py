@@ -30,6 +30,19 @@ def test_every_need_is_met_and_no_rank_could_be_left_out(needs: list[list[int]],
         assert any(set(chosen) & set(need) == {rank} for need in needs)
 
 
+@given(NEEDS, st.integers(0, 20))
+def test_the_rank_that_meets_most_needs_is_taken_next_and_equals_take_turns(needs: list[list[int]], turn: int) -> None:
+    chosen = {need[0] for need in needs if len(need) == 1}
+    while left := [need for need in needs if not chosen & set(need)]:
+        meets = Counter(rank for need in left for rank in need)
+        equals = sorted(rank for rank in meets if meets[rank] == max(meets.values()))
+        chosen.add(equals[turn % len(equals)])
+    for rank in sorted(chosen, reverse=True):
+        if all(chosen & set(need) != {rank} for need in needs):
+            chosen.discard(rank)
+    assert choose(needs, turn) == tuple(sorted(chosen))
+
+
 @given(NEEDS)
 def test_one_rank_is_read_where_one_has_everything(needs: list[list[int]]) -> None:
     everything = [sorted({7, *need}) for need in needs]

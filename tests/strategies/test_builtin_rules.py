@@ -113,6 +113,19 @@ def test_built_in_rules_make_what_was_compiled(
         assert found == expected
 
 
+@pytest.mark.parametrize(("start", "value"), [("20_llama", "False"), ("21_vocabdp", "true"), ("25_cp", "false")])
+def test_a_switch_of_the_configuration_makes_what_was_compiled(start: str, value: str) -> None:
+    for name in cases_of(start, None):
+        case = made_cases.load(name)
+        tensors = [tensor._replace(name=renamed(tensor.name, _LLAMA)) for tensor in case.tensors]
+        rules = rules_named("llama").with_switches({"vocab_emb_dp": value})
+        made = make_strategy(rules, model_tensors("shapes", tensors, ITEM_SIZES), case.target, "rules")
+        for stage, compiled in case.compiled().items():
+            assert {parameter: placed(record.layout()) for parameter, record in made[stage].layouts.items()} == {
+                renamed(parameter, _LLAMA): placed(record.layout()) for parameter, record in compiled.items()
+            }
+
+
 def placed(layout: Layout) -> object:
     return strided_cuts(layout.without_shards()), layout.shard_size, layout.shard_step
 
@@ -120,7 +133,8 @@ def placed(layout: Layout) -> object:
 def test_what_a_configuration_decides_is_left_open() -> None:
     """vocab_emb_dp leaves embedding and head whole: rules cannot know, and do not guess."""
     case = made_cases.load("20_llama_dp4mp2pp1")
-    with pytest.raises(StrategyError, match=r'(?s)does not settle 2 parameters.*map = \["cp\*mp\?", "None"\]'):
+    says = "(?s)does not settle 2 parameters.*--set vocab_emb_dp=true or --set vocab_emb_dp=false"
+    with pytest.raises(StrategyError, match=says):
         make_strategy(rules_named("llama"), case.model, case.target, "rules")
 
 

@@ -221,7 +221,7 @@ def test_whatever_the_order_of_devices_no_slice_is_derived_for_a_wrong_rank(
             made = make_strategy(parse_rules(text, "rules"), model, target, "rules")
         except ReshardError:
             continue
-        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), made, {}, overwrite=False)
+        (path,) = write_rules_strategy(str(tmp_path / f"{number}.ckpt"), made, {}, overwrite=False).files
         runs.append((Source(*read_recorded(path), target.sizes), target, made[0].layouts))
     derived = 0
     for one, of_one, _ in sampled(runs, 12):

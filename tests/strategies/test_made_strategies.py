@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 import shutil
@@ -15,7 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.strategies import RecordedLayout, read_strategy_file
+from reshard.errors import StrategyError
+from reshard.strategies import RecordedLayout, read_strategy, read_strategy_file
 from reshard.strategies.rules import (
     FullTensor,
     ShardSetting,
@@ -27,7 +30,8 @@ from reshard.strategies.rules import (
 )
 from tests import cases, made_cases
 from tests.corpus import CORPUS, FIXTURES
-from tests.running import Argument, done, fails
+from tests.faults import failing
+from tests.running import Argument, done, fails, reshard
 from tests.strategy_writing import layout, write_strategy
 from tests.trees import Value, cut_ranks, tree_bytes, write_checkpoint, write_tree
 
@@ -281,9 +285,27 @@ def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> No
 def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
     said = ("--sizes", "mp=4", "--weights-only")
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
-    fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said), says=["is there already", "--overwrite"])
+    before = tree_bytes(tmp_path)
+    done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
+    assert tree_bytes(tmp_path) == before
+    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["is there already", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ("set = 1", "set is a list such as"),
+        ('set = [{ map = ["None", "None"] }]', "has one switch"),
+        ("set = [{ a = true, b = true }]", "has one switch"),
+        ("set = [{ a = [1] }]", "has one switch"),
+        ('set = [{ a = true, map = "mp" }]', "map is a list"),
+    ],
+)
+def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:
+    rules = ONE_RULE + said + "\n"
+    fails(3, *making(tmp_path, rules, {"w": (8, 8)}, "--sizes", "mp=4", "--weights-only"), says=[says])
 
 
 def test_a_condition_of_optimizer_shards_is_of_sizes_that_there_are(tmp_path: Path) -> None:
@@ -328,6 +350,47 @@ def test_stages_of_another_strategy_do_not_stay_among_those_that_are_made(out: s
     assert tree_bytes(tmp_path) == before
     shutil.rmtree(tmp_path / "stages")
     done(*words, "mp=4,pp=2")
+
+
+@pytest.mark.parametrize("out", ["stages/", "stages/{rank}.ckpt", "stages/rank_{rank}/s_{rank}.json"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_part_of_the_stages_that_a_stopped_run_left_is_never_read_as_a_strategy(
+    out: str, replaces: bool, tmp_path: Path
+) -> None:
+    """Whichever call to the system is the last: what lies there is the old strategy, the new one, or refused."""
+    shapes = {f"layers.{layer}.w": (8, 8) for layer in range(6)}
+    words = list(making(tmp_path, ONE_RULE, shapes, "--weights-only", "--sizes", "mp=2,pp=4", "--layers-per-stage"))
+    words[3] = tmp_path / out
+    stages = tmp_path / "stages"
+
+    def layers() -> list[list[str]]:
+        return [list(stage.layouts) for stage in read_strategy(str(stages)).stages]
+
+    done(*words, "1,2,1,2")
+    old = layers() if replaces else None
+    kept = tree_bytes(stages)
+    shutil.rmtree(stages)
+    words = [*words, "2,1,2,1", *(["--overwrite"] if replaces else [])]
+    for kind, number in (("names", errno.EIO), ("write", errno.ENOSPC)):
+        for at in itertools.count(1):
+            shutil.rmtree(stages, ignore_errors=True)
+            for name, data in kept.items() if replaces else ():
+                (stages / name).parent.mkdir(parents=True, exist_ok=True)
+                (stages / name).write_bytes(data)
+            with failing(kind, tmp_path, at, number) as faults:
+                status = reshard(*words).status
+            try:
+                found = layers()
+            except StrategyError:
+                found = None
+            done(*words)
+            new = layers()
+            assert found in (old, new, None)
+            assert [len(layers) for layers in new] == [2, 1, 2, 1]
+            if faults.calls < at:
+                assert status == 0
+                assert at > 4
+                break
 
 
 def test_the_record_beside_a_made_strategy_says_how_it_was_made(tmp_path: Path) -> None:

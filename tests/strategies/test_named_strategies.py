@@ -97,3 +97,24 @@ def test_one_is_derived_by_the_shapes_of_a_checkpoint_under_other_names(tmp_path
     fails(2, "strategy", "derive", old, tmp_path / "three.json", *words, *named, says=["--shapes is missing"])
     fails(3, "strategy", "derive", old, tmp_path / "three.json", *words, "--shapes", hf)
     assert not (tmp_path / "three.json").exists()
+
+
+def test_what_is_proposed_for_names_of_hugging_face_and_for_switches_works_as_typed(tmp_path: Path) -> None:
+    config, _ = MODELS["qwen3"]
+    hf = write_huggingface(tmp_path / "hf", weights("qwen3"), config)
+    words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", hf, "--sizes", "mp=2,pp=2"]
+    words += ["--weights-only"]
+    for says, least in (("--names qwen3", "has names of another model code"), ("--set vocab_emb_dp=true", "settle")):
+        result = fails(3, *words, says=[says, least])
+        assert "[[parameter]]\n" not in result.err
+        words += says.split()
+    for wrong, says in (("vocab=1", "known: vocab_emb_dp"), ("vocab_emb_dp=2", "true, false"), ("x", "NAME=VALUE")):
+        fails(2, *words, "--set", wrong, says=[says])
+    done(*words)
+    assert json.loads((tmp_path / "d.ckpt.made").read_text())["set"] == {"vocab_emb_dp": "true"}
+
+
+@pytest.mark.parametrize("size", ["vpp=2", "pp_interleave_num=2", "offset=1"])
+def test_settings_of_layers_are_no_sizes(size: str, tmp_path: Path) -> None:
+    words: list[Argument] = ["strategy", "make", "mcore", tmp_path / "d.ckpt", "--shapes", tmp_path]
+    fails(2, *words, "--sizes", f"mp=2,{size}", says=[size.partition("=")[0], "--layers-per-stage"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from reshard.errors import ReshardError, StrategyError, UsageError
 from reshard.layout import Layout
 from reshard.strategies import (
     RecordedLayout,
+    Stage,
+    Strategy,
     StrategyFile,
     StrategyItem,
     json_file,
@@ -25,9 +28,13 @@ from reshard.strategies import (
     read_strategy,
     read_strategy_file,
 )
+from reshard.strategies.written import merged_json
 from tests.cases import EVERYWHERE, case_directory
+from tests.layouts import examples, layouts
+from tests.reference import boxes
 from tests.running import LAUNCHER, done
 from tests.strategy_writing import group_info, json_content, layout, protobuf, write_merged, write_strategy
+from tests.trees import strategy_bytes
 from tests.wire import field
 
 
@@ -94,6 +101,27 @@ def check_layout(found: Layout, said: dict[str, Any], shape: tuple[int, ...], wh
     assert fitting[0].recorded_shape in (None, shape), where
     step, size = said["opt_weight_shard_step"], said["opt_weight_shard_size"]
     assert (found.shard_step, found.shard_size) == ((step, size) if step and size else (0, 0)), where
+
+
+@examples(300)
+@given(data=st.data())
+def test_every_layout_that_is_written_reads_back_as_the_same_slices(data: st.DataObject) -> None:
+    """As .ckpt and as .json, to whoever knows how many dimensions the tensor has."""
+    # Slices of one row, beside another dimension that is cut: there JSON can be read in several ways.
+    shape = tuple(data.draw(st.lists(st.sampled_from([4, 8, 2, 6, 1]), max_size=4)))
+    made = data.draw(layouts(data.draw(st.sampled_from([16, 8, 12, 1])), shape))
+    said = protobuf_file.parse_strategy(strategy_bytes([{"devices": 1, "layouts": {"w": made}}], [0]), "said.ckpt")
+    assert said is not None
+    stage = Stage(0, 0, math.prod(made["dev_matrix"]), {"w": said.layouts["w"].layout()}, ("said.ckpt",))
+    as_ckpt = protobuf_file.parse_strategy(protobuf_file.serialize_strategy(said), "again.ckpt")
+    as_json = json_file.parse_strategy(merged_json(Strategy((stage,), "said"), {"w": shape}, "made", ""), "again.json")
+    assert as_ckpt is not None and as_json is not None
+    for record in (as_ckpt.layouts["w"], as_json.layouts["0-w"]):
+        fitting = [each for each in record.layout().regroupings() if len(each.cuts) == len(shape)]
+        assert len(fitting) == 1
+        assert fitting[0].recorded_shape in (None, shape)
+        found = [fitting[0].slice_box(shape, int(number)) for number in fitting[0].slice_of_rank]
+        assert found == boxes(made, shape)
 
 
 # What the records mean.

@@ -244,7 +244,8 @@ def _placement(
         # A way that does not compile may be the true one.
         raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", _ways(ways), "if it is cut otherwise")
     if len(found) > 1:
-        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", _ways(ways), "either")
+        options = [f"--set {switch}={value}" for switch, value, _ in rule.variants]
+        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", _ways(ways), "either", options)
     ((reading, placed),) = found.values()
     cutting = [cut for cut, slices in zip(reading.cuts, placed.layout.tensor_cuts) if slices > 1]
     return placed, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names)

@@ -7,11 +7,12 @@ tensor map of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Optional, Union
 
+from reshard.errors import UsageError
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.sizes import Condition, Product, Sizes, product
 from reshard.text.globs import Glob
@@ -90,6 +91,7 @@ class Rule:
         recorded: exactly this layout, of a strategy whose sizes are the target's.
         shard_shown_for: what must be true of sizes for ``optimizer_shard`` to be shown; nothing if None.
         said: what it says, if it is only a part and rules after it say the rest.
+        variants: what takes its place where a switch has a value.
     """
 
     patterns: tuple[str, ...]
@@ -106,6 +108,7 @@ class Rule:
     recorded: Optional[RecordedLayout] = None
     shard_shown_for: Optional[Condition] = None
     said: Optional[frozenset[str]] = None
+    variants: tuple[Variant, ...] = ()
 
     @cached_property
     def _globs(self) -> Sequence[Glob]:
@@ -127,6 +130,20 @@ class Rule:
         if isinstance(self.optimizer_shard, Condition):
             return self.optimizer_shard.holds(sizes)
         return self.optimizer_shard
+
+
+class Variant(NamedTuple):
+    """A rule that holds where a switch of the model's configuration has a value.
+
+    Attributes:
+        switch: its name, as the configuration has it.
+        value: in lower case.
+        rule: what holds then.
+    """
+
+    switch: str
+    value: str
+    rule: Rule
 
 
 _CUTS = ("entries", "every_dimension_whole", "readings", "recorded", "nested", "split_sizes", "matrices")
@@ -206,3 +223,27 @@ class Rules:
     shown_with: tuple[Sizes, ...] = ()
     dtype: Optional[str] = None
     text: str = ""
+
+    def with_switches(self, stated: Mapping[str, str]) -> Rules:
+        """The rules that hold where switches have these values.
+
+        Raises:
+            UsageError: no rule has such a switch, or it has no such value.
+        """
+        known: dict[str, dict[str, None]] = {}
+        for rule in self.rules:
+            for variant in rule.variants:
+                known.setdefault(variant.switch, {})[variant.value] = None
+        for name, value in stated.items():
+            if name not in known:
+                raise UsageError(f"--set {name}: {self.path} has no such switch; known: {', '.join(known) or 'none'}")
+            if value.lower() not in known[name]:
+                raise UsageError(f"--set {name}={value}: {name} is one of {', '.join(known[name])}")
+        return replace(self, rules=tuple(_held(rule, stated) for rule in self.rules))
+
+
+def _held(rule: Rule, stated: Mapping[str, str]) -> Rule:
+    for switch, value, instead in rule.variants:
+        if stated.get(switch, "").lower() == value:
+            return instead
+    return rule

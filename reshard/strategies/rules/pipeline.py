@@ -34,7 +34,10 @@ def stages_of(
         UsageError: the layers cannot be divided so.
     """
     if chunks is not None and (len(chunks) % stages or not chunks):
-        raise UsageError(f"--layers-per-stage has {plural(len(chunks), 'number')}, and there are {stages} stages")
+        raise UsageError(
+            f"--layers-per-stage has {plural(len(chunks), 'number')}, and there are {stages} stages: give a number "
+            "for each, or several rounds of them where they are interleaved (vpp, pp_interleave_num)"
+        )
     if stages == 1:
         return dict.fromkeys(names, 0)
     first, last = Globs(pipeline.first), Globs(pipeline.last)
@@ -116,7 +119,7 @@ def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequenc
         if len(layers) % stages:
             raise UsageError(
                 f"{len(layers)} layers do not divide evenly into {stages} stages",
-                hint="say how many each stage has: --layers-per-stage "
+                hint="say how many each stage has, as MindFormers' offset or num_layer_list does: --layers-per-stage "
                 + ",".join(str(len(layers) // stages + (stage < len(layers) % stages)) for stage in range(stages)),
             )
         chunks = [len(layers) // stages] * stages

@@ -22,11 +22,13 @@ class Unsettled:
         problem: in words.
         settled_by: per way to settle it the lines of a rule, without its match; none where rules cannot.
         comment: what is said above these lines.
+        options: each of which settles it, where it is true of the run; then no lines are printed.
     """
 
     problem: str
     settled_by: tuple[tuple[str, ...], ...] = ()
     comment: str = ""
+    options: tuple[str, ...] = ()
 
 
 class UnsettledError(Exception):
@@ -36,9 +38,15 @@ class UnsettledError(Exception):
         unsettled: what.
     """
 
-    def __init__(self, problem: str, settled_by: Iterable[Sequence[str]] = (), comment: str = "") -> None:
+    def __init__(
+        self,
+        problem: str,
+        settled_by: Iterable[Sequence[str]] = (),
+        comment: str = "",
+        options: Iterable[str] = (),
+    ) -> None:
         super().__init__(problem)
-        self.unsettled = Unsettled(problem, tuple(map(tuple, settled_by)), comment)
+        self.unsettled = Unsettled(problem, tuple(map(tuple, settled_by)), comment, tuple(options))
 
 
 @dataclass
@@ -73,15 +81,23 @@ class Problems:
         shown = joined("\n", texts[: _MOST_GROUPS + 1])
         if left > 0:
             shown += f"\nand {plural(left, 'more group')} of parameters"
+        hints = []
+        options = dict.fromkeys(option for unsettled in self.found for option in unsettled.options)
+        if options:
+            hints.append(f"add the option that is true of the run: {' or '.join(options)}")
+        if any(one.settled_by and not one.options for one in self.found):
+            hints.append(f"put the lines that are true into {where}")
         raise StrategyError(
             Message(shown, joined("\n", texts).full, shown.shortened or left > 0),
             file=path,
             parameter=next(iter(self.found.values()))[0],
-            hint=f"put the lines that are true into {where}" if any(one.settled_by for one in self.found) else None,
+            hint="\n".join(hints) or None,
         )
 
 
 def _lines(unsettled: Unsettled, names: Sequence[str], known: Sequence[str]) -> list[str]:
+    if unsettled.options:
+        return []
     match = f"match = {one_or_list(patterns_for(names, known))}"
     lines: list[str] = []
     for number, way in enumerate(unsettled.settled_by):

@@ -22,7 +22,12 @@ NAMES = ("dp", "mp", "pp", "cp", "ep")
 _WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-_ELSEWHERE = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "pipeline": "pp", "sp": "cp"}
+_ELSEWHERE = {
+    **{"tp": "mp", "tensor": "mp", "model": "mp", "model_parallel": "mp", "data": "dp", "data_parallel": "dp"},
+    **{"pipeline": "pp", "pipeline_stage": "pp", "sp": "cp", "context_parallel": "cp", "expert_parallel": "ep"},
+}
+# What other programs call how layers are divided among stages: no kind of parallelism.
+_OF_LAYERS = ("vpp", "vp", "vp_size", "pp_interleave_num", "num_layer_list", "offset")
 _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "<=": lambda one, other: one <= other,
     ">=": lambda one, other: one >= other,
@@ -97,6 +102,11 @@ def parse_sizes(text: str) -> Sizes:
             raise UsageError(f"{text!r} are no sizes such as dp=2,mp=4")
         if name in _ELSEWHERE:
             raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
+        if name in _OF_LAYERS:
+            raise UsageError(
+                f"{text!r}: {name} is no size of devices: --layers-per-stage says how many layers each stage has, in "
+                "rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
+            )
         if name in given:
             raise UsageError(f"{text!r}: {name} is given twice")
         given[name] = int(number)

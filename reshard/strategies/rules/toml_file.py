@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Union
 
 from reshard.errors import StrategyError, UsageError
@@ -22,6 +22,7 @@ from reshard.strategies.rules.model import (
     Rule,
     Rules,
     Shown,
+    Variant,
 )
 from reshard.strategies.rules.sizes import Condition, condition, parse_sizes, product
 from reshard.text.products import ExpressionError
@@ -30,7 +31,7 @@ from reshard.text.wording import quoted
 LARGEST = 1 << 22
 _TOP = ("pipeline", "parameter", "optimizer_states", "shown_for", "shown_with", "dtype", "matrix", "optimizer_shard")
 _PIPELINE = ("first", "last", "layers")
-_PARAMETER = ("match", "matrix", "map", "optimizer_shard", "nested", "dtype", "split_sizes", "trained")
+_PARAMETER = ("match", "matrix", "map", "optimizer_shard", "nested", "dtype", "split_sizes", "trained", "set")
 
 # Attributes of `Rule` that go by another name.
 _FIELDS = {"matrix": "matrices", "map": "entries"}
@@ -140,8 +141,32 @@ def _rule(
         file.text(table, "dtype", where),
         tuple(sizes),
         file.flag(table, "trained", where, True),
-        said=frozenset(_FIELDS.get(key, key) for key in table if key != "match") if partial else None,
+        said=frozenset(_FIELDS.get(key, key) for key in table if key not in ("match", "set")) if partial else None,
+        # Only whole rules are made with --set.
+        variants=() if partial else tuple(_variants(file, table, where, number, matrices, shard)),
     )
+
+
+def _variants(
+    file: _Reader,
+    table: Mapping[str, Any],
+    where: str,
+    number: int,
+    matrices: tuple[Matrix, ...],
+    shard: Union[bool, Condition, None],
+) -> Iterator[Variant]:
+    """The rules of ``set``: each entry is the value of one switch, and what the rule says instead."""
+    plain = {key: value for key, value in table.items() if key != "set"}
+    entries = table.get("set", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise file.wrong(where, 'set is a list such as [{ vocab_emb_dp = true, map = ["None", "None"] }]')
+    for entry in entries:
+        switches = [key for key in entry if key not in _PARAMETER]
+        value = entry[switches[0]] if len(switches) == 1 else None
+        if not isinstance(value, (bool, int, str)):
+            raise file.wrong(where, "each entry of set has one switch, with true, false, a number or a text")
+        instead = {**plain, **{key: said for key, said in entry.items() if key != switches[0]}}
+        yield Variant(switches[0], str(value).lower(), _rule(file, instead, number, matrices, shard, partial=False))
 
 
 class _Reader(TableReader):

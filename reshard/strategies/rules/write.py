@@ -7,27 +7,44 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory, make_directory, names_in, real, write_whole
+from reshard.storage import exists, is_directory, make_directory, names_in, real, remove_file, store_of, write_whole
 from reshard.strategies import json_file, protobuf_file
-from reshard.strategies.made_record import RANK, record_path
+from reshard.strategies.made_record import ENDINGS, RANK, record_path
 from reshard.strategies.model import StrategyFile, StrategyItem
 from reshard.strategies.one_file import OtherFile, parse, read_bytes
 from reshard.strategies.rules.make import MadeStage
-from reshard.strategies.written import with_shape
+from reshard.strategies.written import unreadable_in_json, with_shape
 from reshard.text.messages import listing
 from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_WRITERS = {".ckpt": protobuf_file.serialize_strategy, ".json": json_file.serialize_strategy}
+_WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
+
+
+class Written(NamedTuple):
+    """What `write_strategy` wrote.
+
+    Attributes:
+        files: of the strategy.
+        notes: what MindSpore cannot read of them.
+    """
+
+    files: list[str]
+    notes: list[str]
 
 
 def write_strategy(
     out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool, sources: Sequence[str] = ()
-) -> list[str]:
+) -> Written:
     """Write a strategy, and how it was made.
+
+    Files of several stages are read together, and a strategy without its first stage is refused. So the first stage's
+    file is removed before any other is replaced, and written when all others are there: at no moment can a part, or
+    a mix of two strategies, be read as a whole one. Files that are there already as they should be are kept, so
+    that the same command finishes what a killed one began.
 
     Args:
         out: ``.ckpt`` or ``.json``: one file, of all stages; a path with ``{rank}`` in it, or a directory: a file per
@@ -37,39 +54,48 @@ def write_strategy(
         overwrite: replace strategies that lie there.
         sources: files and directories that it was made of.
 
-    Returns:
-        The files.
-
     Raises:
         UsageError: another ending.
         TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
         RetryableError: writing failed.
     """
-    files = _files(out, stages)
+    files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
+    written = {path: _WRITERS[file.form](file) for path, file in files.items()}
     for path in files:
         _check_no_source(path, sources)
-        _check_replaceable(real(path), overwrite)
+    unfinished = [path for path, data in written.items() if not _is_there(real(path), data, overwrite)]
     _check_no_other_stages(out, files)
-    written = {path: _serialized(path, of, merged=len(of) > 1) for path, of in files.items()}
     beside = record_path(out)
     said = {**record, "axes": _axes(stages)}
-    written[beside] = (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
-    for path, data in written.items():
-        try:
-            make_directory(os.path.dirname(real(path)))
-            write_whole(real(path), data)
-        except OSError as error:
-            raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
-    return list(files)
+    path = beside
+    try:
+        for directory in dict.fromkeys(os.path.dirname(real(path)) for path in (*files, beside)):
+            make_directory(directory)
+            store_of(directory).remove_dead(directory, complete=False)
+        if unfinished:
+            remove_file(real(beside))
+            first, *others = files
+            if others:
+                for path in dict.fromkeys((first, *unfinished)):
+                    remove_file(real(path))
+            for path in (*(path for path in reversed(others) if path in unfinished), first):
+                write_whole(real(path), written[path])
+        path = beside
+        write_whole(
+            real(beside), (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
+        )
+    except OSError as error:
+        raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
+    return Written(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
 
 def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
     ending = os.path.splitext(out)[1]
     if RANK in out:
-        if ending not in _WRITERS:
+        if ending not in ENDINGS:
             raise UsageError(f"{out}: a strategy file is named .ckpt or .json", file=out)
         return {out.replace(RANK, str(stage.first_rank)): [stage] for stage in stages}
-    if ending in _WRITERS and not is_directory(out):
+    if ending in ENDINGS and not is_directory(out):
         return {out: list(stages)}
     if ending and not exists(out) and not out.endswith(os.sep):
         raise UsageError(
@@ -79,11 +105,18 @@ def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
     return {os.path.join(out, _NAME.replace(RANK, str(stage.first_rank))): [stage] for stage in stages}
 
 
-def _check_replaceable(path: str, overwrite: bool) -> None:
+def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
+    """Whether a file is there as it will be written.
+
+    Raises:
+        TargetError: it is another one, which is not to be replaced.
+    """
     if not exists(path):
-        return
-    data = read_bytes(path)
-    found = data if isinstance(data, OtherFile) else parse(path, data) if data else None
+        return False
+    there = read_bytes(path)
+    if there == data:
+        return True
+    found = there if isinstance(there, OtherFile) else parse(path, there) if there else None
     if isinstance(found, OtherFile):
         raise TargetError(
             f"{path} is there already and is {found.kind or 'no strategy file'}; it is not replaced",
@@ -91,7 +124,12 @@ def _check_replaceable(path: str, overwrite: bool) -> None:
             hint="give OUT another name",
         )
     if not overwrite:
-        raise TargetError(f"{path} is there already", file=path, hint="--overwrite replaces it; or give another name")
+        raise TargetError(
+            f"{path} is there already, with other content",
+            file=path,
+            hint="--overwrite replaces it; or give another name",
+        )
+    return False
 
 
 def _check_no_source(path: str, sources: Sequence[str]) -> None:
@@ -118,7 +156,7 @@ def _check_no_other_stages(out: str, files: Collection[str]) -> None:
         beside = list(filter(named.fullmatch, glob.glob("*".join(map(glob.escape, parts)))))
     else:
         names = names_in(out) if is_directory(out) else []
-        beside = [os.path.join(out, name) for name in names if name.endswith(tuple(_WRITERS))]
+        beside = [os.path.join(out, name) for name in names if name.endswith(ENDINGS)]
     others = [path for path in sorted(beside) if path not in files and _is_strategy(path)]
     if others:
         raise TargetError(
@@ -134,18 +172,17 @@ def _is_strategy(path: str) -> bool:
     return not isinstance(data, OtherFile) and bool(data) and not isinstance(parse(path, data), OtherFile)
 
 
-def _serialized(path: str, stages: Sequence[MadeStage], merged: bool) -> bytes:
-    ending = os.path.splitext(path)[1]
+def _as_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFile:
+    form = "json" if os.path.splitext(path)[1] == ".json" else "protobuf"
     items = tuple(StrategyItem(f"made/stage-{stage.number}", stage.number) for stage in stages)
     layouts = {
         f"{stage.number}-{name}" if merged else name: with_shape(layout, stage.shapes[name])
-        if ending == ".json"
+        if form == "json"
         else layout
         for stage in stages
         for name, layout in stage.layouts.items()
     }
-    form = "json" if ending == ".json" else "protobuf"
-    return _WRITERS[ending](StrategyFile(path, form, items, layouts))
+    return StrategyFile(path, form, items, layouts)
 
 
 def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:

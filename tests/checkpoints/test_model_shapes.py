@@ -1,0 +1,87 @@
+"""--shapes of strategy make and derive: read from every form, and never made of what may or may not be slices."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.running import Argument, done, fails
+from tests.trees import cut_ranks, layout, single, value, write_checkpoint, write_strategy, write_tree
+
+FULL = {name: value(name, shape) for name, shape in (("a.weight", [8, 4]), ("b.weight", [16, 8]))}
+RULES = '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
+DERIVED = ("--src-sizes", "dp=2,mp=2", "--dst-sizes", "mp=2", "--weights-only")
+SAVED_WITH = single(dict.fromkeys(FULL, layout([2, 2], [0, -1])))
+
+
+def made_shapes(tmp_path: Path, *words: Argument) -> dict[str, list[int]]:
+    out = tmp_path / "made.json"
+    (tmp_path / "rules.toml").write_text(RULES)
+    done("strategy", "make", tmp_path / "rules.toml", out, *words, "--sizes", "mp=2", "--weights-only", "--overwrite")
+    layouts = json.loads(out.read_text())["parallel_layout_item"]
+    return {name: said["tensor_shape"] for name, said in layouts.items()}
+
+
+@pytest.mark.parametrize("form", ["huggingface", "unified", "checkpoint2"])
+def test_shapes_are_read_from_every_form(form: str, tmp_path: Path) -> None:
+    old = write_strategy(tmp_path / "old", SAVED_WITH)
+    tree = write_tree(tmp_path / "tree", cut_ranks(SAVED_WITH, FULL))
+    expected = {name: list(of.array.shape) for name, of in FULL.items()}
+    assert made_shapes(tmp_path, "--shapes", tree, "--src-strategy", old) == expected
+    cut: list[Argument] = ["--dst-strategy", "same"] if form == "checkpoint2" else ["--max-shard-size", "200"]
+    done("convert", tree, tmp_path / form, "--src-strategy", old, "--to", form, *cut)
+    named = sorted((tmp_path / form).glob("*.index.json")) + sorted((tmp_path / form).glob("param_name_map.json"))
+    assert named or form == "checkpoint2"
+    for path in (tmp_path / form, *named):
+        assert made_shapes(tmp_path, "--shapes", path) == expected
+
+
+@pytest.mark.parametrize("directory", ["rank_0", "rank0", "0"])
+def test_rank_0_alone_is_neither_taken_for_slices_nor_for_a_full_checkpoint(directory: str, tmp_path: Path) -> None:
+    old = write_strategy(tmp_path / "old", SAVED_WITH)
+    tree = tmp_path / "a tree"
+    write_checkpoint(tree / directory / "net-1_10.ckpt", FULL)
+    make: list[Argument] = ["--shapes", tree, "--src-strategy", old]
+    (tmp_path / "rules.toml").write_text(RULES)
+    said: list[Argument] = [tmp_path / "rules.toml", tmp_path / "out.ckpt", *make, "--sizes", "mp=2", "--weights-only"]
+    result = fails(3, "strategy", "make", *said, says=["there is rank 0 only, of 4"])
+    derive: list[Argument] = [
+        old,
+        tmp_path / "out.ckpt",
+        "--src-sizes",
+        "dp=2,mp=2",
+        "--dst-sizes",
+        "mp=2",
+        "--weights-only",
+    ]
+    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["there is rank 0 only, of 4"])
+
+    typed = re.search(r"for full tensors, type (.*); for slices, (--shapes .*)", result.err)
+    assert typed is not None
+    full = {name: list(of.array.shape) for name, of in FULL.items()}
+    slices = {name: [2 * shape[0], *shape[1:]] for name, shape in full.items()}
+    for words, expected in zip(typed.groups(), (full, slices)):
+        assert made_shapes(tmp_path, *shlex.split(words), "--src-strategy", old) == expected
+        done("strategy", "derive", *derive, *shlex.split(words), "--overwrite")
+    assert made_shapes(tmp_path, "--shapes", tree, "--src-strategy", "none") == full
+
+
+def test_slices_that_do_not_make_the_recorded_shapes_are_refused(tmp_path: Path) -> None:
+    """Full tensors in every rank's file, and a strategy whose JSON knows how large they are."""
+    shapes = {name: of.array.shape for name, of in FULL.items()}
+    old = write_strategy(tmp_path / "old", SAVED_WITH, shapes, "json")
+    tree = write_tree(tmp_path / "tree", dict.fromkeys(range(4), FULL))
+    derive: list[Argument] = [
+        old,
+        tmp_path / "out.ckpt",
+        "--src-sizes",
+        "dp=2,mp=2",
+        "--dst-sizes",
+        "mp=2",
+        "--weights-only",
+    ]
+    fails(3, "strategy", "derive", *derive, "--shapes", tree, says=["'a.weight'", "[16, 4]", "[8, 4]"])
