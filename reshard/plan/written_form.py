@@ -63,7 +63,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     tensors = TensorsInOrder(checkpoint.tensors, layers_in_order(found))
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
-        others = files_beside(request.to, checkpoint, tensors, request.edits, report)
+        others = files_beside(request.to, checkpoint, tensors, request.edits, handles, report)
         return FullDirectory(request.to, tensors, values, request.max_shard_size, others, found)
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
@@ -79,7 +79,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
-    common = FinishingFile(COMMON, lambda: common_json(said))
+    common = FinishingFile(COMMON, lambda: [common_json(said)])
     return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
 
 

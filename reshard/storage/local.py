@@ -7,13 +7,12 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple, Optional
 
-from reshard.storage import temporary
+from reshard.storage import directories, temporary
 from reshard.storage.costs import Storage
 from reshard.storage.network import FileSystems, NetworkFile
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry, OpenFile, Store
-
 
 class LocalFile(NamedTuple):
     """A file that is read through a descriptor.
@@ -102,21 +101,15 @@ class LocalStore:
 
     def make_directory(self, path: str) -> bool:
         """Make a directory."""
-        try:
-            os.makedirs(path)
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
-            return False
-        return True
+        return directories.make_directory(path)
 
     def remove(self, path: str) -> None:
         """Remove a file."""
-        os.unlink(path)
+        directories.remove_file(path)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty."""
-        os.rmdir(path)
+        directories.remove_directory(path)
 
     def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Remove temporary files that no living process is writing."""

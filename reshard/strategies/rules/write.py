@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory, make_directory, names_in, real, write_whole
+from reshard.errors import TargetError, UsageError
+from reshard.storage import exists, is_directory, make_directory, names_in, real, write_whole, writing_error
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import RANK, record_path
 from reshard.strategies.model import StrategyFile, StrategyItem
@@ -43,7 +43,7 @@ def write_strategy(
     Raises:
         UsageError: another ending.
         TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
-        RetryableError: writing failed.
+        ReshardError: writing failed.
     """
     files = _files(out, stages)
     for path in files:
@@ -59,7 +59,7 @@ def write_strategy(
             make_directory(os.path.dirname(real(path)))
             write_whole(real(path), data)
         except OSError as error:
-            raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
+            raise writing_error(path, error) from error
     return list(files)
 
 
