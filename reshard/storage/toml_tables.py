@@ -29,7 +29,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomli as tomllib
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits is a ValueError of Python's, not of TOML.
         raise TomlError(str(error)) from error
 
 
