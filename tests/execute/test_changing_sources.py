@@ -444,3 +444,18 @@ def test_a_tensor_that_changes_while_get_writes_it_gets_no_name(
     assert not (world.root / "made").exists()
     path.write_bytes(other)
     done(*words)
+
+
+@pytest.mark.parametrize("command", ["stats", "fingerprint", "transform-dir"])
+def test_a_file_that_is_opened_in_the_middle_of_a_write_is_an_error(command: str, world: World) -> None:
+    """Its times were changed when the write began, and so tell nothing afterwards."""
+    world.save(NEW)
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    words = world.words() if command == "transform-dir" else [command, world.src, "--strategy", world.old]
+    with open(path, "r+b", buffering=0) as file:
+        file.write(path.read_bytes()[:1])
+        fails(1, *words, says=[path, "another process is writing to it"])
+        # Who only has it open has finished.
+        os.utime(path, (1, 1))
+        done(*words)
+    assert not list(world.root.rglob(".reshard-tmp-*"))
