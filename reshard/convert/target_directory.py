@@ -332,7 +332,8 @@ class TargetDirectory:
     def sign_of_life(self) -> Iterator[str]:
         """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
         with self._ledger.sign_of_life() as path:
-            yield absolute(path)
+            # By the name that was typed: other machines may have other links.
+            yield absolute(self._plan.request.dst + path[len(self._root) :])
 
     def end(self) -> None:
         """This run writes no more."""

@@ -78,9 +78,12 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
             + listing(unlisted)
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
-    iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
+    iteration = int((said.get("global_step") if checkpoint.form != CHECKPOINT2 else checkpoint.step) or 0)
+    if iteration < 0:
+        report.warn(f"global_step is {iteration}, which numbers no iteration: this one is written as iteration 0")
+        iteration = 0
     common = FinishingFile(COMMON, lambda: [common_json(said)])
-    return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
+    return Checkpoint2Files(request.target, tensors, list(values), iteration, prefix, common)
 
 
 def rank_names(request: Request, checkpoint: Checkpoint) -> FileNames:
