@@ -14,7 +14,7 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import CheckpointError
 from reshard.plan.edits import Edits
-from reshard.storage import UnfitError, read_range, read_small
+from reshard.storage import UnfitError, for_each, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.target import FinishingFile
 from reshard.text.names import is_weight
@@ -62,7 +62,8 @@ def files_beside(
         if named is not None:
             report.note(f"{CONFIG} is taken over from {named}")
             paths[CONFIG] = named
-    files = {name: _copied(name, path, handles) for name, path in paths.items()}
+    copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
+    files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths and edits is not None and edits.casts:
         content = _of_other_types(paths[CONFIG], tensors, report)
         if content is not None:
@@ -70,7 +71,7 @@ def files_beside(
     return [*files.values()]
 
 
-def _copied(name: str, path: str, handles: FileHandles) -> FinishingFile:
+def _copied(path: str, handles: FileHandles) -> FinishingFile:
     """A file that is taken over as it is.
 
     Raises:
@@ -95,7 +96,7 @@ def _copied(name: str, path: str, handles: FileHandles) -> FinishingFile:
         # Before what is made of it gets its name.
         handles.check_unchanged([path])
 
-    return FinishingFile(name, parts, status.size, path)
+    return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
 def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Report) -> Optional[bytes]:
