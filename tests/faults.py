@@ -43,16 +43,18 @@ class Faults:
         self.calls = 0
         self._lock = threading.Lock()
 
-    def concerns(self, first: object) -> bool:
+    def concerns(self, first: object, directory: Optional[int] = None) -> bool:
         """Whether a call's first argument is a file below the directory, or an open one."""
         if isinstance(first, int):
             return first > 2
+        if directory is not None:
+            return os.readlink(f"/proc/self/fd/{directory}").startswith(self.root)
         return isinstance(first, (str, os.PathLike)) and os.fspath(first).startswith(self.root)
 
     def wrap(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             # Only what the program does counts, not pytest's or click's own.
-            if args and self.concerns(args[0]):
+            if args and self.concerns(args[0], options.get("dir_fd", options.get("src_dir_fd"))):
                 with self._lock:
                     self.calls += 1
                     now = self.calls == self.fails_at

@@ -13,13 +13,15 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.errors import CheckpointError, ReshardError, RetryableError
-from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
+from reshard.storage import FileStatus, LocalFile, OpenFile, ReadableFile, store_of, too_long
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
 _MOST_HANDLES = 1024
 
 _CHANGED = "it was replaced or changed while it was read"
+
+_BEING_WRITTEN = "another process is writing to it"
 
 # Errors that the same call will give again; anything else (stale handle, I/O error) may pass.
 _LASTING = {
@@ -47,6 +49,8 @@ def reading_error(path: str, error: OSError) -> ReshardError:
     """The error to show for a failed read of ``path``: lasting, or worth a retry."""
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
+    if error.errno == errno.EBUSY:
+        return changed_meanwhile(path, error.strerror or "is in use")
     lasting = _LASTING.get(error.errno or 0)
     if lasting is not None:
         return CheckpointError(f"{path}: {lasting}", file=path)
@@ -180,6 +184,8 @@ class FileHandles:
         """
         file = self._anew(path)
         try:
+            if path not in self._first_seen and isinstance(file, LocalFile) and file.being_written():
+                raise OSError(errno.EBUSY, _BEING_WRITTEN, path)
             self._check_unchanged(path, file.status())
         except OSError:
             file.close()

@@ -13,6 +13,7 @@ from reshard.cli.command import Group
 from reshard.cli.output import alarming
 from reshard.errors import ReshardError
 from reshard.signals import Stopped
+from reshard.storage import is_read_only
 from reshard.text.messages import is_shortened
 from reshard.text.wording import printable
 
@@ -44,7 +45,7 @@ class ReshardGroup(Group):
             raise
         except OSError as error:
             name = f"{error.filename}: " if error.filename else ""
-            _finish(ctx, f"{name}{error.strerror or error}", 1)
+            _finish(ctx, f"{name}{error.strerror or error}", 3 if is_read_only(error) else 1)
         except Exception as error:
             text = f"internal error ({type(error).__name__}: {error})\nthis is a bug; --debug shows where"
             _finish(ctx, text, 3)
@@ -66,7 +67,7 @@ def set_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
 
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
-        traceback.print_exc()
+        click.echo(printable(traceback.format_exc().rstrip()), err=True)
     headline, *rest = printable(text).split("\n")
     click.echo(alarming(f"reshard: error: {headline}"), err=True)
     for line in rest:

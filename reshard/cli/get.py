@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
+import itertools
 import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Optional, Union
+from typing import Any, Optional, Union
 
 import click
 import numpy as np
@@ -21,12 +20,12 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, opened, shape_words
 from reshard.cli.output import echo_json, is_verbose, listener, say
-from reshard.errors import CheckpointError, UnwritableError, UsageError
+from reshard.errors import CheckpointError, UsageError
 from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.arrays import stand_in
 from reshard.opened.indexing import select
-from reshard.storage import NewFile, is_directory, new_file, real
+from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.near_names import near_names
@@ -110,8 +109,7 @@ def get(
                 raise UsageError(
                     f"{quoted(name)} matches {plural(len(names), 'tensor')}, and --output holds one: " + listing(names)
                 )
-            _write(checkpoint[names[0]], chosen, index, raw, output, report)
-            checkpoint.check_unchanged()
+            _write(checkpoint, names[0], chosen, index, raw, output, report)
             return
         arrays = [(checkpoint[found], _array(checkpoint[found], chosen, index, raw)) for found in names]
         checkpoint.check_unchanged()
@@ -216,12 +214,21 @@ def _array(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool) -> A
     return array.reshape(shape)
 
 
-def _write(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool, path: str, report: Report) -> None:
-    """Write a .npy file, which is whole or not there.
+def _write(
+    checkpoint: OpenedCheckpoint,
+    name: str,
+    chosen: Any,
+    text: Optional[str],
+    raw: bool,
+    path: str,
+    report: Report,
+) -> None:
+    """Write a .npy file, which is whole and of one version of the source, or not there.
 
     Raises:
-        UnwritableError: it cannot be written.
+        ReshardError: it cannot be written, or the source cannot be read or was written to meanwhile.
     """
+    tensor = checkpoint[name]
     shape = _shape(tensor, chosen, text)
     blocks = _blocks(tensor, chosen, raw)
     first = next(blocks, None)
@@ -232,50 +239,27 @@ def _write(tensor: LazyTensor, chosen: Any, text: Optional[str], raw: bool, path
     )
     if dtype.itemsize != tensor.itemsize and not raw:
         report.note(f"{quoted(tensor.name)} is {tensor.dtype_name}, which NumPy lacks, and is written as Float32")
+
+    def parts() -> Iterator[Union[bytes, memoryview]]:
+        yield header.getvalue()
+        for block in blocks if first is None else itertools.chain([first], blocks):
+            yield block.view(np.uint8).data
+        checkpoint.check_unchanged()
+
     try:
         if path == _STANDARD_OUTPUT:
-            _put(sys.stdout.buffer, header.getvalue(), first, blocks)
+            for part in parts():
+                sys.stdout.buffer.write(part)
+            sys.stdout.buffer.flush()
             return
+        directory, file = os.path.split(path)
+        place = unlinked(directory)
+        store_of(path).remove_dead(place or os.curdir, complete=False)
         size = len(header.getvalue()) + math.prod(shape) * dtype.itemsize
-        # Its directory may be reached through a link.
-        unlinked = os.path.join(real(os.path.dirname(path)), os.path.basename(path))
-        with contextlib.closing(new_file(unlinked, size)) as file:
-            try:
-                _put(_InOrder(file), header.getvalue(), first, blocks)
-                if file.finish().size != size:
-                    raise OSError(errno.EIO, f"it is not of the {size:,} bytes that it should have")
-                file.publish()
-            finally:
-                file.discard()
+        write_parts(os.path.join(place, file), size, parts())
     except OSError as error:
-        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+        raise writing_error(path, error) from error
     report.note(f"wrote {path}: {dtype} {shape_words(shape)}")
-
-
-class _InOrder:
-    """A new file that is written from its beginning to its end."""
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-        self._offset = 0
-
-    def write(self, data: Union[bytes, memoryview]) -> None:
-        """Write what comes next."""
-        view = memoryview(data).cast("B")
-        self._file.write(self._offset, view)
-        self._offset += len(view)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-def _put(file: Union[BinaryIO, _InOrder], header: bytes, first: Optional[Array], blocks: Iterator[Array]) -> None:
-    file.write(header)
-    if first is not None:
-        file.write(first.view(np.uint8).data)
-    for block in blocks:
-        file.write(block.view(np.uint8).data)
-    file.flush()
 
 
 def _print(array: Array) -> None:

@@ -12,7 +12,6 @@ from typing import Callable
 
 import click
 
-from reshard.errors import UnwritableError
 from reshard.text.messages import full_text
 from reshard.text.names import Total
 from reshard.text.wording import byte_size, printable
@@ -21,9 +20,12 @@ from reshard.text.wording import byte_size, printable
 def echo_json(value: object) -> None:
     """Print JSON to standard output, alone there; valid UTF-8 whatever the terminal's encoding.
 
-    A path that is no UTF-8 is escaped as JSON can: Python's ``os.fsencode`` makes its bytes of what was loaded.
+    A path that is no UTF-8 is escaped as JSON can: Python's ``os.fsencode`` makes its bytes of what was loaded. So
+    are characters that a terminal would take for commands.
     """
     text = json.dumps(value, ensure_ascii=False)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
     try:
         text.encode()
         plain = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
@@ -112,15 +114,14 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
     """Write an SVG file whole, in place of an older one, and say so unless quiet; makes its directory.
 
     Raises:
-        UnwritableError: it cannot be written.
+        ReshardError: it cannot be written.
     """
-    from reshard.storage import make_directory, write_whole
+    from reshard.storage import unlinked, write_parts, writing_error
 
     try:
-        make_directory(os.path.dirname(path) or ".")
-        write_whole(path, picture)
+        write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(picture), [picture])
     except OSError as error:
-        raise UnwritableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+        raise writing_error(path, error) from error
     listener(quiet)("note", f"drew {path}")
 
 

@@ -19,7 +19,7 @@ from reshard._version import __version__
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
-from reshard.storage import in_object_store, remove_file
+from reshard.storage import in_object_store, remove_file, unlinked
 from reshard.text.report import Report
 
 _RETRIES = 2
@@ -158,7 +158,7 @@ class Running:
         """End the tasks that are under way, so that whoever comes next does not meet their last writes."""
         assert self._sign is not None
         with contextlib.suppress(OSError):
-            remove_file(self._sign)
+            remove_file(unlinked(self._sign))
         if self._client.status != "running":
             return
         with contextlib.suppress(*LOST, RuntimeError):

@@ -125,7 +125,10 @@ class State:
     @property
     def space(self) -> list[Space]:
         """What the files to be written need on every file system below the target directory, and what is free."""
-        return space_for((os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items())
+        needed = [(os.path.dirname(self.plan.path(file)), size) for file, size in self.sizes.items()]
+        if self.work and self.directory is not None:
+            needed += [(self.plan.request.dst, file.size or 0) for file in self.plan.form.finishing()]
+        return space_for(needed)
 
 
 class _Preparation:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
@@ -49,11 +48,15 @@ from reshard.storage import (
     is_directory,
     is_regular_file,
     names_in,
-    read_small,
+    opened_regular,
+    read_range,
     remove_file,
     status_at,
     status_of_each,
+    unlinked,
+    write_parts,
     write_whole,
+    writing_error,
 )
 from reshard.target import TargetForm
 from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT, marks_of, unfinished_mark
@@ -126,7 +129,7 @@ class TargetDirectory:
         self._plan = plan
         self._overwrite = overwrite
         self._report = report
-        self._root = request.dst
+        self._root = unlinked(request.dst)
         self._everything = range(plan.form.count)
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
@@ -331,7 +334,8 @@ class TargetDirectory:
     def sign_of_life(self) -> Iterator[str]:
         """A file that is there while this block runs; its absolute path. To be used between `begin` and `end`."""
         with self._ledger.sign_of_life() as path:
-            yield absolute(path)
+            # By the name that was typed: other machines may have other links.
+            yield absolute(self._plan.request.dst + path[len(self._root) :])
 
     def end(self) -> None:
         """This run writes no more."""
@@ -387,7 +391,7 @@ class TargetDirectory:
         try:
             write_whole(path, UNFINISHED_CONTENT)
         except OSError as error:
-            raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+            raise writing_error(path, error) from error
 
     def complete(self) -> Optional[str]:
         """Write the manifest if every rank is there; returns its path.
@@ -497,20 +501,20 @@ class TargetDirectory:
         for file in self._plan.form.finishing():
             path = os.path.join(self._root, file.name)
             try:
-                content = file.make()
+                size = sum(map(len, file.make())) if file.size is None else file.size
                 if file.name not in marks and exists(path) and not self._overwrite:
                     # Of what only goes with the weights, somebody's own stays.
-                    if not _holds(path, content):
+                    if not _holds(path, size, file.make()):
                         self._report.warn(
                             f"{path}: was there already and is kept; the source's is another (--overwrite takes that)"
                         )
                     continue
-                write_whole(path, content)
+                crc = write_parts(path, size, file.make())
             except OSError as error:
-                raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+                raise writing_error(path, error) from error
             # Trainings go on writing in rank directories.
             if file.name in marks and self._plan.form.name != RANKS:
-                written.append(FinishingRecord(file.name, len(content), f"{zlib.crc32(content):08x}"))
+                written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
         return tuple(written)
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
@@ -650,10 +654,16 @@ def _remove(path: Optional[str]) -> None:
         remove_file(path)
 
 
-def _holds(path: str, content: bytes) -> bool:
+def _holds(path: str, size: int, parts: Iterable[bytes]) -> bool:
     """Whether a file is a regular one of this content."""
     try:
-        return read_small(path, len(content)) == content
+        with opened_regular(path) as file:
+            offset = 0
+            for part in parts if file.size() == size else ():
+                if read_range(file, offset, len(part)) != part:
+                    return False
+                offset += len(part)
+            return offset == size
     except UnfitError:
         return False
 

@@ -108,7 +108,8 @@ class Writing:
             # Targets were made one after the other: that none of their sources changed meanwhile is seen at the end.
             edits = self._plan.request.edits
             added = () if edits is None or edits.additions is None else edits.additions.paths
-            sources = (index.path for index in self._plan.checkpoint.indexes.values())
+            sources = [index.path for index in self._plan.checkpoint.indexes.values()]
+            sources += [file.source for file in self._plan.form.finishing() if file.source is not None]
             self._handles.check_unchanged([*sources, *added])
             self.manifest = self._directory.complete()
             return written

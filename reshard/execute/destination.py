@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
-from reshard.errors import RetryableError, TargetError, UnwritableError, UsageError
+from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.storage import (
     FileStatus,
+    directories,
     exists,
     for_each,
     in_object_store,
@@ -29,7 +30,7 @@ from reshard.storage import (
     status_at,
     status_of_each,
     store_of,
-    temporary,
+    writing_error,
 )
 from reshard.target.marks import UNFINISHED
 
@@ -137,20 +138,16 @@ class Destination:
             if in_object_store(path):
                 remove_file(path)
                 return
-            # What becomes a link meanwhile leads nowhere.
-            directory_fd = temporary.open_directory(os.path.realpath(os.path.dirname(path)))
-            try:
+            with directories.opened(os.path.dirname(path)) as directory_fd:
                 if same(FileStatus.of(os.lstat(os.path.basename(name), dir_fd=directory_fd))):
                     os.unlink(os.path.basename(name), dir_fd=directory_fd)
-                temporary.sync(directory_fd)
-            finally:
-                os.close(directory_fd)
+                directories.sync(directory_fd)
         except OSError as error:
-            raise RetryableError(f"{path}: cannot be removed: {error.strerror or error}", file=path) from error
+            raise writing_error(path, error, "removed") from error
         directory = os.path.dirname(name)
         with contextlib.suppress(OSError):
             while directory:
-                os.rmdir(os.path.join(self.path, directory))
+                store_of(self.path).remove_directory(os.path.join(self.path, directory))
                 directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(
@@ -164,7 +161,7 @@ class Destination:
             keep: paths of files that will be written, which may go on with what is left of them.
         """
         kept = frozenset(keep)
-        places = [real(self.path), *(os.path.join(self.path, name) for name in directories if name)]
+        places = [self.path, *(os.path.join(self.path, name) for name in directories if name)]
         for_each(lambda place: store_of(place).remove_dead(place, complete, kept), places)
 
     def _inside(self, directory: str) -> bool:

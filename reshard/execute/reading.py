@@ -16,11 +16,11 @@ from typing import NamedTuple, Optional, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints import FileHandles, cut_short
+from reshard.checkpoints import FileHandles, cut_short, reading_error
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.errors import RetryableError
+from reshard.errors import ReshardError, RetryableError
 from reshard.plan.pieces import StoredSlice
-from reshard.storage import fill
+from reshard.storage import fill, is_read_only
 from reshard.storage.costs import LOCAL, Storage
 
 Bytes = npt.NDArray[np.uint8]
@@ -273,8 +273,10 @@ def make_reader(
     return MappedReader(handles, explicit, min(_MAPS, most_maps), max(_LEAST_GIVEN_BACK, _GIVE_BACK // threads))
 
 
-def unreadable(source: StoredSlice, error: Exception) -> RetryableError:
+def unreadable(source: StoredSlice, error: Exception) -> ReshardError:
     """The error for a file that cannot be read any more."""
+    if isinstance(error, OSError) and is_read_only(error):
+        return reading_error(source.path, error)
     return RetryableError(
         f"{source.path}: cannot be read (rank {source.rank}): {error}", file=source.path, rank=source.rank
     )

@@ -12,13 +12,10 @@ from typing import Callable, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import ReshardError, RetryableError, UnwritableError
+from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import FileStatus, NewFile, new_file, too_long
-
-# What ends the whole run: no other file would fare better.
-_EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
+from reshard.storage import FileStatus, NewFile, new_file, writing_error
 
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
@@ -160,16 +157,9 @@ class TargetWriter:
         self.discard()
 
     def _fail(self, error: OSError) -> None:
-        if error.errno == errno.ENAMETOOLONG:
-            raise too_long(self.target.path) from error
-        what = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
-        kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-        said = kind(
-            f"{self.target.path}: {what} (rank {self.target.rank}): {error.strerror or error}",
-            file=self.target.path,
-            rank=self.target.rank,
-        )
-        if kind is UnwritableError:
+        said = writing_error(self.target.path, error, rank=self.target.rank)
+        if isinstance(said, (UnwritableError, UsageError)) or error.errno == errno.EROFS:
+            # No other file would fare better.
             raise said from error
         self.fail(said)
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Optional
 
-from reshard.checkpoints import reading_error
+from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.full import HUGGINGFACE, FullWeights
+from reshard.errors import CheckpointError
 from reshard.plan.edits import Edits
-from reshard.storage import UnfitError, read_small
+from reshard.storage import UnfitError, for_each, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.target import FinishingFile
 from reshard.text.names import is_weight
@@ -23,13 +25,17 @@ CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the type in which loaders hold the weights, the newer first."""
 
-# Of a file beside the weights, such as a tokenizer's.
-_LARGEST = 1 << 30
 _LARGEST_CONFIG = 1 << 22
+_PART = 1 << 20
 
 
 def files_beside(
-    to: str, checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], edits: Optional[Edits], report: Report
+    to: str,
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, GlobalTensor],
+    edits: Optional[Edits],
+    handles: FileHandles,
+    report: Report,
 ) -> list[FinishingFile]:
     """What a Hugging Face directory takes over from another, and the configuration that was named for the rules.
 
@@ -38,10 +44,11 @@ def files_beside(
         checkpoint: what is written.
         tensors: those of its tensors that are.
         edits: what is asked of names and types, if anything.
+        handles: open source files; these are sources, too, and stay what they are at this moment.
         report: told what is not taken over, and what is changed.
 
     Raises:
-        RetryableError: the configuration cannot be read.
+        ReshardError: one cannot be read.
     """
     stored = stored_checkpoint(checkpoint)
     others = stored.others if isinstance(stored, FullWeights) else ()
@@ -55,16 +62,41 @@ def files_beside(
         if named is not None:
             report.note(f"{CONFIG} is taken over from {named}")
             paths[CONFIG] = named
-    files = {name: _copied(name, path) for name, path in paths.items()}
+    copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
+    files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths and edits is not None and edits.casts:
         content = _of_other_types(paths[CONFIG], tensors, report)
         if content is not None:
-            files[CONFIG] = FinishingFile(CONFIG, lambda: content)
+            files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
 
 
-def _copied(name: str, path: str) -> FinishingFile:
-    return FinishingFile(name, lambda: read_small(path, _LARGEST))
+def _copied(path: str, handles: FileHandles) -> FinishingFile:
+    """A file that is taken over as it is.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    try:
+        with contextlib.closing(handles.open_file(path)) as file:
+            status = file.status()
+    except OSError as error:
+        raise reading_error(path, error) from error
+    if not status.regular:
+        raise CheckpointError(f"{path}: is not a regular file", file=path, hint="remove it, or put the file there")
+
+    def parts() -> Iterator[bytes]:
+        handles.check_unchanged([path])
+        try:
+            with contextlib.closing(handles.open_file(path)) as file:
+                for offset in range(0, status.size, _PART):
+                    yield read_range(file, offset, min(_PART, status.size - offset))
+        except OSError as error:
+            raise reading_error(path, error) from error
+        # Before what is made of it gets its name.
+        handles.check_unchanged([path])
+
+    return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
 def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Report) -> Optional[bytes]:

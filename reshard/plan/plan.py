@@ -27,7 +27,7 @@ from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
-from reshard.storage import real
+from reshard.storage import unlinked
 from reshard.target import Section, TargetForm
 from reshard.text.wording import quoted
 
@@ -103,10 +103,15 @@ class Plan:
     def path(self, file: int) -> str:
         """The final name of a target file."""
         if self.request.exact_file:
-            return self.request.dst
+            directory, name = os.path.split(self.request.dst)
+            return os.path.join(unlinked(directory), name)
         name = f"{self.form.names.of(file)}.{self.form.format}"
-        # The target directory may be a link, a directory in it may not.
-        return os.path.join(self.request.dst if os.path.dirname(name) else real(self.request.dst), name)
+        return os.path.join(self._place, name)
+
+    @functools.cached_property
+    def _place(self) -> str:
+        """The target directory; it may be a link, a directory in it may not."""
+        return unlinked(self.request.dst)
 
     def groups(
         self, files: Sequence[int], most: int = MOST_MEMBERS, names: Optional[Collection[str]] = None

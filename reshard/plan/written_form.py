@@ -63,7 +63,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     tensors = TensorsInOrder(checkpoint.tensors, layers_in_order(found))
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
     if request.to != CHECKPOINT2:
-        others = files_beside(request.to, checkpoint, tensors, request.edits, report)
+        others = files_beside(request.to, checkpoint, tensors, request.edits, handles, report)
         return FullDirectory(request.to, tensors, values, request.max_shard_size, others, found)
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
@@ -78,13 +78,13 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
             + listing(unlisted)
         )
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
-    iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
-    if iteration is not None and int(iteration) < 0:
+    iteration = int((said.get("global_step") if checkpoint.form != CHECKPOINT2 else checkpoint.step) or 0)
+    if iteration < 0:
         report.warn(f"global_step is {iteration}, which is no iteration: the iteration is written as 0")
         iteration = 0
         said = {key: None if isinstance(value, int) and value < 0 else value for key, value in said.items()}
-    common = FinishingFile(COMMON, lambda: common_json(said))
-    return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
+    common = FinishingFile(COMMON, lambda: [common_json(said)])
+    return Checkpoint2Files(request.target, tensors, list(values), iteration, prefix, common)
 
 
 def rank_names(request: Request, checkpoint: Checkpoint) -> FileNames:

@@ -24,6 +24,7 @@ from reshard.checkpoints.forms import FORMS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.records.identity import short_digest
+from reshard.records.record_files import opened
 from reshard.storage import in_object_store, is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE, SAME
@@ -139,7 +140,8 @@ class Given:
             write_whole(path, content)
             return
         try:
-            os.utime(path, follow_symlinks=False)
+            with opened(directory) as fd:
+                os.utime(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
         except FileNotFoundError:
             write_whole(path, content)
 

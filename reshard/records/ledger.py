@@ -41,12 +41,12 @@ from reshard.records.record_files import (
     names_in,
     remove,
     remove_directory,
-    unwritable,
 )
 from reshard.records.sources import SourceFile
 from reshard.storage import (
     FileStatus,
     UnfitError,
+    directories,
     exists,
     for_each,
     in_object_store,
@@ -54,8 +54,8 @@ from reshard.storage import (
     read_small,
     remove_file,
     store_of,
-    temporary,
     write_whole,
+    writing_error,
 )
 from reshard.storage import make_directory as make_directories
 from reshard.storage.json_text import JsonError
@@ -170,7 +170,7 @@ class Ledger:
             with locked(os.path.join(self._root, "lock"), self._make_root, self._tell) as check:
                 yield check
         except OSError as error:
-            raise unwritable(self._root, error) from error
+            raise writing_error(self._root, error) from error
 
     def _nobody_writes(self) -> bool:
         with try_alone(os.path.join(self._own, "lock")) as alone:
@@ -196,8 +196,8 @@ class Ledger:
             return
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, at any moment before it is locked.
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.makedirs(self._root)
+            with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
+                make_directories(self._root)
             if exists(self._root):
                 return
 
@@ -260,7 +260,7 @@ class Ledger:
             if not exists(path):
                 write_whole(path, (self.identity.to_json() + "\n").encode())
         except OSError as error:
-            raise unwritable(self._root, error) from error
+            raise writing_error(self._root, error) from error
 
     @contextlib.contextmanager
     def sign_of_life(self) -> Iterator[str]:
@@ -274,7 +274,7 @@ class Ledger:
         try:
             sign = sign_in(self._own)
         except OSError as error:
-            raise unwritable(self._own, error) from error
+            raise writing_error(self._own, error) from error
         try:
             yield sign.path
         finally:
@@ -373,7 +373,7 @@ class Ledger:
         try:
             given.write(self._own)
         except OSError as error:
-            raise unwritable(self._own, error) from error
+            raise writing_error(self._own, error) from error
 
     def forget_given(self) -> None:
         """Everything is made anew, perhaps of other files."""
@@ -417,9 +417,9 @@ class Ledger:
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
         if flush and not in_object_store(self._own):
             try:
-                temporary.sync_directory(os.path.join(self._own, "done"))
+                directories.sync_directory(os.path.join(self._own, "done"))
             except OSError as error:
-                raise unwritable(self._own, error) from error
+                raise writing_error(self._own, error) from error
 
     def forget(self, ranks: Collection[int]) -> None:
         """Forget that targets are finished, because they are to be made again."""

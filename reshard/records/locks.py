@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.errors import RetryableError
+from reshard.records.record_files import opened
 from reshard.storage import UnfitError, in_object_store, look_error, read_small, store_of, temporary
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def shared(path: str, tell: Tell) -> Lock:
     if in_object_store(path):
         return _objects(path).lease(path)
     wait = _Wait(path, tell)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    fd = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         while _is_busy(fd, fcntl.LOCK_SH):
             wait.pause()
@@ -187,7 +188,7 @@ def try_alone(path: str) -> Iterator[Optional[bool]]:
         yield alone
         return
     try:
-        fd = _open(path)
+        fd = _open_there(path)
     except (FileNotFoundError, NotADirectoryError):
         yield True
         return
@@ -227,7 +228,7 @@ def locked(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callabl
         return
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            fd = _open(path, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:
             wait.pause()
             again()
@@ -268,14 +269,19 @@ def _is_busy(fd: int, kind: int) -> bool:
     return False
 
 
-def _open(path: str) -> int:
+def _open(path: str, flags: int) -> int:
+    with opened(os.path.dirname(path)) as fd:
+        return os.open(os.path.basename(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=fd)
+
+
+def _open_there(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _open(path, os.O_RDWR)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         # Of another user, or not to be written by anybody: it can be asked, where reading suffices for that.
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _open(path, os.O_RDONLY)
 
 
 def _still_there(path: str, fd: int) -> bool:

@@ -18,7 +18,7 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
-from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole
+from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole, writing_error
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.near_names import path_meant
 from reshard.text.wording import quoted
@@ -82,7 +82,7 @@ class Manifest:
         """Write it into its directory, whole or not at all; returns its path.
 
         Raises:
-            RetryableError: it cannot be written.
+            ReshardError: it cannot be written.
         """
         path = os.path.join(directory, MANIFEST_NAME)
         said = {
@@ -94,7 +94,7 @@ class Manifest:
         try:
             write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
         except OSError as error:
-            raise RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path) from error
+            raise writing_error(path, error) from error
         return path
 
     @staticmethod

@@ -15,8 +15,17 @@ import stat
 from collections.abc import Iterator
 from typing import Callable
 
-from reshard.errors import ReshardError, RetryableError, TargetError
-from reshard.storage import for_each, in_object_store, look_error, remove_file, store_of, too_long, write_whole
+from reshard.errors import TargetError
+from reshard.storage import (
+    directories,
+    for_each,
+    in_object_store,
+    look_error,
+    remove_file,
+    store_of,
+    write_whole,
+    writing_error,
+)
 
 DIRECTORY = ".reshard"
 IN_ORDER = ("plan.json", "replaced")
@@ -28,28 +37,22 @@ def opened(path: str) -> Iterator[int]:
     """A descriptor of a directory of records, while the block runs.
 
     Args:
-        path: ``DST/.reshard`` or a directory below it.
+        path: ``DST/.reshard`` or a directory below it; links above that are followed.
 
     Raises:
         TargetError: a part of the path from there on is a link, or no directory.
         FileNotFoundError: it is not there.
         OSError: it cannot be opened.
     """
-    destination, _, below = path.rpartition(os.sep + DIRECTORY)
-    fd = os.open(destination or os.sep, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    above, mark, _ = path.rpartition(os.sep + DIRECTORY)
+    trusted = (above or os.sep) if mark else path
     try:
-        reached = destination
-        for part in (DIRECTORY, *filter(None, below.split(os.sep))):
-            reached = os.path.join(reached, part)
-            try:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                inner = os.open(part, flags, dir_fd=fd)
-            except OSError as error:
-                if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                    raise not_ours(reached) from error
-                raise
-            os.close(fd)
-            fd = inner
+        fd, _ = directories.open_directory(path, trusted)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and error.filename != trusted:
+            raise not_ours(error.filename) from error
+        raise
+    try:
         yield fd
     finally:
         os.close(fd)
@@ -152,7 +155,7 @@ def make_empty(path: str) -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             os.close(os.open(os.path.basename(path), flags, 0o666, dir_fd=fd))
     except OSError as error:
-        raise not_ours(path) if error.errno == errno.ELOOP else unwritable(path, error) from error
+        raise not_ours(path) if error.errno == errno.ELOOP else writing_error(path, error) from error
 
 
 def remove(path: str) -> None:
@@ -170,7 +173,7 @@ def remove(path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise writing_error(path, error) from error
 
 
 def remove_directory(path: str, ours: Callable[[str], bool]) -> None:
@@ -199,10 +202,3 @@ def remove_directory(path: str, ours: Callable[[str], bool]) -> None:
                     os.unlink(name, dir_fd=fd)
         with opened(os.path.dirname(path)) as above:
             os.rmdir(os.path.basename(path), dir_fd=above)
-
-
-def unwritable(path: str, error: OSError) -> ReshardError:
-    """The error to show where a record cannot be written."""
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    return RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path)

@@ -7,6 +7,7 @@ from reshard.storage.local import LocalFile
 from reshard.storage.look import (
     exists,
     is_directory,
+    is_read_only,
     is_regular_file,
     leads_to_directory,
     leads_to_file,
@@ -17,6 +18,7 @@ from reshard.storage.look import (
     status_at,
     status_of_each,
     too_long,
+    writing_error,
 )
 from reshard.storage.once import asked_once, asks_once
 from reshard.storage.opened import opened_regular, read_small
@@ -39,7 +41,9 @@ from reshard.storage.store import (
     remove_file,
     storage_of,
     store_of,
+    unlinked,
     use_endpoint,
+    write_parts,
     write_whole,
 )
 
@@ -64,6 +68,7 @@ __all__ = [
     "in_object_store",
     "is_absolute",
     "is_directory",
+    "is_read_only",
     "is_regular_file",
     "leads_to_directory",
     "leads_to_file",
@@ -84,6 +89,9 @@ __all__ = [
     "storage_of",
     "store_of",
     "too_long",
+    "unlinked",
     "use_endpoint",
+    "write_parts",
     "write_whole",
+    "writing_error",
 ]

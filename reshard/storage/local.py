@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import time
 from collections.abc import Collection
 from typing import NamedTuple, Optional
 
-from reshard.storage import temporary
+from reshard.storage import directories, temporary
 from reshard.storage.costs import Storage
 from reshard.storage.network import FileSystems, NetworkFile
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
 from reshard.storage.store import Entry, OpenFile, Store
+
+# Seconds: no single write takes longer.
+_MOMENT = 600.0
 
 
 class LocalFile(NamedTuple):
@@ -51,6 +57,24 @@ class LocalFile(NamedTuple):
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; how many."""
         return os.preadv(self.descriptor, [out], offset)
+
+    def being_written(self) -> bool:
+        """Whether it was changed a moment ago, and a process of this machine has it open for writing.
+
+        A large write changes the file's times when it begins: who opens the file in the middle of it sees no other
+        times afterwards. Where the kernel does not say who has it open, this is False.
+        """
+        if abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
+            return False
+        try:
+            # Whoever opens it for writing between the two calls has a signal sent, which would end this process.
+            fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            # Refused where somebody has it open for writing.
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+        fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -102,21 +126,15 @@ class LocalStore:
 
     def make_directory(self, path: str) -> bool:
         """Make a directory."""
-        try:
-            os.makedirs(path)
-        except FileExistsError:
-            if not os.path.isdir(path):
-                raise
-            return False
-        return True
+        return directories.make_directory(path)
 
     def remove(self, path: str) -> None:
         """Remove a file."""
-        os.unlink(path)
+        directories.remove_file(path)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty."""
-        os.rmdir(path)
+        directories.remove_directory(path)
 
     def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
         """Remove temporary files that no living process is writing."""

@@ -7,15 +7,23 @@ a second looks like a checkpoint that is not there. Here absence is an answer an
 from __future__ import annotations
 
 import errno
+import os
+import shlex
 from collections.abc import Sequence
 from typing import Callable, Optional
 
-from reshard.errors import InputError, ReshardError, RetryableError, UsageError
+from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UnwritableError, UsageError
 from reshard.storage.once import listed
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, for_each, store_of
+from reshard.storage.store import Entry, for_each, in_object_store, store_of
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
+_READ_ONLY = (*_FORBIDDEN, errno.EROFS)
+# Directories that are written to are reached through no link.
+_NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
+# What ends the whole run: no other file would fare better.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_EVERYWHERE = (*_FULL, errno.EMFILE, errno.ENFILE)
 _SHOWN = 300
 
 
@@ -157,6 +165,45 @@ def look_error(path: str, error: OSError) -> ReshardError:
     if error.errno in _FORBIDDEN:
         return InputError(f"{path}: may not be looked at: {error.strerror}", file=path)
     return RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path)
+
+
+def writing_error(path: str, error: OSError, what: str = "written", rank: Optional[int] = None) -> ReshardError:
+    """The error to show where a file or directory cannot be written or removed: lasting, or worth a retry.
+
+    Args:
+        path: of the file.
+        error: what the system says.
+        what: cannot be done to it.
+        rank: whose file it is, if it is a rank's.
+    """
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    whose = "" if rank is None else f" (rank {rank})"
+    reason = error.strerror or error
+    if error.errno in _NO_DIRECTORY:
+        return TargetError(
+            f"{path}: may not be {what}{whose}: {error.filename or 'its directory'} is a link or no directory",
+            file=path,
+            rank=rank,
+            hint="remove what stands in the place of a directory, or choose another place",
+        )
+    if is_read_only(error):
+        directory = shlex.quote(os.path.dirname(path) or os.curdir)
+        rights = f"a right to write there: `ls -ld {directory}` shows owner and rights"
+        return TargetError(
+            f"{path}: may not be {what}{whose}: {reason}",
+            file=path,
+            rank=rank,
+            hint=f"choose another place, or get {'credentials for it' if in_object_store(path) else rights}",
+        )
+    said = "no space is left" if error.errno in _FULL else f"cannot be {what}"
+    kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
+    return kind(f"{path}: {said}{whose}: {reason}", file=path, rank=rank)
+
+
+def is_read_only(error: OSError) -> bool:
+    """Whether an error tells of rights, or of a read-only file system, which no retry changes."""
+    return error.errno in _READ_ONLY
 
 
 def too_long(path: str) -> UsageError:

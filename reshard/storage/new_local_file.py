@@ -6,8 +6,7 @@ import contextlib
 import errno
 import os
 
-from reshard.storage import temporary
-from reshard.storage.look import is_directory
+from reshard.storage import directories, temporary
 from reshard.storage.status import FileStatus
 
 _TIMES = 4
@@ -31,11 +30,9 @@ class NewLocalFile:
 
     def _create(self, directory: str) -> tuple[int, int, str]:
         for _ in range(_TIMES):
-            self._made_directory = not is_directory(directory)
             # Another run that gave up may remove the directory between the two.
             with contextlib.suppress(FileNotFoundError):
-                os.makedirs(directory, exist_ok=True)
-                directory_fd = temporary.open_directory(directory)
+                directory_fd, self._made_directory = directories.open_directory(directory, make=True)
                 try:
                     fd, unnamed = temporary.create(directory, directory_fd)
                 except BaseException:
@@ -56,14 +53,14 @@ class NewLocalFile:
         """Flush it to disk."""
         os.fsync(self._fd)
         if self._made_directory:
-            temporary.sync_directory(os.path.dirname(os.path.dirname(self._path) or ".") or ".")
+            directories.sync_directory(os.path.dirname(os.path.dirname(self._path) or ".") or ".")
         return FileStatus.of(os.fstat(self._fd))
 
     def publish(self) -> None:
         """Rename it, and flush that to disk."""
         temporary.rename(self._temporary, self._path, self._directory_fd)
         self._temporary = ""
-        temporary.sync(self._directory_fd)
+        directories.sync(self._directory_fd)
 
     def discard(self) -> None:
         """Remove it, and its directory if it was made for it and is empty."""
@@ -72,7 +69,7 @@ class NewLocalFile:
             with contextlib.suppress(OSError):
                 temporary.remove(path, self._directory_fd)
                 if self._made_directory:
-                    os.rmdir(os.path.dirname(path))
+                    directories.remove_directory(os.path.dirname(path))
 
     def close(self) -> None:
         """Close the descriptors."""

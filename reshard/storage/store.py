@@ -7,10 +7,12 @@ a file system. Stores say what goes wrong in the words of the system, as `OSErro
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Optional, Protocol, TypeVar
+from typing import Callable, Optional, Protocol, TypeVar, Union
 
 from reshard.errors import UsageError
 from reshard.storage.costs import Storage
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 # Looks and listings that are worth having under way, where each takes a round trip.
 _AT_A_TIME = 32
+# Bytes of smaller parts that are put together before they are written.
+_WORTH_WRITING = 1 << 20
 
 
 class Entry(Protocol):
@@ -232,6 +236,21 @@ def real(path: str) -> str:
     return path.rstrip("/") if in_object_store(path) else os.path.realpath(path)
 
 
+def unlinked(path: str) -> str:
+    """A path for what is written, which goes through no link: as typed, or where links in it lead to."""
+    if in_object_store(path):
+        return path
+    place = os.path.abspath(path)
+    if os.path.realpath(path) == place:
+        return path
+    while not os.path.exists(place):
+        if os.path.islink(place):
+            # What a link leads to is not made: it may be a disk that is not mounted.
+            return path
+        place = os.path.dirname(place)
+    return os.path.realpath(path)
+
+
 def new_file(path: str, size: int) -> NewFile:
     """Begin to write a file, in a directory that is made where it is not there; see `Store.new_file`.
 
@@ -239,6 +258,49 @@ def new_file(path: str, size: int) -> NewFile:
         OSError: it cannot be written.
     """
     return store_of(path).new_file(path, size)
+
+
+def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
+    """Write a file part by part; it gets its name when the last part has come.
+
+    Args:
+        path: the file; its directory is made where it is missing.
+        size: bytes of all parts.
+        parts: what is written, in order; an error that comes from them is passed on.
+
+    Returns:
+        A CRC-32 of all.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    offset = crc = 0
+    with contextlib.closing(new_file(path, size)) as file:
+        try:
+            for data in _gathered(parts):
+                file.write(offset, data)
+                offset, crc = offset + len(data), zlib.crc32(data, crc)
+            if offset != size or file.finish().size != size:
+                raise OSError(errno.EIO, f"it is not of the {size:,} bytes that it should have", path)
+            file.publish()
+        finally:
+            file.discard()
+    return crc
+
+
+def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]:
+    """The same bytes in parts that are worth a request."""
+    held = bytearray()
+    for part in parts:
+        data = memoryview(part).cast("B")
+        if not held and len(data) >= _WORTH_WRITING:
+            yield data
+            continue
+        held += data
+        if len(held) >= _WORTH_WRITING:
+            yield memoryview(held)
+            held = bytearray()
+    yield memoryview(held)
 
 
 def write_whole(path: str, data: bytes) -> None:

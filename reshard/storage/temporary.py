@@ -18,27 +18,19 @@ import os
 import platform
 import re
 import time
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard import signals
+from reshard.storage import directories
 
 _UNTOUCHED_SECONDS = 3600.0
-_NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
+_NAME = re.compile(r"\.reshard-tmp-([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 
 # New files that somebody else locked at once: more are no accident, and locks that tell nothing.
 _TIMES = 100
 
 _unfinished: set[str] = set()
-
-
-def open_directory(path: str) -> int:
-    """A descriptor of a directory; a link in the place of the last name is not followed.
-
-    Raises:
-        OSError: there is none, or something else.
-    """
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str]:
@@ -54,13 +46,16 @@ def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str
     Raises:
         OSError: it cannot be created.
     """
+    if directory_fd is None:
+        with directories.opened(directory) as directory_fd:
+            return create(directory, directory_fd)
     times = 0
     while True:
         times += 1
-        path = os.path.join(directory, f".reshard-tmp-{_machine()}-{os.getpid()}-{os.urandom(6).hex()}")
+        name = f".reshard-tmp-{_machine()}-{_namespace()}-{os.getpid()}-{os.urandom(6).hex()}"
+        path = os.path.join(directory, name)
         _unfinished.add(path)
         try:
-            name = path if directory_fd is None else os.path.basename(path)
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory_fd)
         except OSError:
             _unfinished.discard(path)
@@ -88,23 +83,20 @@ def _lock_new(fd: int) -> bool:
     return True
 
 
-def _drop(fd: int, path: str, directory_fd: Optional[int]) -> None:
+def _drop(fd: int, path: str, directory_fd: int) -> None:
     os.close(fd)
     with contextlib.suppress(OSError):
         remove(path, directory_fd)
 
 
-def rename(path: str, final: str, directory_fd: Optional[int] = None) -> None:
+def rename(path: str, final: str, directory_fd: int) -> None:
     """Give a temporary file its final name, in the directory that it was created in.
 
     Raises:
         OSError: it cannot have it.
     """
-    if directory_fd is None:
-        os.rename(path, final)
-    else:
-        names = os.path.basename(path), os.path.basename(final)
-        os.rename(*names, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    names = os.path.basename(path), os.path.basename(final)
+    os.rename(*names, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
     _unfinished.discard(path)
 
 
@@ -114,7 +106,10 @@ def remove(path: str, directory_fd: Optional[int] = None) -> None:
     Raises:
         OSError: it cannot be removed.
     """
-    os.unlink(path if directory_fd is None else os.path.basename(path), dir_fd=directory_fd)
+    if directory_fd is None:
+        directories.remove_file(path)
+    else:
+        os.unlink(os.path.basename(path), dir_fd=directory_fd)
     _unfinished.discard(path)
 
 
@@ -126,47 +121,27 @@ def _remove_unfinished() -> None:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file so that under its name it is whole, or not there; flushed to disk.
+    """Write a small file so that under its name it is whole, or not there; flushed to disk, and so is its name.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    fd, unnamed = create(os.path.dirname(path) or ".")
-    try:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(fd, data[done:], done)
-        os.fsync(fd)
-        rename(unnamed, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove(unnamed)
-        raise
-    finally:
-        os.close(fd)
-
-
-def sync_directory(path: str) -> None:
-    """Make what was created in a directory, or renamed, last through a crash.
-
-    Raises:
-        OSError: it cannot be flushed.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync(directory_fd: int) -> None:
-    """Like `sync_directory`, of a directory that is open."""
-    try:
-        os.fsync(directory_fd)
-    except OSError as error:
-        # Some network file systems cannot flush a directory; they do so by themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+    directory = os.path.dirname(path) or os.curdir
+    with directories.opened(directory) as directory_fd:
+        fd, unnamed = create(directory, directory_fd)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], done)
+            os.fsync(fd)
+            rename(unnamed, path, directory_fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove(unnamed, directory_fd)
             raise
+        finally:
+            os.close(fd)
+        directories.sync(directory_fd)
 
 
 def remove_dead(directory: str, complete: bool = False) -> None:
@@ -179,38 +154,50 @@ def remove_dead(directory: str, complete: bool = False) -> None:
         complete: nothing is left to be written there, so that a file whose lock can be had is nobody's,
             whichever machine it is of.
     """
-    with contextlib.suppress(OSError):
-        directory_fd = open_directory(directory)
-        try:
-            for name in os.listdir(directory_fd):
-                match = _NAME.fullmatch(name)
-                if match is not None:
-                    _remove_if_dead(name, directory_fd, match[1], int(match[2]), complete)
-        finally:
-            os.close(directory_fd)
+    with contextlib.suppress(OSError), directories.opened(directory) as directory_fd:
+        for name in os.listdir(directory_fd):
+            match = _NAME.fullmatch(name)
+            if match is not None:
+                _remove_if_dead(name, directory_fd, _Writer(*match.groups()), complete)
 
 
-def _remove_if_dead(name: str, directory_fd: int, machine: str, process: int, complete: bool) -> None:
+class _Writer(NamedTuple):
+    """Who writes a temporary file, by its name.
+
+    Attributes:
+        machine: as `_machine` says.
+        namespace: that the process is numbered in, as `_namespace` says.
+        process: its number there.
+    """
+
+    machine: str
+    namespace: str
+    process: str
+
+
+def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: bool) -> None:
     with contextlib.suppress(OSError):
         # Network file systems lock alone only what may be written.
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fd)
         try:
-            if _dead(fd, machine, process, complete):
+            if _dead(fd, writer, complete):
                 os.unlink(name, dir_fd=directory_fd)
         finally:
             os.close(fd)
 
 
-def _dead(fd: int, machine: str, process: int, complete: bool) -> bool:
+def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
+    here = writer.machine == _machine()
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
-        if machine == _machine():
-            return not os.path.exists(f"/proc/{process}")
-        complete = False
-    return complete or machine == _machine() or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
+        # Containers of one machine number their processes each for itself.
+        if here and writer.namespace == _namespace():
+            return not os.path.exists(f"/proc/{writer.process}")
+        here = complete = False
+    return complete or here or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 
 
 @functools.cache
@@ -222,3 +209,13 @@ def _machine() -> str:
     except OSError:
         boot = ""
     return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:8]
+
+
+@functools.cache
+def _namespace() -> str:
+    """The PID namespace of this process, in a few characters."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:8]

@@ -30,7 +30,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # A plain ValueError is of a number with thousands of digits.
+        # A number of thousands of digits is a ValueError of Python's, not of TOML.
         raise TomlError(str(error)) from error
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from reshard.errors import RetryableError, StrategyError, TargetError, UsageError
-from reshard.storage import exists, is_directory, make_directory, real, write_whole
+from reshard.errors import StrategyError, TargetError, UsageError
+from reshard.storage import exists, is_directory, make_directory, real, write_whole, writing_error
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.directory import find_stages
 from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
@@ -120,4 +120,4 @@ def _write_at_once(target: str, data: bytes) -> None:
         make_directory(os.path.dirname(target))
         write_whole(target, data)
     except OSError as error:
-        raise RetryableError(f"{target} cannot be written: {error.strerror}", file=target) from error
+        raise writing_error(target, error) from error

@@ -8,7 +8,7 @@ same rows can be written together; the place is that of the ranks with fewest by
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -68,7 +68,8 @@ class Checkpoint2Files(TargetForm):
         self._iteration = iteration
         self._common = common
         self._tensors = tensors
-        self._layouts: dict[str, tuple[Stage, Layout]] = {}
+        # By name: number of the section, and how the tensor is cut over the ranks of its stage.
+        self._layouts: dict[str, tuple[int, Stage, Layout]] = {}
         self._files: list[_File] = []
         self.sections: list[Section] = []
         for kind in (MODEL, OPTIMIZER):
@@ -102,7 +103,7 @@ class Checkpoint2Files(TargetForm):
             except (InputError, LayoutError):
                 # It is told with all other problems when the plan is checked.
                 layout = section.layouts[tensor.name]
-            self._layouts[tensor.name] = stage, layout
+            self._layouts[tensor.name] = len(self.sections), stage, layout
             if layout not in holders:
                 order = np.argsort(layout.slice_of_rank, kind="stable")
                 holders[layout] = order.reshape(layout.slice_count, layout.copies)
@@ -147,19 +148,21 @@ class Checkpoint2Files(TargetForm):
         return [
             FinishingFile(f"{directory}/{METADATA}", self._metadata),
             FinishingFile(f"{directory}/{self._common.name}", self._common.make),
-            FinishingFile(TRACKER, lambda: tracker_text(self._iteration)),
+            FinishingFile(TRACKER, lambda: [tracker_text(self._iteration)]),
         ]
 
-    def _metadata(self) -> bytes:
-        files: dict[tuple[str, int], list[tuple[int, str]]] = {}
-        for number, file in enumerate(self._files):
-            stored = f"{self.names.of(number)}.{self.format}".rpartition("/")[2]
-            for name in file.names:
-                files.setdefault((name, file.stage.number), []).append((file.device, stored))
-        return metadata_json(
-            Described(self._tensors[name], layout, tuple(stage.ranks), dict(files[name, stage.number]))
-            for name, (stage, layout) in self._layouts.items()
-        )
+    def _metadata(self) -> Iterator[bytes]:
+        return metadata_json(self._described)
+
+    def _described(self) -> Iterator[Described]:
+        """Every tensor, one at a time: with its files, all together would take as much memory as what they make."""
+        for name, (section, stage, layout) in self._layouts.items():
+            files = {
+                self._files[number].device: f"{self.names.of(number)}.{self.format}".rpartition("/")[2]
+                for number in self.sections[section].files
+                if name in self._files[number].names
+            }
+            yield Described(self._tensors[name], layout, tuple(stage.ranks), files)
 
 
 def _kind_of_file(tensor: GlobalTensor) -> str:

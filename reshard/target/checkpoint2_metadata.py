@@ -10,7 +10,7 @@ import itertools
 import json
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, LayoutError
@@ -36,19 +36,28 @@ class Described(NamedTuple):
     files: Mapping[int, str]
 
 
-def metadata_json(tensors: Iterable[Described]) -> bytes:
-    """The content of metadata.json.
+def metadata_json(tensors: Callable[[], Iterable[Described]]) -> Iterator[bytes]:
+    """The content of metadata.json, in parts of one tensor at the most.
+
+    Args:
+        tensors: goes through the tensors; called twice.
 
     Raises:
         CheckpointError: it cannot say how a tensor is laid out.
     """
-    described: dict[str, Any] = {}
-    stored: dict[str, Any] = {}
-    for tensor in tensors:
-        described[tensor.tensor.name] = _described(tensor)
-        stored.update(_stored(tensor))
-    said = {"state_dict_metadata": described, "storage_data": stored}
-    return json.dumps(said, separators=(",", ":")).encode()
+    yield b'{"state_dict_metadata":{'
+    yield from _members((tensor.tensor.name, _described(tensor)) for tensor in tensors())
+    yield b'},"storage_data":{'
+    yield from _members(member for tensor in tensors() for member in _stored(tensor))
+    yield b"}}"
+
+
+def _members(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
+    """The members of an object in JSON."""
+    comma = ""
+    for name, value in members:
+        yield f"{comma}{json.dumps(name)}:{json.dumps(value, separators=(',', ':'))}".encode()
+        comma = ","
 
 
 def tracker_text(iteration: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional, Protocol
 
@@ -39,15 +39,19 @@ class Section:
 
 
 class FinishingFile(NamedTuple):
-    """A small file that makes a complete directory what it is.
+    """A file that makes a complete directory what it is.
 
     Attributes:
         name: relative to the target directory.
-        make: its bytes, once all other files are there.
+        make: its content in parts, once all other files are there; the same each time.
+        size: bytes of all parts; None where they have to be counted.
+        source: the source file that it is made from, if there is one; errors of reading it come from the parts.
     """
 
     name: str
-    make: Callable[[], bytes]
+    make: Callable[[], Iterable[bytes]]
+    size: Optional[int] = None
+    source: Optional[str] = None
 
 
 class TargetForm(Protocol):

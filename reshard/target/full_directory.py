@@ -98,7 +98,7 @@ class FullDirectory(TargetForm):
         """The files beside the weights, then the map or index."""
         if self.name == UNIFIED:
             files = [file for file in self._files if file.name != HYPER_PARAMETERS]
-            return [FinishingFile(UNIFIED_MAP, lambda: unified_map(files, self._sizes))]
+            return [FinishingFile(UNIFIED_MAP, lambda: [unified_map(files, self._sizes)])]
         index = huggingface_index(self._files, self._sizes)
-        last = [] if index is None else [FinishingFile(HUGGINGFACE_INDEX, lambda: index)]
+        last = [] if index is None else [FinishingFile(HUGGINGFACE_INDEX, lambda: [index])]
         return [*self._others, *last]

@@ -61,7 +61,7 @@ class RankFiles(TargetForm):
     def finishing(self) -> Sequence[FinishingFile]:
         """The strategy, where none is at hand, and what trainers go by, where files are named as theirs."""
         files = resume_files([f"{self.names.of(rank)}.{self.format}" for rank in range(self.count)])
-        return [FinishingFile(STRATEGY_FILE, self._strategy_file), *files] if self._alone else files
+        return [FinishingFile(STRATEGY_FILE, lambda: [self._strategy_file()]), *files] if self._alone else files
 
     def _strategy_file(self) -> bytes:
         shapes = {name: self._tensors[name].shape for name in self._strategy.parameters if name in self._tensors}

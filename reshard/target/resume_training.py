@@ -33,7 +33,7 @@ def resume_files(names: Sequence[str]) -> list[FinishingFile]:
         content = meta_json(name)
         if content is None:
             return []
-        found.append(FinishingFile(f"{os.path.dirname(name)}/{META_NAME}", functools.partial(bytes, content)))
+        found.append(FinishingFile(f"{os.path.dirname(name)}/{META_NAME}", functools.partial(list, [content])))
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Optional
 from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.full import FullWeights
-from reshard.storage import UnfitError, is_regular_file, read_small
+from reshard.storage import UnfitError, is_regular_file, opened_regular, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.names import is_weight
 from reshard.text.report import Report
@@ -19,8 +19,7 @@ from reshard.verification.tree import Tree
 _CONFIG = "config.json"
 _TYPES = ("torch_dtype", "dtype")
 _LARGEST_CONFIG = 1 << 22
-# None is copied that is larger.
-_LARGEST = 1 << 30
+_BLOCK = 1 << 20
 
 
 def compare_beside(
@@ -60,10 +59,16 @@ def _same(here: str, there: str) -> bool:
     """Whether two files, either of which may be an object in a store, hold the same.
 
     Raises:
+        RetryableError: one became shorter.
         OSError: one cannot be read.
     """
     try:
-        return read_small(here, _LARGEST) == read_small(there, _LARGEST)
+        with opened_regular(here) as one, opened_regular(there) as other:
+            size = one.size()
+            if size != other.size():
+                return False
+            ranges = [(offset, min(_BLOCK, size - offset)) for offset in range(0, size, _BLOCK)]
+            return all(read_range(one, *block) == read_range(other, *block) for block in ranges)
     except UnfitError:
         return False
 

@@ -24,6 +24,7 @@ from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.special_files import SPECIAL
 from tests.strategy_writing import layout, layout_message, numbers, protobuf
+from tests.trees import value, write_checkpoint
 from tests.wire import field, varint
 
 # Special files
@@ -423,3 +424,26 @@ def test_items_far_apart_are_read_as_one_file(tmp_path: Path) -> None:
     path.write_bytes(unknown + field(3, field(1, "w") + field(2, message)) + unknown + item + field(1, 7) + field(1, 1))
     shown = reshard("strategy", "show", path, "--json").json
     assert [(row["parameter"], row["device_matrix"]) for row in shown] == [("w", [2, 2])]
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "fingerprint"])
+def test_json_holds_no_character_that_a_terminal_would_obey(command: str, tmp_path: Path) -> None:
+    """Also those above ASCII, and marks that turn the direction of writing."""
+    name = "w\x1b[31m\x9b31m\u202e\U000e0001é"
+    file = write_checkpoint(tmp_path / "x.ckpt", {name: value("x", (2, 2)), "b": value("b", (2, 2))})
+    words: list[Argument] = [command, file, "--json", *(["--strategy", "none"] if command != "inspect" else [])]
+    printed = done(*words).out
+    assert printed.rstrip("\n").isprintable() and name in json.dumps(json.loads(printed), ensure_ascii=False).replace(
+        "\\u001b", "\x1b"
+    )
+
+
+def test_a_traceback_holds_no_character_that_a_terminal_would_obey(tmp_path: Path) -> None:
+    said = reshard("--debug", "inspect", tmp_path / "no\x1b[31m.ckpt")
+    assert said.status == 3 and "Traceback" in said.err and said.err.replace("\n", "").isprintable()
+
+
+def test_a_number_of_thousands_of_digits_in_toml_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    rules = tmp_path / "t.toml"
+    rules.write_text('title = "t"\nsides = ["a", "b"]\nx = ' + "9" * 5000 + "\n")
+    assert "internal error" not in fails(3, "names", "show", rules, says=[rules]).err

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint2_writing import Laid, numbered, saving
 from tests.checkpoints.test_checkpoint2 import cases, expected_of, hash_of
 from tests.running import Argument, done, fails, warns
-from tests.trees import layout, read_checkpoint, read_tree, single, write_strategy
+from tests.trees import layout, read_checkpoint, read_tree, scalar, single, value, write_checkpoint, write_strategy
 
 UNPLACED = {"a08_dtypes": {"extra_cell.q"}}
 
@@ -108,3 +108,13 @@ def test_same_is_an_error_where_no_strategy_can_say_the_layouts(tmp_path: Path) 
     done(*words, "--to", "huggingface")
     root = saving(tensors=over_some, world=4, values={}).write_root(tmp_path / "gaps")
     fails(3, "convert", root, tmp_path / "ranks", "--dst-strategy", "same", says=["ranks 0,2", "instead of same"])
+
+
+@pytest.mark.parametrize("name", ["global_step", "step_num"])
+def test_a_negative_step_numbers_no_iteration(name: str, tmp_path: Path) -> None:
+    """A directory of that number would be found by no reader."""
+    source = write_checkpoint(tmp_path / "x.ckpt", {"w": value("w", (2, 2)), name: scalar((1 << 32) - 1)})
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--src-strategy", "none", "--to", "checkpoint2"]
+    warns(done(*words, "--dst-strategy", "none"), "global_step is -1", "iteration 0")
+    assert full(tmp_path / "out" / "iteration_00000000")
+    done("inspect", tmp_path / "out")

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Optional
 
 import pytest
 
 from reshard.execute import writing
 from reshard.source_replicas import samples
+from reshard.storage import temporary
 from reshard.verification import parts as sums
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
@@ -397,3 +398,64 @@ def test_a_source_that_is_rewritten_at_random_moments_is_never_mixed(tmp_path: P
             whole = [all(found[r][n].same(v) for r in tree for n, v in tree[r].items()) for tree in trees.values()]
             mixed += not any(whole)
     assert not mixed and ended
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_files_beside_the_weights_that_change_during_a_run_are_not_taken_over(
+    way: Callable[[Path, bytes], None], world: World, at_first_write: list[Callable[[], None]]
+) -> None:
+    """No target is made of a part of one save and a part of another; the same command again takes the new one."""
+    world.save(NEW)
+    model = world.root / "model"
+    words: list[Argument] = ["convert", model, world.dst, "--to", "huggingface"]
+    done("convert", world.src, model, "--src-strategy", world.old, "--to", "huggingface")
+    shutil.rmtree(model / ".reshard")
+    files = {"config.json": b'{"dtype": "float32"}', "tokenizer.json": b"old" * 1000}
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    at_first_write.append(lambda: way(model / "tokenizer.json", b"new"))
+    fails(1, *words, says=[model / "tokenizer.json"])
+    assert not [name for name in (*files, "reshard-manifest.json") if (world.dst / name).exists()]
+    (model / "tokenizer.json").write_bytes(b"newest")
+    done(*words)
+    assert (world.dst / "tokenizer.json").read_bytes() == b"newest"
+    assert (world.dst / "config.json").read_bytes() == files["config.json"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_that_changes_while_get_writes_it_gets_no_name(
+    way: Callable[[Path, bytes], None], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(OTHER)
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    other = path.read_bytes()
+    world.save(NEW)
+    words: list[Argument] = ["get", world.src, "w", "--strategy", world.old, "-o", world.root / "made" / "w.npy"]
+    create = temporary.create
+
+    def created(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str]:
+        """By now the first block was read."""
+        way(path, other)
+        return create(directory, directory_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(temporary, "create", created)
+        fails(1, *words, says=[path])
+    assert not (world.root / "made").exists()
+    path.write_bytes(other)
+    done(*words)
+
+
+@pytest.mark.parametrize("command", ["stats", "fingerprint", "transform-dir"])
+def test_a_file_that_is_opened_in_the_middle_of_a_write_is_an_error(command: str, world: World) -> None:
+    """Its times were changed when the write began, and so tell nothing afterwards."""
+    world.save(NEW)
+    path = world.src / "rank_0" / "net-1_10.ckpt"
+    words = world.words() if command == "transform-dir" else [command, world.src, "--strategy", world.old]
+    with open(path, "r+b", buffering=0) as file:
+        file.write(path.read_bytes()[:1])
+        fails(1, *words, says=[path, "another process is writing to it"])
+        # Who only has it open has finished.
+        os.utime(path, (1, 1))
+        done(*words)
+    assert not list(world.root.rglob(".reshard-tmp-*"))

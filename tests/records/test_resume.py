@@ -230,9 +230,9 @@ def test_temporary_files_of_dead_runs_are_removed_and_those_of_live_ones_are_not
         paths = [Path(str(process.stdout.readline().strip())) for process in started if process.stdout]
         started[0].kill()
         started[0].wait()
-        elsewhere = world.dst / "rank_0" / ".reshard-tmp-0badcafe-17-0123456789ab"
+        elsewhere = world.dst / "rank_0" / ".reshard-tmp-0badcafe-0badcafe-17-0123456789ab"
         elsewhere.write_bytes(b"of another machine, a moment ago")
-        long_ago = world.dst / "rank_0" / ".reshard-tmp-0badcafe-17-ba9876543210"
+        long_ago = world.dst / "rank_0" / ".reshard-tmp-0badcafe-0badcafe-17-ba9876543210"
         long_ago.write_bytes(b"of another machine, in 1970")
         os.utime(long_ago, (1, 1))
         world.convert("--ranks", "0")

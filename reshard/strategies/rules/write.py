@@ -9,8 +9,18 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reshard.errors import RetryableError, TargetError, UsageError
-from reshard.storage import exists, is_directory, make_directory, names_in, real, remove_file, store_of, write_whole
+from reshard.errors import TargetError, UsageError
+from reshard.storage import (
+    exists,
+    is_directory,
+    make_directory,
+    names_in,
+    real,
+    remove_file,
+    store_of,
+    write_whole,
+    writing_error,
+)
 from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.made_record import ENDINGS, RANK, record_path
 from reshard.strategies.model import StrategyFile, StrategyItem
@@ -57,7 +67,7 @@ def write_strategy(
     Raises:
         UsageError: another ending.
         TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
-        RetryableError: writing failed.
+        ReshardError: writing failed.
     """
     files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
     written = {path: _WRITERS[file.form](file) for path, file in files.items()}
@@ -85,7 +95,7 @@ def write_strategy(
             real(beside), (json.dumps(said, indent=1, ensure_ascii=False) + "\n").encode(errors="surrogateescape")
         )
     except OSError as error:
-        raise RetryableError(f"{path} cannot be written: {error.strerror}", file=path) from error
+        raise writing_error(path, error) from error
     return Written(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
 

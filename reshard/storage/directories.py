@@ -1,0 +1,135 @@
+"""Directories on file systems, reached part by part from descriptor to descriptor, through no link.
+
+Whoever may write to a target directory could put a link in the place of a directory in it at any moment, and have
+files elsewhere written, replaced and removed. So all that is written, made or removed is reached in this way, and a
+link in a path is an error. Who is given a path asks `reshard.storage.unlinked` where it leads, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+_DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def open_directory(path: str, trusted: str = "", make: bool = False) -> tuple[int, bool]:
+    """Open a directory.
+
+    Args:
+        path: the directory.
+        trusted: the beginning of the path; links in it are followed.
+        make: make it, and those above it, where they are missing.
+
+    Returns:
+        Its descriptor, and whether it was made by this.
+
+    Raises:
+        OSError: it is not there, or cannot be made; with `ENOTDIR` or `ELOOP` a link or a file is in the way. Its
+            ``filename`` is the part that failed.
+    """
+    parts = [part for part in path[len(trusted) :].split(os.sep) if part not in ("", os.curdir)]
+    reached = trusted or (os.sep if os.path.isabs(path) else os.curdir)
+    made = False
+    # Search permission suffices for directories above; the last one is listed and flushed.
+    fd = os.open(reached, _DIRECTORY | (os.O_PATH if parts else os.O_RDONLY))
+    for place, part in enumerate(parts, start=1):
+        reached = os.path.join(reached, part)
+        made = False
+        flags = _DIRECTORY | os.O_NOFOLLOW | (os.O_PATH if place < len(parts) else os.O_RDONLY)
+        try:
+            try:
+                inner = os.open(part, flags, dir_fd=fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
+                    made = True
+                inner = os.open(part, flags, dir_fd=fd)
+        except OSError as error:
+            error.filename = reached
+            raise
+        finally:
+            os.close(fd)
+        fd = inner
+    return fd, made
+
+
+@contextlib.contextmanager
+def opened(path: str, trusted: str = "") -> Iterator[int]:
+    """The descriptor of a directory while the block runs.
+
+    Raises:
+        OSError: as `open_directory`.
+    """
+    fd, _ = open_directory(path, trusted)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def opened_above(path: str) -> Iterator[tuple[str, int]]:
+    """The name of a file or directory, and the descriptor of the directory that it is in, while the block runs.
+
+    Raises:
+        OSError: as `open_directory`.
+    """
+    above, name = os.path.split(path.rstrip(os.sep))
+    with opened(above or os.curdir) as fd:
+        yield name, fd
+
+
+def make_directory(path: str) -> bool:
+    """Make a directory, and those above it, unless it is there; whether it was made by this.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    fd, made = open_directory(path, make=True)
+    os.close(fd)
+    return made
+
+
+def remove_file(path: str) -> None:
+    """Remove a file.
+
+    Raises:
+        OSError: it is not there, or cannot be removed.
+    """
+    with opened_above(path) as (name, fd):
+        os.unlink(name, dir_fd=fd)
+
+
+def remove_directory(path: str) -> None:
+    """Remove a directory that is empty.
+
+    Raises:
+        OSError: it is not there, not empty, or cannot be removed.
+    """
+    with opened_above(path) as (name, fd):
+        os.rmdir(name, dir_fd=fd)
+
+
+def sync(directory_fd: int) -> None:
+    """Make what was created in a directory, or renamed, last through a crash.
+
+    Raises:
+        OSError: it cannot be flushed.
+    """
+    try:
+        os.fsync(directory_fd)
+    except OSError as error:
+        # Some network file systems cannot flush a directory; they do so by themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+
+
+def sync_directory(path: str) -> None:
+    """Like `sync`, of a directory that is not open."""
+    with opened(path) as fd:
+        sync(fd)

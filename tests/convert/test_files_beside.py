@@ -1,0 +1,71 @@
+"""Files beside the weights of a Hugging Face directory: taken over byte for byte, of any size, or refused at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.storage import LocalFile
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+# More than any block, and no multiple of one.
+LARGE = (16 << 20) + 7
+
+
+@pytest.fixture
+def model(world: World) -> Path:
+    world.save(tensors())
+    made = world.root / "model"
+    done("convert", world.src, made, "--src-strategy", world.old, "--to", "huggingface")
+    shutil.rmtree(made / ".reshard")
+    (made / "config.json").write_text('{"model_type": "x"}')
+    (made / "vocabulary.dat").write_bytes(os.urandom(1 << 20) * (LARGE >> 20) + b"the end")
+    (made / "empty.txt").write_bytes(b"")
+    return made
+
+
+def words(world: World, model: Path, *more: Argument) -> list[Argument]:
+    return ["convert", model, world.dst, "--to", "huggingface", *more]
+
+
+def test_they_are_copied_and_compared_in_blocks(world: World, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    original = LocalFile.read
+
+    def read(self: LocalFile, offset: int, count: int) -> bytes:
+        reads.append(count)
+        return original(self, offset, count)
+
+    monkeypatch.setattr(LocalFile, "read", read)
+    done(*words(world, model, "--verify"))
+    for name in ("config.json", "vocabulary.dat", "empty.txt"):
+        assert (world.dst / name).read_bytes() == (model / name).read_bytes()
+    assert max(reads) <= 4 << 20 and sum(reads) > LARGE
+    # Somebody's own stays, and is compared in the same way.
+    (world.dst / "reshard-manifest.json").unlink()
+    done(*words(world, model))
+    (world.dst / "vocabulary.dat").write_bytes(bytes(LARGE))
+    (world.dst / "reshard-manifest.json").unlink()
+    assert "is kept; the source's is another" in done(*words(world, model)).err
+    assert max(reads) <= 4 << 20
+
+
+def test_one_that_cannot_be_read_is_refused_before_anything_is_written(
+    world: World, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.open
+
+    def forbidden(path: Any, *more: Any, **options: Any) -> int:
+        if str(path) == str(model / "vocabulary.dat"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return plain(path, *more, **options)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    fails(3, *words(world, model), says=["vocabulary.dat", "may not be read"])
+    assert not world.dst.exists()

@@ -1,0 +1,88 @@
+"""Temporary files: whose they are, when they go, and that names that were given last through a crash."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.storage import store_of, temporary
+from tests.running import Argument, done
+from tests.small import World, tensors
+
+# As large as Linux numbers no process.
+NOBODY = 1 << 23
+LEFT = """
+import os, signal, sys
+from reshard.storage import temporary
+print(temporary.create(sys.argv[1])[1], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def without_locks(fd: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_process_of_another_container_is_not_taken_for_dead_by_its_number(
+    same: bool, locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers of one machine have one host name where they share its network; a lock tells of all of them."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", without_locks)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: NOBODY)
+        if not same:
+            patch.setattr(temporary, "_namespace", lambda: "0badcafe")
+        fd, path = temporary.create(str(tmp_path))
+    store_of(path).remove_dead(str(tmp_path), complete=False)
+    assert os.path.exists(path) == (locks or not same)
+    os.close(fd)
+    store_of(path).remove_dead(str(tmp_path), complete=False)
+    assert os.path.exists(path) == (not locks and not same)
+
+
+def test_get_removes_what_a_killed_one_left(world: World) -> None:
+    world.save(tensors())
+    made = world.root / "made"
+    made.mkdir()
+    left = subprocess.run([sys.executable, "-c", LEFT, str(made)], capture_output=True, text=True, check=False).stdout
+    assert Path(left.strip()).exists()
+    done("get", world.src, "w", "--strategy", world.old, "-o", made / "w.npy")
+    assert [path.name for path in made.iterdir()] == ["w.npy"]
+
+
+@pytest.mark.parametrize("form", ["ranks", "huggingface", "checkpoint2"])
+def test_a_directory_is_flushed_after_each_name_that_is_given_in_it(
+    form: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of index and manifest, too: a crash after the end loses nothing."""
+    world.save(tensors())
+    waiting: dict[tuple[int, int], str] = {}
+    rename, fsync = os.rename, os.fsync
+
+    def place(fd: int) -> tuple[int, int]:
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+
+    def renamed(source: str, target: str, **options: Any) -> None:
+        rename(source, target, **options)
+        waiting[place(options["dst_dir_fd"])] = target
+
+    def flushed(fd: int) -> None:
+        fsync(fd)
+        waiting.pop(place(fd), None)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", flushed)
+    strategy: list[Argument] = [] if form == "huggingface" else ["--dst-strategy", world.new]
+    done("convert", world.src, world.dst, "--src-strategy", world.old, "--to", form, *strategy)
+    assert not waiting

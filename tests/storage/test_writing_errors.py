@@ -1,0 +1,55 @@
+"""What no retry changes is told so: status 3 for rights and read-only disks, 1 for what may pass."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from reshard.storage import temporary
+from tests.running import Argument, fails
+from tests.small import SOURCE, World, tensors
+from tests.trees import write_strategy
+
+LASTING = (errno.EACCES, errno.EPERM, errno.EROFS)
+PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+
+
+@pytest.mark.parametrize("number", [*LASTING, *PASSING])
+@pytest.mark.parametrize("command", ["transform-dir", "get", "merge-pipeline", "strategy show --svg"])
+def test_the_exit_status_says_whether_a_retry_may_cure_it(
+    command: str, number: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(tensors())
+    shown = world.root / "place"
+    stages = write_strategy(world.root / "stages" / "stage", SOURCE).parent
+    commands: dict[str, list[Argument]] = {
+        "transform-dir": [*world.words()[:2], shown, *world.words()[3:]],
+        "get": ["get", world.src, "w", "--strategy", world.old, "-o", shown / "w.npy"],
+        "merge-pipeline": ["merge-pipeline", stages, shown / "merged.ckpt"],
+        "strategy show --svg": ["strategy", "show", world.old, "w", "--svg", shown / "w.svg"],
+    }
+
+    def create(directory: str, directory_fd: object = None) -> tuple[int, str]:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(temporary, "create", create)
+    fails(3 if number in LASTING else 1, *commands[command], says=[shown, os.strerror(number)])
+
+
+@pytest.mark.parametrize("number", [*LASTING[:2], *PASSING[2:]])
+def test_so_does_that_of_a_source_that_cannot_be_read(
+    number: int, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(tensors())
+    path = world.src / "rank_1" / "net-1_10.ckpt"
+    plain = os.open
+
+    def failing(name: object, *more: object, **options: object) -> int:
+        if str(name) == str(path):
+            raise OSError(number, os.strerror(number), str(name))
+        return plain(name, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", failing)
+    fails(3 if number in LASTING else 1, *world.words(), says=["rank_1"])
