@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import Made
-from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
+from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
@@ -40,13 +40,12 @@ class CastAsked(NamedTuple):
         """
         # A pattern may hold the sign, a type may not.
         pattern, equals, dtype = text.rpartition("=")
-        known = {name.lower(): name for name in CAST_TO}
-        found = known.get(dtype.strip().lower())
+        found = dtype_named(dtype)
         if equals and not pattern:
             raise UsageError(
                 f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
             )
-        if found is None:
+        if found is None or found not in CAST_TO:
             near = near_names(dtype, CAST_TO)
             raise UsageError(
                 f"--cast {text}: {dtype!r} is no type to cast to",
