@@ -103,7 +103,10 @@ def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
     if to not in _WITH_STRATEGY and target not in (None, NONE, "None"):
         raise UsageError(f"--to {to} writes full weights, which have no strategy", hint="leave out --dst-strategy")
     if target == SAME and form not in _WITH_STRATEGY:
-        raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the target", hint=None)
+        raise UsageError(
+            f"{src}: holds full weights, so there is no strategy to take for the target",
+            hint="name one: --dst-strategy FILE or DIR",
+        )
     if to != RANKS and typed["format"] == "ckpt":
         raise UsageError(f"--to {to} writes .safetensors files", hint="leave out --format")
     if to in _WITH_STRATEGY and typed["max_shard_size"] is not None:

@@ -87,6 +87,6 @@ def _lines(dst: str, found: Status) -> list[str]:
             lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
         if found.changed:
             changed = rank_ranges(found.changed, noun)
-            cure = "remove them, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"
-            lines.append(f"{changed} modified after they were written; to rewrite them: {cure}")
+            cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"
+            lines.append(f"to write {changed} again: {cure}")
     return lines

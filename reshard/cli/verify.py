@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -217,8 +218,8 @@ def verify(
         raise UsageError(
             f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
             "them; sizes and headers are as it says",
-            hint="to compare them with the source, add --src SRC; if names and sizes are enough, add --headers-only; "
-            "convert --checksum crc32 records checksums",
+            hint=f"to compare them with the source: reshard verify {shlex.quote(out)} --src SRC\n"
+            "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
         )
     tell_differences(found, typed["quiet"], not typed["as_json"], verdict)
 

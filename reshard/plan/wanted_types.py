@@ -46,10 +46,9 @@ class CastAsked(NamedTuple):
                 f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
             )
         if found is None or found not in CAST_TO:
-            near = near_names(dtype, CAST_TO)
             raise UsageError(
                 f"--cast {text}: {dtype!r} is no type to cast to",
-                hint=f"did you mean {near[0]}?" if near else f"the types are {', '.join(CAST_TO)}",
+                hint=f"use {', '.join(CAST_TO[:-1])} or {CAST_TO[-1]}; fp32, fp16 and bf16 are short for them",
             )
         return cls(pattern if equals else None, found)
 
