@@ -62,16 +62,16 @@ def open(
         rank: whose slices, of ``dst_strategy``.
         step: which checkpoint is taken, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
         file_suffix: take only files of ranks whose stem ends so.
-        include: take only names that fit this pattern, or one of these.
-        exclude: leave such names out; wins.
+        include: take only names that match this pattern, or one of these.
+        exclude: skip names that match; overrides ``include``.
         names: a built-in table of rules of names and packing, such as ``"qwen3"``, or the file of one; names of tensors
             are then those on its other side.
         rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
-        config: what tells the sizes that the table needs; by default the config.json of ``src``.
+        config: file with the sizes that the table needs; by default the config.json of ``src``.
         reverse: read the table from right to left, whichever side fits.
         optimizer: apply the table to optimizer state as well; else that is left out.
-        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of several that concern
-            a tensor the last holds.
+        cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"`` for tensors that match; the last
+            match wins. ``"bf16"``, ``"fp16"`` and ``"fp32"`` are short for the types.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
