@@ -153,7 +153,7 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     if unread and summary.ranks and len(summary.ranks) == plan.form.count:
         lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")
     lines.append(f"  holds    {contents_words(summary)}")
-    if summary.replicas is not None:
+    if summary.replicas is not None and not verbose:
         lines.append(f"  checked  {summary.replicas}")
     return lines + ([f"  {line}" for line in detail_lines(summary, request)] if verbose else [])
 

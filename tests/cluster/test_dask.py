@@ -450,4 +450,4 @@ def test_by_rank_has_no_scheduler(world: World) -> None:
 
 @pytest.mark.parametrize("command", ["transform-dir", "plan"])
 def test_the_help_says_that_schedulers_are_trusted(command: str) -> None:
-    assert "only one that you trust: dask exchanges pickles" in flat(done(command, "--help").out)
+    assert "use only clusters that you trust: dask exchanges pickles" in flat(done(command, "--help").out)
