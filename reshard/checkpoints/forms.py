@@ -11,6 +11,7 @@ from reshard.checkpoints.checkpoint2 import strategy_of as strategy_of_checkpoin
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.full import HUGGINGFACE, UNIFIED, full_weights_form, read_huggingface, read_unified
 from reshard.checkpoints.rank_tree.path_pattern import RANK
+from reshard.checkpoints.rank_tree.tree import find_checkpoints
 from reshard.errors import CheckpointError, UsageError
 from reshard.storage import asks_once, exists, is_directory
 from reshard.strategies import Strategy
@@ -45,7 +46,7 @@ def form_of(src: str) -> str:
 
 
 def check_there(src: str) -> None:
-    """Refuse a source that is not there, before it is asked what goes with one that is.
+    """Refuse a source that is not there.
 
     Args:
         src: a directory, a file, or a path with ``{rank}`` in it, which only its readers look for.
@@ -55,6 +56,16 @@ def check_there(src: str) -> None:
     """
     if RANK not in src and not exists(src):
         raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+
+
+def check_holds_ranks(src: str) -> None:
+    """Refuse a source without rank files, before a strategy is asked for that only rank files need.
+
+    Raises:
+        CheckpointError: it is not there, or holds no checkpoint.
+    """
+    check_there(src)
+    find_checkpoints(src)
 
 
 def forms_among(directory: str, names: Sequence[str]) -> set[str]:

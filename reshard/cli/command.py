@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Optional, TypeVar
 
@@ -28,6 +29,11 @@ class Option(click.Option):
     def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)
         self.group = group
+
+    def get_help_record(self, ctx: click.Context) -> Optional[tuple[str, str]]:
+        """Names and help, with a default in words as in ``[default: unchanged]``, which click puts in parentheses."""
+        record = super().get_help_record(ctx)
+        return None if record is None else (record[0], re.sub(r"\[default: \((.*?)\)", r"[default: \1", record[1]))
 
 
 def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:

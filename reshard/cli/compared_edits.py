@@ -1,17 +1,20 @@
-"""Names and types of commands that compare: as typed, or else as a conversion recorded them."""
+"""Strategies, names and types of commands that compare: as typed, or else as a conversion recorded them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli.edits import edits_of
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.plan.edits import Edits as AskedEdits
-from reshard.records import Identity
+from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
 from reshard.records.identity import short_digest
 from reshard.records.ledger import ledgers_in
+from reshard.storage import exists
+from reshard.strategies import NONE, SAME, read_strategy
 from reshard.text.report import Report
 
 if TYPE_CHECKING:
@@ -56,6 +59,54 @@ def edits_of_target(
     if edits is None and plan is not None and plan.edits:
         return compared_edits(_recorded(out, src, plan, report)), True
     return compared_edits(edits), False
+
+
+def strategies_of_target(
+    out: str, src: str, to: str, typed: Mapping[str, Optional[str]], plan: Optional[Identity], report: Report
+) -> dict[str, Optional[str]]:
+    """The strategies of a conversion: as typed, and where they were not, as its records name them.
+
+    Args:
+        out: the directory that was converted to.
+        src: the source.
+        to: the form of `out`.
+        typed: ``src_strategy`` and ``dst_strategy``.
+        plan: what the directory says of itself, if it does.
+        report: told what the records name.
+
+    Raises:
+        UsageError: a strategy that they name is not there any more, or was changed.
+    """
+    needed = {"src_strategy": form_of(src) == RANKS, "dst_strategy": to in (RANKS, CHECKPOINT2)}
+    missing = [name for name, path in typed.items() if path is None and needed[name]]
+    if plan is None or not missing:
+        return dict(typed)
+    try:
+        given = next((given for ledger in ledgers_in(out) if ledger.identity == plan for given in ledger.given()), None)
+    except TargetError as error:
+        report.warn(error.message)
+        given = None
+    if given is None:
+        return dict(typed)
+    recorded = {
+        "src_strategy": (given.source_strategy, plan.source_strategy),
+        "dst_strategy": (given.target_strategy, plan.target_strategy),
+    }
+    found = dict(typed)
+    for name in missing:
+        path, digest = recorded[name]
+        option = "--" + name.replace("_", "-")
+        if path not in (NONE, SAME):
+            problem = "does not exist" if not exists(path) else "has changed"
+            if not exists(path) or strategy_digest(read_strategy(path)) != digest:
+                raise UsageError(
+                    f"{option} is missing: {path}, which the records in {out} name, {problem}",
+                    hint=f"add {option} FILE or DIR with the strategy that {out} was converted with",
+                )
+        found[name] = path
+    said = " ".join(f"--{name.replace('_', '-')} {found[name]}" for name in missing)
+    report.note(f"compared with the strategies that are recorded: {said}")
+    return found
 
 
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from reshard.checkpoints.forms import counted_as
 from reshard.cli import options
 from reshard.cli.edits import edits_of
 from reshard.cli.forms import read_ends
@@ -15,12 +17,12 @@ from reshard.plan.request import Request
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
+from reshard.text.names import KINDS, kind_of
 from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.wording import plural, rank_ranges
 
-# Where the time went is told of conversions that took so long, in seconds; and which phases took any.
-LEAST_TOTAL = 2.0
-LEAST_SHOWN = 0.1
+# Shorter phases, in seconds, are not shown.
+MIN_SHOWN = 0.1
 
 
 def request_between(
@@ -31,7 +33,7 @@ def request_between(
     Raises:
         ReshardError: options are missing or contradict each other, or a strategy cannot be read.
     """
-    report = Report(listener(typed["quiet"]))
+    report = Report(listener())
     ends = read_ends(src, typed, report)
     request = request_of(
         src,
@@ -92,23 +94,6 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
     )
 
 
-def phases_line(summary: Summary, verifying: float = 0.0) -> list[str]:
-    """Where the time went, as a line, if it took long and more than one phase took any.
-
-    Args:
-        summary: of a conversion.
-        verifying: seconds that were spent on verification afterwards.
-    """
-    seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
-    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= LEAST_SHOWN]
-    return [", ".join(shown)] if len(shown) > 1 and sum(seconds.values()) >= LEAST_TOTAL else []
-
-
-def replicas_line(summary: Summary) -> list[str]:
-    """How well the source strategy was tested against the files, as a line, if it says anything."""
-    return [] if summary.replicas is None else [f"replicas: {summary.replicas}"]
-
-
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
     said = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
@@ -116,30 +101,43 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     return said
 
 
-def kinds_line(summary: Summary) -> list[str]:
-    """What the files hold by kind, as a line, if they hold anything."""
-    return [f"kinds: {totals_words(summary.kinds)}"] if summary.kinds else []
+def contents_words(summary: Summary) -> str:
+    """What the targets hold, by kind, and how many parameters of each kind they lack."""
+    words = [totals_words(summary.kinds) or "no tensors"]
+    for names, where in (
+        (summary.left_out, "not in the target strategy, left out"),
+        (summary.missing, "not in the source"),
+    ):
+        if names:
+            counts = Counter(kind_of(name, elements=2) for name in names)
+            words.append(f"{where}: " + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if kind in counts))
+    return "; ".join(words)
 
 
-def summary_lines(summary: Summary, verbose: bool, files: str) -> list[str]:
-    """What became, or would become, of the parameters, and where the manifest is.
+def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> list[str]:
+    """What -v adds to a summary: where the time went, what was read, and every name that was not converted.
 
     Args:
         summary: of a conversion.
-        verbose: name every parameter.
-        files: what the numbers of target files count: ``rank`` or ``file``.
+        request: what was asked for.
+        verifying: seconds that were spent on verification afterwards.
     """
-    lines = [f"{plural(summary.parameters, 'parameter')} resharded", *kinds_line(summary)]
+    seconds = {**dataclasses.asdict(summary.phases), "verifying": verifying}
+    shown = [f"{phase} {taken:.1f} s" for phase, taken in seconds.items() if taken >= MIN_SHOWN]
+    lines = [", ".join(shown)] if len(shown) > 1 else []
+    lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
+    lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
     for names, what in (
         (summary.copied, "copied unchanged"),
+        (summary.excluded, "left out by --include and --exclude"),
         (summary.left_out, "left out, not in the target strategy"),
-        (summary.missing, "missing, in the target strategy but in no source file"),
-        (summary.unholdable, "left out, the target format cannot hold it"),
+        (summary.missing, "in the target strategy, but not in the source"),
+        (summary.unholdable, "left out, the target format cannot hold text"),
     ):
         if names:
-            listed = listing(names, 3)
-            lines.append(f"{len(names)} {what}: {listed.full if verbose else listed}")
-    lines += replicas_line(summary)
+            lines.append(f"{len(names)} {what}: {listing(names).full}")
+    if summary.replicas is not None:
+        lines.append(str(summary.replicas))
     if summary.manifest:
-        lines.append(f"all {files}s are there: {summary.manifest}")
+        lines.append(f"manifest: {summary.manifest}")
     return lines

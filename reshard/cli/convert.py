@@ -12,13 +12,7 @@ from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.compared_edits import compared_edits
-from reshard.cli.conversion import (
-    options_of,
-    phases_line,
-    request_between,
-    summary_json,
-    summary_lines,
-)
+from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
 from reshard.cli.output import echo_json, say
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
@@ -29,7 +23,7 @@ from reshard.execute import Progress
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.text.report import Report
-from reshard.text.wording import byte_size, counted_ranks, left_alone, rank_ranges, step_words
+from reshard.text.wording import byte_size, counted_ranks, step_words
 
 if TYPE_CHECKING:
     from reshard.verification import Difference
@@ -68,11 +62,12 @@ def convert(
     scheduler: Optional[str],
     **typed: Any,
 ) -> None:
-    """Convert the checkpoint in SRC to another layout, or to another form.
+    """Convert the checkpoint in SRC to another layout or another form, and write it to DST.
 
-    SRC is a tree of rank_0/, rank0/ or 0/ directories, one file (an unsharded checkpoint), a path with
-    {rank} in it, wildcards allowed; or, without --src-strategy, a directory of Checkpoint 2.0, of unified
-    or of Hugging Face weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or what --to names.
+    SRC is a directory with rank_0/, rank_1/ ... (or rank0/, 0/), one file with a whole checkpoint, or a path
+    with {rank} and wildcards in it; these need --src-strategy. Or it is a directory of Checkpoint 2.0, unified
+    or Hugging Face weights. DST gets rank_{r}/{prefix}{r}.{ckpt|safetensors}, or the form that --to names.
+    Run the same command again to continue after an interruption.
     """
     _convert(src, dst, ranks, typed, adding=False, share=shard, scheduler=scheduler)
 
@@ -95,7 +90,8 @@ done
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
-    Only the source ranks that `reshard rank-list RANK` prints need be present.
+    Only the source ranks that `reshard rank-list RANK` prints are needed. The run that writes the last missing
+    rank completes DST.
     """
     _convert(src, dst, (rank,), typed, adding=True)
 
@@ -149,7 +145,8 @@ def carry_out(
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 
-            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
+            if typed["as_json"] or not typed["quiet"]:
+                tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
         # Verification takes files for damaged that the conversion found to be.
         request = prepared.plan.request
@@ -160,7 +157,7 @@ def carry_out(
         differences = None if found is None else [difference._asdict() for difference in found]
         echo_json({**summary_json(summary), "differences": differences})
     if not typed["quiet"]:
-        _tell(summary, request, typed["verbose"], verifying)
+        _tell(summary, request, typed["verbose"], verifying, how.share)
     if found is not None:
         from reshard.cli.verify import tell_differences
 
@@ -208,24 +205,38 @@ def _verify(
         return found
 
 
-def _tell(summary: Summary, request: Request, verbose: bool, verifying: float) -> None:
-    rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
-    step = step_words(summary.step)
-    files, source_files = counted_as(request.to), counted_as(request.form)
+def _tell(
+    summary: Summary, request: Request, verbose: bool, verifying: float, share: Optional[tuple[int, int]]
+) -> None:
+    """Print a line on what was written and one on what it holds; with -v everything else.
+
+    Args:
+        summary: of the conversion.
+        request: what was asked for.
+        verbose: -v was given.
+        verifying: seconds that were spent on verification afterwards.
+        share: the share of the files that this run writes; None for all that were asked for.
+    """
+    files = counted_as(request.to)
+    done = counted_ranks(summary.done_before, files)
     if summary.ranks:
+        rate = summary.bytes_written / summary.seconds if summary.seconds else 0.0
         first = (
             f"wrote {counted_ranks(summary.ranks, files)} to {request.dst}: "
             f"{byte_size(summary.bytes_written)} in {summary.seconds:.1f} s ({byte_size(int(rate))}/s)"
         )
+        first += f"; {done} already complete" if summary.done_before else ""
+    elif summary.done_before:
+        first = f"nothing to write: {done} already complete in {request.dst}"
     else:
-        first = f"nothing is left to write to {request.dst}"
-    lines = [
-        first,
-        *phases_line(summary, verifying),
-        f"source: {step}, headers of {rank_ranges(summary.source_ranks, source_files)} read",
-    ]
-    if summary.done_before:
-        done_before = counted_ranks(summary.done_before, files)
-        lines.append(f"{done_before} had been written before by the same conversion; {left_alone(summary.done_before)}")
-    lines += summary_lines(summary, verbose, files)
+        number, runs = share or (0, 1)
+        first = f"nothing to write: share {number}/{runs} is empty, because there are fewer {files}s than shares"
+    lines = [first]
+    if summary.target_files:
+        lines.append(f"{step_words(summary.step)}: {contents_words(summary)}")
+    if verbose:
+        lines += detail_lines(summary, request, verifying)
+    elif summary.manifest and (request.ranks is not None or share is not None):
+        # Other runs wrote the rest.
+        lines.append(f"all {files}s are there: {summary.manifest}")
     say("\n".join(lines), to_standard_error=True)

@@ -37,11 +37,15 @@ reshard diff ckpt/ ckpt/ --strategy src.ckpt --a-step 1_100 --b-step 1_200
 )
 @argument("a", shell_complete=completion.paths)
 @argument("b", shell_complete=completion.paths)
-@options.strategy("Strategy that both, or the one with ranks, were saved with.", "--src-strategy", "strategy")
-@option("Strategies", "--a-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="That of A.")
-@option("Strategies", "--b-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="That of B.")
-@option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Which checkpoint of A, if another than --step.")
-@option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Which checkpoint of B, if another than --step.")
+@options.strategy("Strategy of A and B, where they are rank files.", "--src-strategy", "strategy")
+@option(
+    "Strategies", "--a-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of A."
+)
+@option(
+    "Strategies", "--b-strategy", metavar="FILE|DIR|none", shell_complete=completion.strategies, help="Strategy of B."
+)
+@option("Source", "--a-step", metavar="EPOCH_STEP|latest", help="Step of A, if not --step.")
+@option("Source", "--b-step", metavar="EPOCH_STEP|latest", help="Step of B, if not --step.")
 @options.source
 @options.selection
 @options.edits
@@ -61,15 +65,15 @@ def diff(
 ) -> None:
     """Compare the tensors of the checkpoints in A and B.
 
-    They may differ in form, layout, step and type: full tensors are compared. First which are in one only,
-    or of another shape; then, of those that differ, how many elements do, and the largest absolute and
-    relative difference. NaN is equal to NaN. A tensor of another type or of other bits counts as different
-    though no value is: exit status 4 with --exit-code. Without it, the status is 0. Options of names and
-    types are for A, so that B can be compared with what it was made of. Strategies are compared by
-    `reshard strategy diff`.
+    Full tensors are compared, so A and B may differ in form, layout, step and type. Printed are tensors that
+    only one of them has, tensors of different shapes, and for each tensor that differs the number of different
+    elements and the largest absolute and relative difference. NaN equals NaN. A tensor of another type or with
+    other bits counts as different even if all values are equal. The exit status is 0, or with --exit-code 4 if
+    anything differs. --names, --rename and --cast apply to A, so that B can be compared with its source.
+    `reshard strategy diff` compares strategies.
     """
     quiet = typed["quiet"]
-    report = Report(listener(quiet))
+    report = Report(listener())
     with contextlib.ExitStack() as stack:
         one = stack.enter_context(_opened(a, a_strategy, strategy, a_step, typed, report, edits_of(a, typed)))
         other = stack.enter_context(_opened(b, b_strategy, strategy, b_step, typed, report))

@@ -65,6 +65,13 @@ def set_verbose(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
     return value
 
 
+def set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    """Callback of -q: notes are not shown."""
+    if value:
+        ctx.find_root().meta["reshard.quiet"] = True
+    return value
+
+
 def _finish(ctx: click.Context, text: str, status: int) -> NoReturn:
     if ctx.find_root().meta.get("reshard.debug"):
         click.echo(printable(traceback.format_exc().rstrip()), err=True)

@@ -10,7 +10,7 @@ import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.forms import RANKS, check_there, form_of
+from reshard.checkpoints.forms import RANKS, check_holds_ranks, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -72,7 +72,7 @@ reshard fingerprint --merge part0.json --merge part1.json
     multiple=True,
     metavar="FILE",
     shell_complete=completion.paths,
-    help="Add a result that --json printed (repeatable).",
+    help="Merge a result that --json printed (repeatable).",
 )
 @options.source
 @options.selection
@@ -89,15 +89,15 @@ def fingerprint(
 ) -> None:
     """Print a fingerprint of every parameter of the checkpoint in SRC.
 
-    It depends on the parameter's name, type, shape and values only, so it is the same before and
-    after any conversion, to another form too. The last line stands for the whole checkpoint: values
-    such as global_step count, text and what belongs to one rank (cur_rank) do not. Checkpoint 2.0,
-    unified and Hugging Face directories need no --strategy, and --ranks numbers their files. Several machines can each
-    read some ranks' files, and one put the results together; SRC may be left out then. A result is partial as long as a
-    file that was not read may hold something else. With --names, --rename or
-    --cast it is the fingerprint of what a conversion with these options writes.
+    A fingerprint depends only on name, type, shape and values, so no conversion to another layout or form
+    changes it. The last line is the fingerprint of the whole checkpoint: it includes values such as
+    global_step, but not text and values of single ranks (cur_rank). Only rank files need --strategy; for other
+    forms --ranks are numbers of files. Several machines can each read some ranks (--ranks, --json); --merge
+    combines their results, and SRC may be omitted then. A result is partial as long as a file that was not read
+    may hold another parameter. With --names, --rename or --cast the fingerprint is that of the converted
+    checkpoint.
     """
-    report = Report(listener(typed["quiet"]))
+    report = Report(listener())
     result = Fingerprints()
     edited = any(typed[name] for name in EDITS)
     if edited and (src is None or ranks is not None):
@@ -152,10 +152,11 @@ def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report:
     step, suffix = typed["step"], typed["file_suffix"]
     if form == RANKS:
         if strategy is None:
-            check_there(src)
+            check_holds_ranks(src)
             raise UsageError(
                 "--strategy is missing",
-                hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
+                hint="rank files do not record how they are cut: add --strategy FILE or DIR, or pass none for an "
+                "unsharded checkpoint",
             )
         return Source(src, form, typed_strategy(strategy, report), step, suffix)
     if strategy not in (None, NONE, "None"):

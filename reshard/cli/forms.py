@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of, read_checkpoint, strategy_of
+from reshard.checkpoints.forms import (
+    CHECKPOINT2,
+    RANKS,
+    check_holds_ranks,
+    check_there,
+    form_of,
+    read_checkpoint,
+    strategy_of,
+)
 from reshard.cli import options
 from reshard.errors import UsageError
 from reshard.storage import asks_once
@@ -46,12 +54,12 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     to = typed["to"] or (RANKS if target_path is not None or form == RANKS else None)
     if to is None:
         raise UsageError(
-            f"{src} is of the form {form}: what it is converted to is missing",
-            hint="name a strategy with --dst-strategy, or a form with --to checkpoint2, unified or huggingface",
+            f"--dst-strategy or --to is missing: {src} is of the form {form}",
+            hint="add --dst-strategy FILE for rank files, or --to checkpoint2, unified or huggingface",
         )
     _check(src, form, to, typed)
     if source_path is None:
-        check_there(src)
+        (check_holds_ranks if form == RANKS else check_there)(src)
     if to in _WITH_STRATEGY:
         source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
     elif form == RANKS:
@@ -95,7 +103,10 @@ def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
     if to not in _WITH_STRATEGY and target not in (None, NONE, "None"):
         raise UsageError(f"--to {to} writes full weights, which have no strategy", hint="leave out --dst-strategy")
     if target == SAME and form not in _WITH_STRATEGY:
-        raise UsageError(f"{src}: holds full weights, so there is no strategy to take for the target", hint=None)
+        raise UsageError(
+            f"{src}: holds full weights, so there is no strategy to take for the target",
+            hint="name one: --dst-strategy FILE or DIR",
+        )
     if to != RANKS and typed["format"] == "ckpt":
         raise UsageError(f"--to {to} writes .safetensors files", hint="leave out --format")
     if to in _WITH_STRATEGY and typed["max_shard_size"] is not None:

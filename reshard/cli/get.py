@@ -19,7 +19,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, opened, shape_words
-from reshard.cli.output import echo_json, is_verbose, listener, say
+from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
@@ -63,7 +63,9 @@ reshard get iterations/ lm_head.weight -o head.npy
 @click.argument("name", shell_complete=completion.tensors)
 @options.strategy("Strategy the checkpoint was saved with; none for an unsharded one.", "--src-strategy", "strategy")
 @options.source
-@option("Parameters", "--slice", "index", metavar="INDEX", help="Only this part, as NumPy writes it: '0:4,:', '-1'.")
+@option(
+    "Parameters", "--slice", "index", metavar="INDEX", help="Part of the tensor in NumPy's notation: '0:4,:', '-1'."
+)
 @option(
     "Output",
     "--output",
@@ -71,13 +73,12 @@ reshard get iterations/ lm_head.weight -o head.npy
     metavar="FILE.npy|-",
     callback=_npy_path,
     shell_complete=completion.paths,
-    help="Write an array for numpy.load; - writes it to standard output.",
+    help="Write a .npy file for numpy.load; - is standard output.",
 )
-@option("Output", "--raw", is_flag=True, help="Types that NumPy lacks as unsigned integers instead of Float32.")
+@option("Output", "--raw", is_flag=True, help="Print types that NumPy lacks as unsigned integers instead of Float32.")
 @options.edits
 @options.effort
 @options.json_output
-@option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors.")
 @options.verbose("Print every element, however many there are.")
 @options.common
 def get(
@@ -88,17 +89,16 @@ def get(
     output: Optional[str],
     raw: bool,
     as_json: bool,
-    quiet: bool,
     **typed: Any,
 ) -> None:
     """Print the tensor NAME of the checkpoint in SRC, or write it to a .npy file.
 
-    The tensor is whole, whatever the checkpoint is cut into, and only what --slice asks for is read. NAME
-    may be a pattern such as '*.norm.weight'; what it matches is printed one after the other, and for
-    --output it has to match one tensor. BFloat16 and 8-bit floats, which NumPy lacks, come as Float32,
-    which holds them exactly, or with --raw as their bits. An Int4 tensor comes as packed bytes.
+    The tensor is printed whole, however the checkpoint is sharded; --slice reads a part. NAME may be a pattern
+    such as '*.norm.weight'. All matches are printed; --output needs exactly one. NumPy has no BFloat16 and
+    8-bit floats: they are converted to Float32, which is exact, or with --raw to unsigned integers with the
+    same bits. Int4 tensors are printed as packed bytes.
     """
-    report = Report(listener(quiet))
+    report = Report(listener())
     chosen = _index(index)
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         names = _names(checkpoint, name)
@@ -117,7 +117,7 @@ def get(
         echo_json([_row(tensor, array) for tensor, array in arrays])
         return
     for tensor, array in arrays:
-        if not quiet:
+        if not is_quiet():
             packed = ", two values a byte" if tensor.dtype_name == INT4 else ""
             say(f"{one_line(tensor.name)}  {tensor.dtype_name}  {shape_words(tensor.shape)}{packed}")
         _print(array)

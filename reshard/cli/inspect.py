@@ -61,12 +61,11 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint file, a rank directory, a rank tree or another form at PATH.
 
-    Contents of tensors are never read. Of a tree, every file's name and size is looked at, and the
-    headers of the newest step, or of --step. With --strategy, steps are judged as a conversion
-    judges them, from the newest to the first complete one, and what they lack is named; without it,
-    what is said of completeness is a guess. What would make a conversion refuse is shown as a
-    finding, and the exit status stays 0. Of Checkpoint 2.0, unified and Hugging Face directories it
-    shows iterations, files, tensors, how these are cut, and what is lost.
+    Only names, sizes and headers are read: of a rank tree, the headers of the newest step or of --step. With
+    --strategy, steps are checked as a conversion checks them, from the newest to the first complete one, and
+    missing slices are listed. Without it, the column "complete?" is a guess. Findings are problems that a
+    conversion would refuse; the exit status is 0 all the same. For Checkpoint 2.0, unified and Hugging Face
+    directories, iterations, files, tensors, their layouts and missing parts are shown.
     """
     decryption = options.decryption_of(decrypt_key_file, decrypt_mode)
     with asked_once():
@@ -277,7 +276,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
     for item in shown:
         told = [item.step or "-", stepped_ranges(item.ranks), str(len(item.files)), byte_size(item.nbytes)]
         rows.append([*told, _state(item, judged)])
-    heads = ["step", "ranks", "files", "size", "complete" if judged else "complete? (a guess)"]
+    heads = ["step", "ranks", "files", "size", "complete" if judged else "complete?"]
     if tree.one_rank:
         # Of whole steps one rank tells nothing.
         heads, rows = heads[:-1], [row[:-1] for row in rows]
@@ -294,7 +293,7 @@ def _show_tree(tree: InspectedTree, step: str, verbose: bool) -> None:
         whole = shlex.quote(os.path.dirname(absolute(tree.path)))
         say(f"the directory of one rank; `reshard inspect {whole}` shows all ranks and which steps are complete")
     elif not judged:
-        say("which steps are complete only the strategy tells: add --strategy FILE|DIR|none")
+        say("to check which steps are complete: add --strategy FILE, DIR or none")
     show_findings(tree.findings, verbose)
     # The step that is taken says most; without one, the newest that was read.
     read = [item for item in tree.steps if item.contents is not None]

@@ -16,24 +16,24 @@ from reshard.cli.errors import ReshardGroup, set_debug
 # Name on the command line: module, attribute, one line of help (spares importing the module).
 _COMMANDS = {
     "convert": ("convert", "convert", "Convert a checkpoint to another layout or another form."),
-    "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank; made for shell loops."),
-    "merge-lora": ("merge_lora", "merge_lora", "Add a low-rank adapter to the weights it was trained beside."),
+    "by-rank": ("convert", "by_rank", "Convert a checkpoint for one target rank, for shell loops."),
+    "merge-lora": ("merge_lora", "merge_lora", "Merge a LoRA adapter into the weights that it was trained on."),
     "plan": ("plan", "plan", "Print what convert would do: ranks, files, bytes, memory."),
     "rank-list": ("rank_list", "rank_list", "Print the source ranks that a target rank needs."),
     "merge-pipeline": ("strategy", "merge_pipeline", "Merge the pipeline stages' strategy files into one."),
     "group-info": ("strategy", "group_info", "Read group_info files."),
     "inspect": ("inspect", "inspect", "Show what is in a checkpoint file or rank tree."),
-    "status": ("status", "status", "Print what of a conversion is done and what is missing."),
-    "resume": ("resume", "resume", "Go on with what was begun in a directory."),
+    "status": ("status", "status", "Print which targets of a conversion are done and which are missing."),
+    "resume": ("resume", "resume", "Resume a conversion or recovery."),
     "verify": ("verify", "verify", "Prove that a converted checkpoint is right, or that copies agree."),
     "fingerprint": ("fingerprint", "fingerprint", "Print layout-independent fingerprints of all parameters."),
     "get": ("get", "get", "Print a tensor or a slice of one, or write it to a .npy file."),
-    "stats": ("stats", "stats", "Print what numbers every tensor holds: NaN, zeros, min, max, mean, norm."),
+    "stats": ("stats", "stats", "Print statistics of every tensor: NaN, zeros, min, max, mean, norm."),
     "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
     "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),
-    "recover": ("recover", "recover", "Give every lost rank its checkpoint back from replicas."),
-    "strategy": ("strategy_group", "strategy", "Show what strategy files say."),
-    "names": ("names", "names", "Show rules that give tensors other names and packing."),
+    "recover": ("recover", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
+    "strategy": ("strategy_group", "strategy", "Show, compare, check and make strategy files."),
+    "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),
     "help": ("help", "show_help", "Show the help of a command."),
 }
 _ALIASES = {"transform-dir": "convert", "transform-all": "convert", "transform-by-rank": "by-rank"}
@@ -76,18 +76,28 @@ class LazyGroup(ReshardGroup):
     context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": spelling},
 )
 @click.option(
-    "-v", "--verbose", is_flag=True, expose_value=False, callback=passed_on, help="Say more; as behind COMMAND."
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=passed_on,
+    help="Print details; the same as after COMMAND.",
 )
 @click.option(
-    "-q", "--quiet", is_flag=True, expose_value=False, callback=passed_on, help="Say less; as behind COMMAND."
+    "-q",
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=passed_on,
+    help="Print only results, warnings and errors; the same as after COMMAND.",
 )
 @click.option("--debug", is_flag=True, expose_value=False, is_eager=True, callback=set_debug, help="Show tracebacks.")
 @click.version_option(__version__, "-V", "--version", prog_name="reshard")
 def cli() -> None:
     """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
-    Needs neither MindSpore nor an accelerator. `reshard COMMAND --help` tells more. Options may be typed as in
-    MindSpore's scripts: --src_strategy_file, --src_checkpoints_dir, --dst_checkpoint, --transform_rank.
+    MindSpore and accelerators are not needed. `reshard COMMAND --help` shows the options of a command. They may be
+    typed as in MindSpore's scripts: --src_strategy_file, --src_checkpoints_dir, --dst_checkpoint, --transform_rank.
     """
 
 

@@ -50,14 +50,14 @@ reshard merge-lora base/ adapter/ merged/ \\
     shell_complete=completion.strategies,
     help="Strategy that the adapter's ranks were saved with.",
 )
-@option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="That of ADAPTER.")
+@option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")
 @option(
     "Source",
     "--alpha",
     type=float,
     metavar="NUMBER",
     show_default="adapter_config.json beside ADAPTER",
-    help="What the product is multiplied with, times the ranks.",
+    help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
 @options.target_form
 @options.source
@@ -74,12 +74,12 @@ def merge_lora(
     alpha: Optional[float],
     **typed: Any,
 ) -> None:
-    """Add the low-rank ADAPTER to the weights of BASE, and write the result to OUT.
+    """Merge the LoRA adapter in ADAPTER into the weights in BASE, and write the result to OUT.
 
-    Each weight that has two matrices A and B in ADAPTER gets alpha / r * B A, computed in Float32 and rounded
+    Each weight with two matrices A and B in ADAPTER gets alpha / r * B A, computed in Float32 and rounded
     once to the weight's type; everything else is copied. Names are PEFT's (lora_A.weight, lora_B.weight) or
-    MindFormers' (lora_a, lora_b). BASE and ADAPTER may be of any form; OUT is of BASE's, unless --to and
-    --dst-strategy say otherwise.
+    MindFormers' (lora_a, lora_b). BASE and ADAPTER may be of any form. OUT has the form of BASE unless --to
+    or --dst-strategy is given.
     """
     # Loaded only here: the others do without.
     from reshard.lora import MAX_ALPHA, MIN_ALPHA, check_beside, read_adapter, scale_of
@@ -102,7 +102,8 @@ def merge_lora(
         infinite[name] += count
 
     place, strategy = _place_of(adapter, adapter_strategy)
-    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report)
+    option = "--adapter-strategy "
+    reading = reading_request(place, strategy, None, None, adapter_step, None, Filters(), report, option=option)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with open_requested(reading, effort_of(typed, 4), decryption, report) as tensors:
         additions = read_adapter(tensors, adapter, scale, overflowed)

@@ -47,9 +47,9 @@ reshard names show llama > mine.toml
 @options.json_output
 @options.common
 def names_show(rules: str, as_json: bool) -> None:
-    """Print a table, built-in or of a file.
+    """Print a table: a built-in one, or that of a file, which is checked.
 
-    Everything in a file is checked.
+    With --json, the rules as data.
     """
     from reshard.names import rules_named
     from reshard.names.toml_file import content_of

@@ -41,7 +41,7 @@ def opened(
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
     request = reading_request(
-        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits
+        src, strategy, None, None, step or typed["step"], typed["file_suffix"], filters, report, edits, "--strategy "
     )
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     return open_requested(request, effort_of(typed, share), decryption, report)

@@ -9,7 +9,7 @@ import click
 
 from reshard.cli import completion
 from reshard.cli.command import Choice, option
-from reshard.cli.errors import set_debug, set_verbose
+from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
@@ -43,6 +43,19 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
                 self.fail(f"{part.strip()!r} is not a range of ranks below {MOST_DEVICES}", param, ctx)
             ranks.update(range(first, last + 1))
         return tuple(sorted(ranks))
+
+
+class Form(Choice):
+    """A form of checkpoint; ``hf`` is Hugging Face's."""
+
+    def __init__(self) -> None:
+        super().__init__(["ranks", "checkpoint2", "unified", "huggingface"])
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
+        """The form."""
+        if value in ("ckpt", "safetensors"):
+            self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+        return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
 class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -94,14 +107,14 @@ def strategies(command: F) -> F:
                 "--src-strategy",
                 metavar="FILE|DIR|none",
                 shell_complete=completion.strategies,
-                help="Strategy the checkpoint was saved with; none for an unsharded one.",
+                help="Strategy that SRC was saved with; none if SRC is not sharded.",
             ),
             option(
                 "Strategies",
                 "--dst-strategy",
                 metavar="FILE|DIR|none|same",
                 shell_complete=completion.strategies,
-                help="Strategy of the target; none for one unsharded rank, same for the source's.",
+                help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
             ),
         ],
     )
@@ -119,8 +132,14 @@ def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[s
     missing = [option for option, value in options.items() if value is None]
     raise UsageError(
         f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-        hint="name a strategy file or directory, or pass none for an unsharded checkpoint",
+        hint=f"{_why_missing(missing[0])}, or pass none for an unsharded checkpoint",
     )
+
+
+def _why_missing(option: str) -> str:
+    if option == "--dst-strategy":
+        return "add --dst-strategy FILE or DIR for the layout of the target"
+    return f"rank files do not record how they are cut: add {option} FILE or DIR"
 
 
 def ranks(group: str, text: str) -> Callable[[F], F]:
@@ -129,7 +148,15 @@ def ranks(group: str, text: str) -> Callable[[F], F]:
 
 
 def common(command: F) -> F:
-    """What every command takes: --endpoint-url and --debug."""
+    """What every command takes: --quiet, which `output.is_quiet` tells of, --endpoint-url and --debug."""
+    text = "Only results, warnings and errors."
+    quiet = option(
+        "Output", "--quiet", "-q", is_flag=True, callback=set_quiet, expose_value=False, is_eager=True, help=text
+    )
+    return _all(command, [quiet, _endpoint_and_debug])
+
+
+def _endpoint_and_debug(command: F) -> F:
     return _all(
         command,
         [
@@ -140,8 +167,8 @@ def common(command: F) -> F:
                 expose_value=False,
                 is_eager=True,
                 callback=_set_endpoint,
-                show_default="as AWS_ENDPOINT_URL or the profile say",
-                help="Service that s3:// paths lie in.",
+                show_default="AWS_ENDPOINT_URL or the profile",
+                help="Service of s3:// paths.",
             ),
             option(
                 "Output",
@@ -153,6 +180,13 @@ def common(command: F) -> F:
                 help="Show tracebacks.",
             ),
         ],
+    )
+
+
+def quiet(command: F) -> F:
+    """--quiet, whose value the command gets."""
+    return option("Output", "--quiet", "-q", is_flag=True, callback=set_quiet, help="Only warnings and errors.")(
+        command
     )
 
 
@@ -213,14 +247,14 @@ def source(command: F) -> F:
                 show_default=True,
                 metavar="EPOCH_STEP|latest",
                 shell_complete=completion.steps,
-                help="Which checkpoint to take; latest is the newest complete one.",
+                help="Step to convert; latest is the newest complete one.",
             ),
             option(
                 "Source",
                 "--file-suffix",
                 metavar="TEXT",
-                show_default="any",
-                help="Take only source files whose stem ends so.",
+                show_default="all files",
+                help="Read only files whose names end in TEXT before .ckpt or .safetensors.",
             ),
             decryption,
         ],
@@ -237,14 +271,14 @@ def decryption(command: F) -> F:
                 "--decrypt-key-file",
                 metavar="FILE|-",
                 shell_complete=completion.paths,
-                help="Key of encrypted source files; - reads it from standard input. Targets are not encrypted.",
+                help="File with the key of encrypted source files; - is standard input. Targets are not encrypted.",
             ),
             option(
                 "Source",
                 "--decrypt-mode",
                 type=Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
-                show_default="as each file says",
-                help="Refuse files that are encrypted in another mode.",
+                show_default="as each file records",
+                help="Refuse files encrypted in another mode.",
             ),
         ],
     )
@@ -278,7 +312,7 @@ def selection(command: F) -> F:
                 multiple=True,
                 metavar="GLOB",
                 show_default="all",
-                help="Take only such parameters (repeatable).",
+                help="Convert only parameters that match GLOB (repeatable).",
             ),
             option(
                 "Parameters",
@@ -286,7 +320,7 @@ def selection(command: F) -> F:
                 multiple=True,
                 metavar="GLOB",
                 show_default="none",
-                help="Leave such parameters out (repeatable; wins).",
+                help="Skip parameters that match GLOB (repeatable; overrides --include).",
             ),
         ],
     )
@@ -302,15 +336,15 @@ def edits(command: F) -> F:
                 "--names",
                 metavar="RULES",
                 shell_complete=completion.tables,
-                show_default="names stay",
-                help="Names and packing of another model code: a built-in table (`reshard names list`), or a file of "
-                "rules.",
+                show_default="unchanged",
+                help="Convert names and packing to another framework's: a built-in table (`reshard names list`) or a "
+                "TOML file.",
             ),
             option(
                 "Names and types",
                 "--reverse",
                 is_flag=True,
-                help="Read the table from right to left, whichever side fits the source.",
+                help="Apply the table from right to left; by default the side that fits SRC is the left.",
             ),
             option(
                 "Names and types",
@@ -318,21 +352,21 @@ def edits(command: F) -> F:
                 metavar="FILE",
                 shell_complete=completion.paths,
                 show_default="config.json in SRC",
-                help="What tells the sizes that the table needs: heads, experts.",
+                help="File with the sizes that the table needs, such as heads and experts.",
             ),
             option(
                 "Names and types",
                 "--optimizer",
                 type=Choice(["keep"]),
                 show_default="left out",
-                help="Apply the table to optimizer state as well.",
+                help="keep: apply the table to optimizer state, too.",
             ),
             option(
                 "Names and types",
                 "--rename",
                 multiple=True,
                 metavar="OLD=NEW",
-                help="Another name; with * in both, for all that fit (repeatable).",
+                help="Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
             ),
             option(
                 "Names and types",
@@ -340,9 +374,9 @@ def edits(command: F) -> F:
                 multiple=True,
                 metavar="[GLOB=]DTYPE",
                 shell_complete=completion.types,
-                show_default="types stay",
-                help="Cast all floating weights, or such tensors, to Float32, Float16 or BFloat16 (repeatable; of "
-                "those that concern a tensor the last holds).",
+                show_default="unchanged",
+                help="Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 "
+                "(also fp32, fp16, bf16; repeatable; the last match wins).",
             ),
         ],
     )
@@ -364,8 +398,8 @@ def effort(command: F) -> F:
                 "-j",
                 type=click.IntRange(min=1, max=1024),
                 metavar="N",
-                show_default="all it may use",
-                help="CPUs to keep busy.",
+                show_default="all available",
+                help="Number of CPUs to use.",
             ),
             option(
                 "Effort",
@@ -374,7 +408,7 @@ def effort(command: F) -> F:
                 metavar="SIZE",
                 default=f"{MAX_MEMORY >> 20}M",
                 show_default=True,
-                help="Memory for all buffers together.",
+                help="Memory for all buffers together (binary units: 512M, 2G).",
             ),
         ],
     )
@@ -386,7 +420,7 @@ def fallback(command: F) -> F:
         "Source",
         "--no-fallback",
         is_flag=True,
-        help="Refuse to take an older step where the newest is not complete.",
+        help="Fail if the newest step is not complete, instead of using an older one.",
     )(command)
 
 
@@ -398,7 +432,7 @@ def reading(command: F) -> F:
         type=Choice(["auto", "mmap", "pread"]),
         default="auto",
         show_default=True,
-        help="How sources are read; auto is pread. With mmap one that becomes shorter kills the run.",
+        help="How sources are read; auto is pread. With mmap, a file that is truncated meanwhile kills the run.",
     )(command)
 
 
@@ -408,13 +442,15 @@ def accept_changed_source(command: F) -> F:
         "Target",
         "--accept-changed-source",
         is_flag=True,
-        help="Go on though targets that are there were made of other source files.",
+        help="Continue although existing targets were made from other source files.",
     )(command)
 
 
 def dry_run(command: F) -> F:
     """--dry-run."""
-    return option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, write nothing.")(command)
+    return option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, but write nothing.")(
+        command
+    )
 
 
 def writing(command: F) -> F:
@@ -424,14 +460,14 @@ def writing(command: F) -> F:
         [
             effort,
             reading,
-            crc("Check CRCs of source files that are read whole."),
+            crc("Check the CRCs of source files that are read whole."),
             option(
                 "Checks",
                 "--check-replicas",
                 type=Choice(["auto", "all", "never"]),
                 default="auto",
                 show_default=True,
-                help="Compare what source ranks should hold alike: samples of it, or all.",
+                help="Compare replicas on the source ranks before writing: auto compares samples.",
             ),
             option(
                 "Checks",
@@ -439,10 +475,13 @@ def writing(command: F) -> F:
                 type=Choice(["none", "crc32"]),
                 default="none",
                 show_default=True,
-                help="Record checksums, which verify OUT compares.",
+                help="Record checksums in the manifest for `reshard verify DST`.",
             ),
             option(
-                "Target", "--overwrite", is_flag=True, help="Replace existing targets, or all of another conversion."
+                "Target",
+                "--overwrite",
+                is_flag=True,
+                help="Replace existing targets, also those of another conversion.",
             ),
             accept_changed_source,
             dry_run,
@@ -456,16 +495,16 @@ def output(command: F) -> F:
         command,
         [
             json_output,
-            option("Output", "--quiet", "-q", is_flag=True, help="Only warnings and errors."),
+            quiet,
             option(
                 "Output",
                 "--progress/--no-progress",
                 default=None,
                 show_default="on a terminal",
-                help="Show progress; without a terminal, as a line every 30 s.",
+                help="Show progress: a bar, or without a terminal a line every 30 s.",
             ),
-            verbose("Name every parameter in summary and messages."),
-            common,
+            verbose("Print details: phases, checks, and the name of every parameter."),
+            _endpoint_and_debug,
         ],
     )
 
@@ -480,14 +519,15 @@ def divided(command: F) -> F:
                 "--shard",
                 type=ShardType(),
                 metavar="I/N|auto",
-                help="Only share I of N, from 0; auto asks Slurm, MPI, Kubernetes, torchrun or MindSpore.",
+                help="Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or "
+                "MindSpore.",
             ),
             option(
                 "Effort",
                 "--scheduler",
                 metavar="ADDRESS|FILE",
-                help="Workers of this Dask cluster do it; its address or scheduler file. Only one that you trust: Dask "
-                "exchanges pickles.",
+                help="Run on the workers of this Dask cluster. Use only clusters that you trust: Dask exchanges "
+                "pickles.",
             ),
         ],
     )
@@ -495,7 +535,7 @@ def divided(command: F) -> F:
 
 def targets(command: F) -> F:
     """Which target ranks are written."""
-    return _all(command, [ranks("Target", "Only these target ranks."), divided])
+    return _all(command, [ranks("Target", "Write only these target ranks."), divided])
 
 
 def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:
@@ -506,7 +546,7 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
         metavar="TEXT",
         default=default,
         show_default=shown or True,
-        help="Target file names begin so; with {rank}, {epoch} or {step} in it, the whole name.",
+        help="Prefix of target file names; with {rank}, {epoch} or {step} in it, the whole name.",
     )
 
 
@@ -518,17 +558,17 @@ def target_form(command: F) -> F:
             option(
                 "Target",
                 "--to",
-                type=Choice(["ranks", "checkpoint2", "unified", "huggingface"]),
-                show_default="ranks, with --dst-strategy",
-                help="Form of the target.",
+                type=Form(),
+                show_default="ranks",
+                help="Form of the target; hf is short for huggingface.",
             ),
             option(
                 "Target",
                 "--max-shard-size",
                 type=ShardSize(),
                 metavar="SIZE",
-                show_default="that of the form",
-                help="Bytes in a file of full weights: 5GB, 5GiB.",
+                show_default="5GB, unified 3GiB",
+                help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
             ),
             prefix(DEFAULT_PREFIX),
             option(
@@ -563,10 +603,10 @@ def conversion(command: F) -> F:
                 "Parameters",
                 "--strict",
                 is_flag=True,
-                help="Missing parameters, and tied ones that a stage's strategy does not list, are errors.",
+                help="Fail on parameters that SRC lacks, and on tied ones that a stage's strategy does not list.",
             ),
             writing,
-            proof("Afterwards compare every tensor with the source by fingerprints."),
+            proof("Compare every tensor with the source after writing."),
             output,
         ],
     )

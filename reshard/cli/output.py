@@ -44,10 +44,10 @@ def totals_words(totals: Mapping[str, Total]) -> str:
     return ", ".join(f"{key} {total.names} ({byte_size(total.nbytes)})" for key, total in totals.items())
 
 
-def listener(quiet: bool) -> Callable[[str, str], None]:
-    """Shows warnings always and notes unless quiet, on standard error; with -v the name of every parameter in them."""
+def listener() -> Callable[[str, str], None]:
+    """Shows warnings always and notes unless -q was given, on standard error; -v names every parameter in them."""
     # Asked here, because threads that have something to tell know no context.
-    verbose = is_verbose()
+    quiet, verbose = is_quiet(), is_verbose()
 
     def show(kind: str, text: str) -> None:
         text = printable(full_text(text) if verbose else text)
@@ -65,9 +65,15 @@ def is_verbose() -> bool:
     return context is not None and bool(context.find_root().meta.get("reshard.verbose"))
 
 
+def is_quiet() -> bool:
+    """Whether -q was given: only results, warnings and errors are shown."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().meta.get("reshard.quiet"))
+
+
 def show_notes(notes: Iterable[str]) -> None:
-    """Show what was noted, on standard error, for commands that cannot be quiet."""
-    show = listener(quiet=False)
+    """Show what was noted, on standard error, unless -q was given."""
+    show = listener()
     for note in notes:
         show("note", note)
 
@@ -110,8 +116,8 @@ def terminal_width() -> int:
     return get_terminal_size().columns
 
 
-def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
-    """Write an SVG file whole, in place of an older one, and say so unless quiet; makes its directory.
+def write_picture(path: str, picture: bytes) -> None:
+    """Write an SVG file whole, in place of an older one, and say so unless -q was given; makes its directory.
 
     Raises:
         ReshardError: it cannot be written.
@@ -122,7 +128,7 @@ def write_picture(path: str, picture: bytes, quiet: bool = False) -> None:
         write_parts(os.path.join(unlinked(os.path.dirname(path)), os.path.basename(path)), len(picture), [picture])
     except OSError as error:
         raise writing_error(path, error) from error
-    listener(quiet)("note", f"drew {path}")
+    listener()("note", f"drew {path}")
 
 
 def on_terminal() -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import options_of, request_between, summary_json, summary_lines
+from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
 from reshard.cli.output import echo_json, say, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
@@ -47,11 +47,11 @@ def plan(
     svg: Optional[str],
     **typed: Any,
 ) -> None:
-    """Print what convert would do with the same arguments and options, and write nothing to DST.
+    """Print what convert would do with the same arguments and options; DST is not changed.
 
-    Ranks, files and bytes read and written, which step, what stands in for lost ranks, parameters left
-    out and missing, memory, and what is done already. Headers are read and everything is checked, by
-    the code that a conversion runs. With --json, the same for scripts.
+    The plan lists the step, ranks, files and bytes that are read and written, memory, free space, replicas
+    of lost ranks, and parameters that are left out or missing. It runs the checks of a conversion. Use
+    --json in scripts.
     """
     request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, share=shard, dry_run=True)
@@ -62,7 +62,6 @@ def plan(
             as_json=typed["as_json"],
             verbose=typed["verbose"],
             svg=svg,
-            quiet=typed["quiet"],
         )
 
 
@@ -73,12 +72,11 @@ def tell_plan(
     as_json: bool,
     verbose: bool,
     svg: Optional[str] = None,
-    quiet: bool = False,
 ) -> None:
     """Print what is planned, as text or JSON, and draw it to a file if one is named."""
     moved = transfers_of(prepared.plan, prepared.state.work, prepared.state.execution)
     if svg is not None:
-        _draw(prepared, moved, svg, quiet)
+        _draw(prepared, moved, svg)
     if as_json:
         echo_json(_json(prepared, summary, moved))
         return
@@ -155,7 +153,10 @@ def _lines(prepared: Prepared, summary: Summary, moved: Transfers, verbose: bool
     unread = sorted(plan.checkpoint.indexes.keys() - moved.read)
     if unread and summary.ranks and len(summary.ranks) == plan.form.count:
         lines.append(f"  unread   source {rank_ranges(unread, source_files)}: the others hold all that is written")
-    return lines + [f"  {line}" for line in summary_lines(summary, verbose, files)]
+    lines.append(f"  holds    {contents_words(summary)}")
+    if summary.replicas is not None and not verbose:
+        lines.append(f"  checked  {summary.replicas}")
+    return lines + ([f"  {line}" for line in detail_lines(summary, request)] if verbose else [])
 
 
 def _print_targets(prepared: Prepared, moved: Transfers, verbose: bool) -> None:
@@ -249,7 +250,7 @@ def _expected_memory(execution: ExecutionOptions) -> int:
     return int(fields["RssAnon"].split()[0]) * 1024 + execution.buffer_bytes
 
 
-def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
+def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
     from reshard.pictures.transfers import transfer_map
 
     plan, request = prepared.plan, prepared.plan.request
@@ -265,4 +266,4 @@ def _draw(prepared: Prepared, moved: Transfers, path: str, quiet: bool) -> None:
         source_noun=counted_as(request.form),
         target_noun=counted_as(request.to),
     )
-    write_picture(path, picture, quiet)
+    write_picture(path, picture)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import click
 
 from reshard.cli import completion, options
-from reshard.cli.command import Choice, argument, command, option
+from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, show_notes
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
@@ -42,14 +42,14 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "--src",
     metavar="SRC",
     shell_complete=completion.paths,
-    help="The checkpoint: strategies alone tell nothing of other forms than ranks, nor of names.",
+    help="The checkpoint; needed for forms other than ranks, and for --names.",
 )
 @options.source
 @option(
     "Target",
     "--to",
-    type=Choice(["ranks", "checkpoint2", "unified", "huggingface"]),
-    show_default="ranks, with --dst-strategy",
+    type=options.Form(),
+    show_default="ranks",
     help="Form of the target, whose files are numbered from 0.",
 )
 @option(
@@ -57,8 +57,8 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "--max-shard-size",
     type=options.ShardSize(),
     metavar="SIZE",
-    show_default="that of the form",
-    help="Bytes in a file of full weights.",
+    show_default="5GB, unified 3GiB",
+    help="Largest file of --to huggingface or unified.",
 )
 @options.edits
 @options.json_output
@@ -73,10 +73,10 @@ def rank_list(
     as_json: bool,
     **typed: Any,
 ) -> None:
-    """Print the source ranks that target RANK needs: ascending, on one line, none of them superfluous.
+    """Print the source ranks that target RANK needs: ascending, on one line, each of them necessary.
 
-    With --src, what of that checkpoint a conversion reads for it: ranks, or files by number where a form has
-    no ranks; RANK is then the number of a target file where the target has none.
+    With --src, the ranks or files are listed that a conversion of that checkpoint reads. Forms without ranks
+    are listed by file number, and RANK is then the number of a target file.
     """
     if src is None:
         given = [name for name in _WITH_SRC if typed[name]]
@@ -134,7 +134,7 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     from reshard.convert import check_target_ranks
     from reshard.plan.planner import make_plan
 
-    others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False, "quiet": False}
+    others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False}
     request, report = request_between(src, "", (rank,), {**typed, **others})
     if request.to == RANKS and not request.target.is_untold:
         check_target_ranks(request)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Optional
 
-from reshard.checkpoints.forms import RANKS, form_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import (
-    kinds_line,
-    options_of,
-    phases_line,
-    replicas_line,
-    request_of,
-    summary_json,
-)
+from reshard.cli.conversion import contents_words, detail_lines, options_of, request_of, summary_json
 from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
@@ -38,33 +32,34 @@ cp -rf lost/rank_* ckpt/
 @argument("src", shell_complete=completion.paths)
 @argument("dst", shell_complete=completion.directories)
 @options.strategy("Strategy the checkpoint was saved with.")
-@options.ranks("Target", "Only these ranks.")
-@option("Target", "--lost-only", is_flag=True, help="Write only ranks that are lost or damaged, not the intact ones.")
-@options.prefix(None, "names as in SRC")
+@options.ranks("Target", "Write only these ranks.")
+@option("Target", "--lost-only", is_flag=True, help="Write only lost and damaged ranks.")
+@options.prefix(None, "as in SRC")
 @options.source
 @options.fallback
 @options.writing
 @options.output
 def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[int, ...]], **typed: Any) -> None:
-    """Give every lost rank its checkpoint back from replicas.
+    """Rebuild the checkpoint of every lost rank from replicas.
 
-    At the newest step that can be had whole, the checkpoint of each rank that is lost, damaged or was
-    never saved is made from ranks that hold the same slices, parameter by parameter where no rank has
-    them all. Ranks whose files are intact are copied unchanged, so DST is the whole tree. What no
-    rank holds any more is listed by parameter and rank, and nothing is written.
+    The newest step is used of which some rank still holds every slice. A rank that is lost, damaged or was
+    never saved is made from ranks with the same slices, parameter by parameter if no single rank has them
+    all. Intact files are copied unchanged, so DST is the whole tree. If no rank holds a slice any more,
+    nothing is written, and the error lists these slices by parameter and rank.
 
-    Files are named as in SRC, those of lost ranks as their siblings (rank_3/llama_rank_3-1_200.ckpt), so
-    that what --lost-only writes can be copied over SRC; --prefix names them as in a conversion.
+    Files are named as in SRC (rank_3/llama_rank_3-1_200.ckpt), so that the files of --lost-only can be
+    copied back into SRC; with --prefix they are named as in a conversion.
     """
     form = form_of(src)
     if form != RANKS:
         raise UsageError(
-            f"{src}: is of the form {form}, whose files are no ranks that replicas could bring back",
-            hint="`reshard convert` takes the copies that are there; `reshard inspect` tells what is lost",
+            f"{src}: is of the form {form}; recover works on rank directories",
+            hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {form}"
+            + (" --dst-strategy same" if form == CHECKPOINT2 else ""),
         )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
-    report = Report(listener(typed["quiet"]))
+    report = Report(listener())
     read = typed_strategy(strategy, report)
     request = request_of(src, dst, read, read, ranks, typed, recover=True)
     how = options_of(typed, lost_only=typed["lost_only"])
@@ -74,28 +69,26 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         if how.dry_run:
             from reshard.cli.plan import tell_plan
 
-            tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
+            if typed["as_json"] or not typed["quiet"]:
+                tell_plan(prepared, summary, as_json=typed["as_json"], verbose=typed["verbose"])
             return
     if typed["as_json"]:
         echo_json(summary_json(summary))
     if typed["quiet"]:
         return
+    done = counted_ranks(summary.done_before)
     if summary.ranks:
         wrote = f"wrote {counted_ranks(summary.ranks)} of {step_words(summary.step)} to {dst}"
         first = f"{wrote}: {byte_size(summary.bytes_written)}"
+        first += f"; {done} already complete" if summary.done_before else ""
     else:
-        first = f"nothing is left to write to {dst}"
+        first = f"nothing to write: {f'{done} already complete in {dst}' if summary.done_before else 'no rank is lost'}"
     made = [rank for rank in summary.recovered if rank in summary.ranks]
-    text = f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas"
-    lines = [
-        first,
-        *phases_line(summary),
-        text + (f"; {rank_ranges(summary.done_before)} done before" if summary.done_before else ""),
-        *kinds_line(summary),
-        *replicas_line(summary),
-    ]
-    if summary.manifest:
-        lines.append(f"all ranks are there: {summary.manifest}")
-    elif typed["lost_only"] and summary.ranks and request.prefix is None:
+    lines = [first]
+    if summary.ranks:
+        lines.append(f"{rank_ranges(made)} made from replicas" if made else "no rank had to be made from replicas")
+    if typed["verbose"]:
+        lines += [f"{step_words(summary.step)}: {contents_words(summary)}", *detail_lines(summary, request)]
+    if typed["lost_only"] and summary.ranks and not summary.manifest and request.prefix is None:
         lines.append(f"named as in {src}, so that they can be copied back into it")
     say("\n".join(lines), to_standard_error=True)

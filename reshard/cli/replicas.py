@@ -33,11 +33,11 @@ reshard replicas --group-info ckpt_dir*/group_info.pb
 @options.names_in_full
 @options.common
 def replicas(strategy: Optional[str], group_info: tuple[str, ...], more: tuple[str, ...], as_json: bool) -> None:
-    """Print the groups of ranks with identical checkpoints, one per line, lone ranks too.
+    """Print the groups of ranks with identical checkpoints, one group per line.
 
-    A strategy tells exactly. What group_info files list is true but need not be all: lists that
-    share a rank are joined, and ranks that no list holds are left out. With --json, a list of
-    {"ranks": [...], "stage": n}, where the stage is null if only group_info files were read.
+    With --strategy, all groups are exact, and a rank without replicas is a group of its own. group_info files
+    may list only some: lists that share a rank are joined, and unlisted ranks are omitted. --json prints a list
+    of {"ranks": [...], "stage": n}; the stage is null if only group_info files were read.
     """
     from reshard.strategies import read_group_info, read_strategy
     from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy

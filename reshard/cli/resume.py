@@ -49,11 +49,10 @@ reshard resume out/ --shard auto
 @options.output
 @click.pass_context
 def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any) -> None:
-    """Go on with the conversion or recovery that was begun in DST.
+    """Resume the conversion or recovery in DST.
 
-    Source, strategies, step and options are in the records there, as they were given. Written are the
-    target ranks that are missing, of all that were asked for so far; where by-rank or --shard divided
-    them among several runs, of the whole target. If all are there, it says so.
+    The records in DST contain source, strategies, step and options. The missing ones of all target ranks that
+    were asked for so far are written; after by-rank and --shard, the missing ones of the whole target.
     """
     found = status_of(dst)
     ledger = Ledger(dst, found.plan)
@@ -82,7 +81,7 @@ def resume(ctx: click.Context, /, dst: str, as_json: bool, quiet: bool, **_: Any
                 hint=f"{once_more}:\n{_shown(words)}",
             )
     _check_paths(given, found, dst, words)
-    listener(quiet)("note", f"goes on with {_shown(words)}")
+    listener()("note", f"goes on with {_shown(words)}")
     _run(ctx, words)
 
 
@@ -154,6 +153,7 @@ def _nothing_done(found: Status) -> dict[str, Any]:
         parameters=0,
         kinds={},
         copied=[],
+        excluded=[],
         left_out=[],
         missing=[],
         unholdable=[],

@@ -47,19 +47,25 @@ reshard stats unified/ --svg magnitudes.svg
 @options.source
 @options.selection
 @options.edits
-@option("Checks", "--fail-on", metavar="nan,inf", callback=_kinds, help="Exit status 4 if there is one of these.")
+@option(
+    "Checks",
+    "--fail-on",
+    metavar="nan,inf",
+    callback=_kinds,
+    help="Exit with status 4 if any tensor holds one of these.",
+)
 @options.effort
 @options.svg("Draw which magnitudes the elements have, in all and by parameter.")
 @options.output
 def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Optional[str], **typed: Any) -> None:
     """Print statistics of every tensor of the checkpoint in SRC.
 
-    Elements, and how many of them are NaN, infinite or zero; then the least, the largest, the mean and
-    the Euclidean norm of those that are finite. Every element counts once, however many ranks hold it, so
-    that the numbers are the same in every layout and form. Text is left out.
+    For each tensor: the numbers of elements that are NaN, infinite and zero, and minimum, maximum, mean and
+    Euclidean norm of the finite elements. Every element counts once, however many ranks hold it, so the
+    numbers are the same in every layout and form. Text is skipped.
     """
     quiet, verbose = typed["quiet"], typed["verbose"]
-    report = Report(listener(quiet))
+    report = Report(listener())
     with opened(src, strategy, typed, report, edits=edits_of(src, typed)) as checkpoint:
         progress = progress_of(quiet, typed["progress"])
         found = statistics_of(checkpoint, typed["max_memory"] // 2, progress, magnitudes=svg is not None)
@@ -75,7 +81,7 @@ def stats(src: str, strategy: Optional[str], fail_on: tuple[str, ...], svg: Opti
     if svg is not None:
         from reshard.pictures.magnitudes import magnitudes_picture
 
-        write_picture(svg, magnitudes_picture(src, found), quiet)
+        write_picture(svg, magnitudes_picture(src, found))
     failures = [line for kind in fail_on for line in _found(kind, found, verbose)]
     for line in failures:
         click.echo(alarming(line), err=True)

@@ -22,8 +22,8 @@ from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural
 def status(dst: str, as_json: bool) -> None:
     """Print which target ranks in DST are done and which are missing.
 
-    It reads the records in DST alone, so it needs neither the source nor the strategies, and may be
-    asked while runs are writing. Checkpoint files beside those of the conversion are named.
+    Only the records in DST are read: the source and the strategies are not needed, and runs may be writing
+    meanwhile. Checkpoint files of other conversions in DST are listed.
     """
     found = status_of(dst)
     others = beside(dst, found.plan)
@@ -86,6 +86,7 @@ def _lines(dst: str, found: Status) -> list[str]:
         elif not unasked:
             lines.append(f"not complete: the command that fills {dst} goes on with what is missing")
         if found.changed:
-            cure = "unless it is removed" if recovery else "unless by-rank RANK ... --overwrite replaces it"
-            lines.append(f"what was changed it refuses, {cure}")
+            changed = rank_ranges(found.changed, noun)
+            cure = "remove the files, and run the command again" if recovery else "reshard by-rank RANK ... --overwrite"
+            lines.append(f"to write {changed} again: {cure}")
     return lines

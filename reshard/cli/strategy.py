@@ -6,7 +6,7 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import Group, command
-from reshard.cli.output import echo_json, say, show_notes
+from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.text.wording import one_line
 
 
@@ -20,7 +20,8 @@ def merge_pipeline(strategy_dir: str, dst_file: str) -> None:
     from reshard.strategies import merge_pipeline as merge
 
     show_notes(merge(strategy_dir, dst_file))
-    say(f"merged {strategy_dir} into {dst_file}", to_standard_error=True)
+    if not is_quiet():
+        say(f"merged {strategy_dir} into {dst_file}", to_standard_error=True)
 
 
 @click.group("group-info", cls=Group)

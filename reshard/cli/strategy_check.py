@@ -48,17 +48,17 @@ reshard strategy check output/strategy ckpt/ --all
 @click.argument("path", metavar="CKPT", shell_complete=completion.paths)
 @options.source
 @options.selection
-@option("Checks", "--all", "everything", is_flag=True, help="Compare all that ranks should hold alike, not samples.")
+@option("Checks", "--all", "everything", is_flag=True, help="Compare replicas in full instead of samples.")
 @options.effort
 @options.output
 def strategy_check(strategy: str, path: str, everything: bool, verbose: bool, **typed: Any) -> None:
     """Check whether the checkpoint in CKPT was saved with strategy S.
 
-    Every rank's slices must have the shapes that the layouts say, and where S says that ranks hold the
-    same slice, samples of their bytes must be equal. Exit status 4 if something does not fit. What could
-    not be tested, because no two ranks should hold the same, is told.
+    The slices of every rank must have the shapes that the layouts give, and where S lists replicas, samples of
+    their bytes must be equal. The exit status is 4 if anything does not fit. Parameters without replicas are
+    checked by shape only, and the output says so.
     """
-    report = Report(listener(typed["quiet"]))
+    report = Report(listener())
     read = typed_strategy(strategy, report)
     filters = Filters(typed["include"], typed["exclude"])
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
@@ -107,7 +107,7 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         yield f"{count} differ between ranks that the strategy says hold the same slice"
         yield from (f"  {full_text(line) if verbose else line}" for line in comparison.lines())
     else:
-        yield f"replicas: {comparison.check}"
+        yield str(comparison.check)
     if found.same_slices:
         count = plural(len(found.same_slices), "parameter")
         yield f"{count}: ranks hold the same bytes where the strategy says that they hold different slices"

@@ -60,11 +60,11 @@ reshard strategy diff compiled/ made.ckpt --exit-code
 def strategy_diff(source: str, target: str, exit_code: bool, as_json: bool, verbose: bool) -> None:
     """Show what changes from strategy A to strategy B.
 
-    Either is a file, a directory, or none. First in sum: how many parameters stay as they are, move to
-    other ranks, are cut differently, or are in one strategy only. Then those that change alike together:
-    how each dimension is cut, optimizer shards, replicas and stages before and after, how the slices of
-    B are made of those of A, and how many source ranks a target rank reads for one such parameter. The
-    exit status is 0 whether or not the strategies differ, unless --exit-code is given.
+    A and B are files, directories, or none. The summary counts the parameters that are unchanged, move to
+    other ranks, are cut differently, or are in one strategy only. Then parameters that change in the same way
+    are listed together: cuts, optimizer shards, replicas and stages before and after, how the slices of B are
+    made from those of A, and how many source ranks a target rank reads. The exit status is 0, or with
+    --exit-code 4 if the strategies differ.
     """
     before, after = read_strategy(source), read_strategy(target)
     show_notes((*before.notes, *after.notes))

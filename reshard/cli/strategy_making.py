@@ -11,7 +11,7 @@ import click
 from reshard._version import __version__
 from reshard.cli import completion, options
 from reshard.cli.command import option
-from reshard.cli.output import echo_json, listener, say, show_notes
+from reshard.cli.output import echo_json, is_quiet, say, show_notes
 from reshard.errors import UsageError
 from reshard.strategies import Strategy
 from reshard.text.wording import plural, rank_ranges
@@ -97,8 +97,8 @@ def making(command: F) -> F:
                 show_default="64, as in MindSpore",
                 help="Smaller tensors are not sharded.",
             ),
-            option("Target", "--weights-only", is_flag=True, help="Without optimizer state, as for inference."),
-            option("Target", "--overwrite", is_flag=True, help="Replace strategies that lie at OUT."),
+            option("Target", "--weights-only", is_flag=True, help="Leave optimizer state out, as for inference."),
+            option("Target", "--overwrite", is_flag=True, help="Replace existing strategies at OUT."),
             options.json_output,
             options.verbose("Name every parameter in messages."),
             options.common,
@@ -131,7 +131,7 @@ def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) ->
 
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:
-        return read_shapes(path, strategy, handles, Report(listener(quiet=True)))
+        return read_shapes(path, strategy, handles, Report())
 
 
 def finish(
@@ -192,6 +192,8 @@ def finish(
                 "assumed": assumed,
             }
         )
+        return
+    if is_quiet():
         return
     devices = plural(sizes.stage_devices * sizes.stages, "device")
     lines = [f"{out}: {devices} in {plural(len(stages), 'stage')}, {plural(len(parameters), 'parameter')}"]

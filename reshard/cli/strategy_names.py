@@ -30,15 +30,15 @@ def names(command: F) -> F:
             metavar="FILE",
             shell_complete=completion.paths,
             show_default="config.json beside --shapes",
-            help="What tells the sizes that the table of names needs.",
+            help="File with the sizes that the table of names needs.",
         ),
         option(
             "Source",
             "--names",
             metavar="TABLE",
             shell_complete=completion.tables,
-            show_default="names stay",
-            help="The strategy is for what this table of names makes of --shapes, as convert --names does.",
+            show_default="unchanged",
+            help="Apply this table of names to --shapes first, as convert --names does.",
         ),
     ):
         command = decorator(command)

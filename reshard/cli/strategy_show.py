@@ -60,13 +60,13 @@ reshard strategy show src_strategy.ckpt \\
 def strategy_show(
     path: str, parameter: Optional[str], sizes: Any, svg: Optional[str], verbose: bool, as_json: bool
 ) -> None:
-    """Show layouts, or a picture of how one PARAM lies on the ranks.
+    """Show layouts, or a picture of the slices of one PARAM.
 
-    FILE is a strategy file, DIR a directory of them. Without PARAM, more than a few parameters are
-    shown by layout, their names as patterns with counts. With it: what each axis of the device matrix
-    does, and which ranks hold which slice. PARAM may be a GLOB; if several names fit, their layouts
-    are shown. Full shapes are in JSON strategies only; without one, a slice lies at 1/8..2/8 of a
-    dimension. Axes have names, as dp and mp, in strategies made by strategy make or derive, and with --sizes.
+    FILE is a strategy file, DIR a directory of them. Without PARAM, parameters are grouped by layout; names
+    are shortened to patterns with counts. With PARAM, the axes of the device matrix are shown, and which
+    ranks hold which slice. PARAM may be a GLOB; if several names match, their layouts are shown. Only JSON
+    strategies contain full shapes; without them, slices are fractions such as 1/8..2/8 of a dimension. Axes
+    have names such as dp and mp if strategy make or derive wrote the file, or with --sizes.
     """
     if svg is not None and parameter is None:
         raise UsageError("--svg draws one parameter: name it after the strategy")

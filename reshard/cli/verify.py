@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -13,7 +14,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.compared_edits import EDITS, edits_of_target
+from reshard.cli.compared_edits import EDITS, edits_of_target, strategies_of_target
 from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
@@ -69,9 +70,9 @@ reshard verify out/ --src ckpt/ --names qwen3 --cast BFloat16 \\
 @options.strategies
 @options.strategy("Strategy of OUT, for --replicas.")
 @option("Checks", "--replicas", is_flag=True, help="Compare copies of the same slices within OUT.")
-@option("Checks", "--headers-only", is_flag=True, help="Sizes and headers are enough; no contents are read.")
+@option("Checks", "--headers-only", is_flag=True, help="Check sizes and headers only; read no contents.")
 @options.crc("Check the CRCs that source files record; damaged files count as absent.")
-@options.ranks("Target", "Only these ranks of OUT.")
+@options.ranks("Target", "Verify only these ranks of OUT.")
 @options.source
 @options.selection
 @options.edits
@@ -88,23 +89,21 @@ def verify(
     ranks: Optional[tuple[int, ...]],
     **typed: Any,
 ) -> None:
-    """Verify the checkpoint in OUT; exit status 4 and what differs if something is wrong.
+    """Verify the checkpoint in OUT; the exit status is 4 if anything differs.
 
-    Parameters that differ alike are told in one line, with -v one by one.
-    Alone: every file is as the manifest says, in size, headers and contents. Without recorded
-    checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
-    --headers-only says that they need not be. With --src and both strategies: every tensor on every
-    rank is what the source makes of it, worked out anew from the strategies and compared through
-    fingerprints. Without --step it is the step that OUT's manifest or records name, and where no names or
-    types are asked for, those that they name, but for rules that SRC does not need, since its names are OUT's
-    already, as after a way forth and back: what rules and casts make of the source is worked out anew, element by
-    element. With --replicas:
-    ranks that should hold the same slices do. OUT and SRC may be of any form, and take the strategies
-    that `reshard convert` takes; what finishes OUT, such as an index, must say what its files hold.
+    Without --src, every file is compared with the manifest in OUT: size, headers and checksum. If the manifest
+    has no checksums (--checksum crc32 of convert records them), the exit status is 2 unless --headers-only
+    is given.
+
+    With --src, every tensor is computed again from SRC by independent code and compared through fingerprints.
+    Strategies, step, names and casts are those that the records in OUT contain; options override them. OUT
+    and SRC may be of any form. An index or other metadata in OUT must agree with its files.
+
+    With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
     if headers_only and (replicas or src is not None):
         raise UsageError("--headers-only goes with OUT alone", hint="--src and --replicas compare contents")
-    report = Report(listener(typed["quiet"]))
+    report = Report(listener())
     filters = Filters(typed["include"], typed["exclude"])
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
@@ -147,11 +146,11 @@ def verify(
                     f"--ranks goes with files of ranks; files of {to} are compared with the source together",
                     hint="leave out --ranks, or --src",
                 )
+            strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
             ends = read_ends(
                 src,
                 {
-                    "src_strategy": src_strategy,
-                    "dst_strategy": dst_strategy,
+                    **strategies_of_target(out, src, to, strategies, plan, report),
                     "to": to,
                     "format": None,
                     "max_shard_size": None,
@@ -219,8 +218,8 @@ def verify(
         raise UsageError(
             f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
             "them; sizes and headers are as it says",
-            hint="compare them with the source: --src SRC with --src-strategy and --dst-strategy; pass --headers-only "
-            "if names and sizes are enough; a conversion with --checksum crc32 records checksums",
+            hint=f"to compare them with the source: reshard verify {shlex.quote(out)} --src SRC\n"
+            "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
         )
     tell_differences(found, typed["quiet"], not typed["as_json"], verdict)
 

@@ -357,6 +357,7 @@ class Prepared:
             parameters=len(plan.sorted.resharded),
             kinds=totals_of(plan, state.asked),
             copied=plan.sorted.copied,
+            excluded=plan.sorted.excluded,
             left_out=plan.sorted.left_out,
             missing=plan.sorted.missing,
             unholdable=plan.sorted.unholdable,

@@ -42,7 +42,8 @@ class Summary:
         kinds: what the files of all ranks asked for hold, whenever they were written, by kind: weights, optimizer
             state, accumulated gradients, other values.
         copied: names of values copied as they are.
-        left_out: parameters of the source that the target strategy does not have.
+        excluded: parameters of the source that --include and --exclude leave out.
+        left_out: others of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
         replicas: how well the source strategy was tested; None where it says nothing, or nothing was left to do.
@@ -65,6 +66,7 @@ class Summary:
     parameters: int
     kinds: dict[str, Total]
     copied: list[str]
+    excluded: list[str]
     left_out: list[str]
     missing: list[str]
     unholdable: list[str]

@@ -154,10 +154,10 @@ class Writing:
             write(counted)
         except BaseException:
             if self._directory is not None:
-                resume = f", or `reshard resume {shlex.quote(self._plan.request.dst)}`," if counted.files else ""
+                resume = f", or: reshard resume {shlex.quote(self._plan.request.dst)}" if counted.files else ""
                 self._report.warn(
-                    f"{counted.files} of {plural(len(self.work), 'rank')} that this run had to write were "
-                    f"written and are complete; the same command{resume} goes on with the others"
+                    f"{counted.files} of {plural(len(self.work), 'rank')} written; run the same command again to "
+                    f"continue{resume}"
                 )
             raise
         finally:

@@ -167,7 +167,7 @@ def _other_directory(path: str) -> Optional[CheckpointError]:
         return CheckpointError(
             f"{path}: holds records of a conversion, and no checkpoints yet",
             file=path,
-            hint=f"`reshard status {shlex.quote(path)}` tells what is done and what is missing",
+            hint=f"`reshard status {shlex.quote(path)}` shows what is done and what is missing",
         )
     with suppress(OSError):
         for name in names_in(path)[:_MOST_TRIED]:
@@ -253,7 +253,7 @@ class _Inspection:
             self._say(
                 "conversion",
                 f"{tree.root}: was written by reshard",
-                hint=f"`reshard status {shlex.quote(tree.root)}` tells what is done and what is missing",
+                hint=f"`reshard status {shlex.quote(tree.root)}` shows what is done and what is missing",
             )
         unfinished, saves = passed_over(tree.root)
         for path in unfinished:

@@ -10,7 +10,7 @@ from typing import Optional, Union
 from reshard.checkpoints import Decryption, FileHandles
 from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_there, form_of
+from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_holds_ranks, check_there, form_of
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
@@ -26,8 +26,6 @@ from reshard.text.wording import plural
 Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 
-_NAME_IT = "name a strategy file or directory, or pass none for an unsharded checkpoint"
-
 
 def open(
     src: Path,
@@ -35,7 +33,7 @@ def open(
     src_strategy: Optional[Path] = None,
     dst_strategy: Optional[Path] = None,
     rank: Optional[int] = None,
-    step: str = "latest",
+    step: Union[str, int] = "latest",
     file_suffix: Optional[str] = None,
     include: Texts = (),
     exclude: Texts = (),
@@ -62,18 +60,18 @@ def open(
             checkpoint. Other forms tell by themselves.
         dst_strategy: strategy of the slices that are wanted; ``"same"`` for the source's.
         rank: whose slices, of ``dst_strategy``.
-        step: which checkpoint is taken; ``latest`` is the newest complete one.
+        step: which checkpoint is taken, ``"3_10"`` or an iteration's number; ``latest`` is the newest complete one.
         file_suffix: take only files of ranks whose stem ends so.
-        include: take only names that fit this pattern, or one of these.
-        exclude: leave such names out; wins.
+        include: take only names that match this pattern, or one of these.
+        exclude: skip names that match; overrides ``include``.
         names: a built-in table of rules of names and packing, such as ``"qwen3"``, or the file of one; names of tensors
             are then those on its other side.
         rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
-        config: what tells the sizes that the table needs; by default the config.json of ``src``.
+        config: file with the sizes that the table needs; by default the config.json of ``src``.
         reverse: read the table from right to left, whichever side fits.
         optimizer: apply the table to optimizer state as well; else that is left out.
-        cast: ``"BFloat16"`` for all floating weights, or ``"GLOB=Float32"`` for such tensors; of several that concern
-            a tensor the last holds.
+        cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"`` for tensors that match; the last
+            match wins. ``"bf16"``, ``"fp16"`` and ``"fp32"`` are short for the types.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes for buffers, and for tensors that are read ahead.
         io: ``auto``, which reads explicitly, ``mmap`` or ``pread``.
@@ -93,7 +91,7 @@ def open(
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
     decryption = None if decrypt_key_file is None else Decryption(os.fspath(decrypt_key_file), decrypt_mode)
     request = reading_request(
-        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, step, file_suffix, filters, report, edits
+        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, str(step), file_suffix, filters, report, edits
     )
     return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
@@ -109,6 +107,7 @@ def reading_request(
     filters: Filters,
     report: Report,
     edits: Optional[Edits] = None,
+    option: str = "src_strategy=",
 ) -> Request:
     """What would be converted to get what is to be read: one file, which is never written.
 
@@ -122,13 +121,14 @@ def reading_request(
         filters: which names are taken.
         report: told of what was noted of strategies.
         edits: names and types that are asked for.
+        option: how ``src_strategy`` is typed where the reader is.
 
     Raises:
         UsageError: options are missing, or do not go together.
         ReshardError: there is nothing to open, or a strategy cannot be read.
     """
     form = form_of(src)
-    source = _source(src, form, src_strategy, file_suffix, report)
+    source = _source(src, form, src_strategy, file_suffix, report, option)
     target, file = _target(src, form, source, dst_strategy, rank, step, report)
     return Request(
         src=src,
@@ -160,7 +160,9 @@ def open_requested(
     return OpenedCheckpoint(request, FileHandles(decryption=decryption), effort, report or Report())
 
 
-def _source(src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report) -> Strategy:
+def _source(
+    src: str, form: str, strategy: Optional[str], file_suffix: Optional[str], report: Report, option: str
+) -> Strategy:
     """The strategy of the source.
 
     Raises:
@@ -169,7 +171,11 @@ def _source(src: str, form: str, strategy: Optional[str], file_suffix: Optional[
     check_there(src)
     if form == RANKS:
         if strategy is None:
-            raise UsageError(f"{src}: the strategy that it was saved with is missing", hint=_NAME_IT)
+            check_holds_ranks(src)
+            raise UsageError(
+                f"{src}: rank files do not record how they are cut",
+                hint=f"add {option}FILE or {option}DIR; for an unsharded checkpoint pass none: {option}none",
+            )
         return _read(strategy, report)
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave it out")

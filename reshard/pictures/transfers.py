@@ -277,7 +277,7 @@ def _summary(moved: Pairs, copied: int, heat: Pairs, down: _Axis, across: _Axis)
     of = down.ranks * across.ranks
     said = [
         f"{byte_size(sum(moved.values()))} from {plural(down.ranks, f'source {down.noun}')} to "
-        f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs move anything."
+        f"{plural(across.ranks, f'target {across.noun}')}{values}; {pairs} of {of} pairs exchange data."
     ]
     if down.ranks_per_cell * across.ranks_per_cell > 1:
         said.append(

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Optional, Protocol
 
-from reshard.checkpoints import Tensor
+from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4

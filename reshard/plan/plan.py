@@ -38,6 +38,7 @@ class Sorted:
 
     Attributes:
         resharded: in source and target.
+        excluded: in the source, and left out by the filters.
         left_out: only in the source.
         missing: wanted by the target, but nowhere in the source files.
         copied: not laid out; copied as they are.
@@ -45,6 +46,7 @@ class Sorted:
     """
 
     resharded: list[str]
+    excluded: list[str]
     left_out: list[str]
     missing: list[str]
     copied: list[str]

@@ -166,12 +166,13 @@ def sort(
         wanted = there
     else:
         everywhere = set().union(*(section.layouts.keys() for section in form.sections))
-        left_out = sorted(name for name in there if name not in everywhere)
+        left_out = sorted(name for name in there if admit(name) and name not in everywhere)
     missing = sorted(name for name in wanted if admit(name) and name not in checkpoint.tensors and name not in copied)
     unholdable = sorted(
         name for name, tensor in values.examples() if tensor.dtype == TEXT and not can_hold(form.format, tensor.dtype)
     )
-    return Sorted(resharded, left_out, missing, sorted(copied.difference(unholdable)), unholdable)
+    excluded = sorted(name for name in there if not admit(name))
+    return Sorted(resharded, excluded, left_out, missing, sorted(copied.difference(unholdable)), unholdable)
 
 
 def _rank_checkpoint(request: Request, handles: FileHandles, report: Report) -> RankCheckpoint:

@@ -326,7 +326,9 @@ class StepSelector:
             )
         elif passed:
             self._report.note(f"{step.label} is used")
-        if self._ranks is not None and len(steps) > 1 and step.step is not None:
+        # Only where other runs write the other ranks: one run takes one step.
+        some_ranks = self._ranks is not None and len(set(self._ranks)) < self._target.device_count
+        if some_ranks and len(steps) > 1 and step.step is not None:
             self._report.warn(
                 f"{step.place} holds {plural(len(steps), 'step')}, and {step.label} is taken; give every rank "
                 f"--step {step.step}, so that all of them take the same, whatever is saved meanwhile"
@@ -345,6 +347,6 @@ class StepSelector:
                 tell = self._report.warn if any(is_weight(name) for name in unseen) else self._report.note
                 tell(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
-                    "not saved: " + listing(unseen, 3) + f"; had only {rank_ranges(away)} saved them (a de-duplicated "
-                    "save), they would be lost"
+                    "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "
+                    "save), bring these ranks back"
                 )

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.edited import Made
-from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE
+from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
@@ -40,17 +40,15 @@ class CastAsked(NamedTuple):
         """
         # A pattern may hold the sign, a type may not.
         pattern, equals, dtype = text.rpartition("=")
-        known = {name.lower(): name for name in CAST_TO}
-        found = known.get(dtype.strip().lower())
+        found = dtype_named(dtype)
         if equals and not pattern:
             raise UsageError(
                 f"--cast {text}: there is no pattern of names before the =", hint=f"--cast {dtype} is all weights"
             )
-        if found is None:
-            near = near_names(dtype, CAST_TO)
+        if found is None or found not in CAST_TO:
             raise UsageError(
                 f"--cast {text}: {dtype!r} is no type to cast to",
-                hint=f"did you mean {near[0]}?" if near else f"the types are {', '.join(CAST_TO)}",
+                hint=f"use {', '.join(CAST_TO[:-1])} or {CAST_TO[-1]}; fp32, fp16 and bf16 are short for them",
             )
         return cls(pattern if equals else None, found)
 

@@ -68,8 +68,8 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     said = _said_of_training(checkpoint, handles)
     if said.get("global_batch_size") is None:
         report.warn(
-            f"nothing tells the global batch size, so {COMMON} does not: training that goes on from it asks for "
-            "global_batch_size there"
+            f"{COMMON} has no global_batch_size, because the source does not record it: set it there before training "
+            "resumes"
         )
     unlisted = [name for name in values if is_weight(name)]
     if unlisted:

@@ -34,16 +34,14 @@ class ReplicaCheck:
     def __str__(self) -> str:
         """In words."""
         if self.compared == "nothing":
-            return "not compared (--check-replicas never); the source strategy was not tested against the files"
+            return "replicas were not compared (--check-replicas never)"
         if not self.samples:
-            return "none could be compared; the source strategy could not be tested against the files"
-        agree = f"{plural(self.samples, 'sample')} of {plural(self.parameters, 'parameter')} agree"
-        if self.compared == "everything":
-            agree = f"all bytes of {plural(self.parameters, 'parameter')} agree"
-        if not self.tested:
-            return f"{agree}, which ranks hold whole; how others are cut could not be tested against the files"
-        have = "has" if self.untested == 1 else "have"
-        return agree + (f"; {plural(self.untested, 'parameter')} {have} none to compare" if self.untested else "")
+            return "no parameter has replicas to compare, so only shapes were checked"
+        how = "all bytes" if self.compared == "everything" else plural(self.samples, "sample")
+        agree = f"replicas of {plural(self.parameters, 'parameter')} agree ({how})"
+        if self.untested:
+            return f"{agree}; {plural(self.untested, 'other')} without replicas, checked by shape only"
+        return agree if self.tested else f"{agree}; those that are cut were checked by shape only"
 
 
 class Differing(NamedTuple):

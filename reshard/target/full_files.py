@@ -26,7 +26,7 @@ UNIFIED_SIZE = 3 << 30
 """Bytes of tensors in one of the files of `unified_safetensors`, about."""
 
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(I?)B)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([KMGT])(?:(I)?B)?|B)?\s*", re.IGNORECASE)
 
 Sizes = Sequence[tuple[str, int]]
 """Names of tensors and their bytes, in the order in which to write them."""
@@ -45,7 +45,7 @@ class FullFile(NamedTuple):
 
 
 def parse_size(text: str) -> int:
-    """Bytes that a text such as ``5GB`` (decimal), ``5GiB`` (binary) or ``1000`` stands for, as at Hugging Face.
+    """Bytes that a text such as ``5GB`` or ``5G`` (decimal), ``5GiB`` (binary) or ``1000`` stands for.
 
     Raises:
         UsageError: it is none, or less than a byte.
@@ -56,7 +56,7 @@ def parse_size(text: str) -> int:
         unit = 1 if match[2] is None else (1024 if match[3] else 1000) ** _UNITS[match[2].upper()]
         size = int(Decimal(match[1]) * unit)
     if not size:
-        raise UsageError(f"{text!r} is not a size such as 5GB or 5GiB")
+        raise UsageError(f"{text!r} is not a size such as 5GB, 500M (decimal) or 5GiB (binary)")
     return size
 
 

@@ -84,13 +84,10 @@ def warn_of_unmatched(filters: Filters, names: Iterable[Iterable[str]], report: 
                 + (" ..." if len(more) > _MOST_ADVISED else "")
             )
         for pattern in unmatched[:_MOST_ADVISED]:
-            text = f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint"
-            absent = _absent_kind(pattern, known) if option == "--exclude" else None
-            if absent is None:
-                report.warn(f"{text}; {_advice(option, pattern, known)}")
-            else:
-                # What was asked for is so, whatever the pattern.
-                report.note(f"{text}, which holds no {absent}")
+            # A checkpoint without optimizer state is what --exclude 'adam_*' is for.
+            if option == "--include" or not _is_for_absent_kind(pattern, known):
+                advice = _advice(option, pattern, known)
+                report.warn(f"{option} {quoted(pattern)} matches no parameter or value of the checkpoint; {advice}")
 
 
 def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -105,15 +102,15 @@ def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     return list(left)
 
 
-def _absent_kind(pattern: str, known: Collection[str]) -> Optional[str]:
-    """The kind of parameters that a pattern is for, if it is for one of which there are none."""
+def _is_for_absent_kind(pattern: str, known: Collection[str]) -> bool:
+    """Whether a pattern is for optimizer state or accumulated gradients, and the checkpoint holds none of that kind."""
     kinds = {kind_of(name, 2) for name in known}
     fits = Glob(pattern).matches
     examples = list(itertools.islice(known, _MOST_EXAMPLES))
-    for kind, prefixes in ((OPTIMIZER_STATE, STATE_PREFIXES), (GRADIENTS, (ACCUMULATED_GRADIENTS,))):
-        if kind not in kinds and any(fits(prefix + name) for prefix in prefixes for name in examples):
-            return kind
-    return None
+    return any(
+        kind not in kinds and any(fits(prefix + name) for prefix in prefixes for name in examples)
+        for kind, prefixes in ((OPTIMIZER_STATE, STATE_PREFIXES), (GRADIENTS, (ACCUMULATED_GRADIENTS,)))
+    )
 
 
 def _advice(option: str, pattern: str, known: Iterable[str]) -> str:

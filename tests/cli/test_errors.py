@@ -692,8 +692,8 @@ def test_ranks_beyond_any_cluster_are_wrong_usage(world: World) -> None:
 
 def test_control_characters_in_names_do_not_reach_the_terminal(world: World) -> None:
     world.save(FULL, copied={"clear\x1b[2J": COPIED["global_step"]})
-    assert "clear\\x1b" in done(*world.words(command="plan")).out
-    assert "clear\\x1b" in done(*world.words("--overwrite")).err
+    assert "clear\\x1b" in done(*world.words("-v", command="plan")).out
+    assert "clear\\x1b" in done(*world.words("-v", "--overwrite")).err
     write_checkpoint(world.src / "rank_1" / "net-1_10.ckpt", {**FULL, "clear\x1b[2J": scalar(7, shape=(1,))})
     result = reshard(*world.words("-v"))
     assert "\x1b" not in result.err + result.out

@@ -144,7 +144,7 @@ def test_too_much_to_read_is_not_printed(tmp_path: Path) -> None:
 
 
 def test_a_strategy_is_asked_for_where_one_is_needed(saved: World) -> None:
-    fails(2, "get", saved.src, "w", says=["the strategy that it was saved with is missing", "pass none"])
+    fails(2, "get", saved.src, "w", says=["do not record how they are cut", "pass none: --strategy none"])
     fails(3, "get", saved.root / "nothing", "w", "--strategy", "none", says=["does not exist"])
 
 

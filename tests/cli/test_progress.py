@@ -22,7 +22,7 @@ for number in range(4):
     time.sleep(0.2)
     bar.wrote(1 << 30)
     if number == 3:
-        listener(quiet=False)("warning", "look here")
+        listener()("warning", "look here")
 bar.end()
 """
 
@@ -109,10 +109,9 @@ def test_a_line_of_progress_comes_though_nothing_moves(
 
 
 def test_the_summary_tells_where_the_time_went(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.cli.conversion.LEAST_SHOWN", 0.0)
-    monkeypatch.setattr("reshard.cli.conversion.LEAST_TOTAL", 0.0)
+    monkeypatch.setattr("reshard.cli.conversion.MIN_SHOWN", 0.0)
     world.save(tensors())
-    said = world.convert("--verify").err
+    said = world.convert("--verify", "-v").err
     assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s, verifying \d+\.\d s", said)
-    said = done("recover", world.src, world.root / "whole", "--strategy", world.old).err
+    said = done("recover", world.src, world.root / "whole", "--strategy", world.old, "-v").err
     assert re.search(r"planning \d+\.\d s, checking \d+\.\d s, writing \d+\.\d s", said)

@@ -423,7 +423,7 @@ def test_a_file_that_is_written_to_while_all_is_read_is_an_error(tmp_path: Path)
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({}, "strategy that it was saved with is missing"),
+        ({}, "do not record how they are cut\nadd src_strategy=FILE"),
         ({"src_strategy": "OLD", "rank": 1}, "of which strategy is missing"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW"}, "2 ranks"),
         ({"src_strategy": "OLD", "dst_strategy": "NEW", "rank": 2}, "out of range"),

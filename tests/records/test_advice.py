@@ -159,7 +159,7 @@ def test_a_recovered_rank_is_replaced_by_removing_it(plain: World) -> None:
     done(*recover, "--ranks", "3")
     path.write_bytes(b"changed")
     fails(3, *recover, says=["already holds", "remove it", "replace all ranks with --overwrite"])
-    assert "unless it is removed" in done("status", plain.dst).out
+    assert "to write rank 3 again: remove the files, and run the command again" in done("status", plain.dst).out
     path.unlink()
     done(*recover)
     path.write_bytes(b"changed")

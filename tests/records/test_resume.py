@@ -464,5 +464,5 @@ def test_what_was_written_before_is_told_in_the_right_number(world: World, rank:
     world.save(FULL)
     world.convert("--ranks", rank)
     left = "left as it is" if rank == "0" else "left as they are"
-    assert f"{said} had been written before by the same conversion; {left}" in world.convert().err
+    assert f"{said} already complete" in world.convert().err
     assert f"{said} by the same conversion before; {left}" in world.convert("--ranks", rank, "-n").out

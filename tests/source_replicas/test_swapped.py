@@ -191,7 +191,7 @@ def test_replicas_that_agree_do_not_speak_for_a_strategy_that_cuts_finer(
     for words in (world.words(), world.words(0, command="by-rank"), world.words(command="plan")):
         fails(3, *words, says=["hold the same bytes where it says that they hold different slices, of 2 of 2"])
     result = reshard("strategy", "check", world.old, world.src)
-    assert result.status == 4 and "samples of 4 parameters agree" in result.out
+    assert result.status == 4 and "replicas of 4 parameters agree" in result.out
     assert "hold the same bytes where" in result.out
 
 

@@ -272,7 +272,7 @@ def test_the_element_type_has_to_be_known_where_it_decides(tmp_path: Path) -> No
     said = ("--sizes", "dp=2,mp=4", "--optimizer-shards", "-1", "--optimizer-threshold", "1", "--weights-only")
     shapes = {"small": (8, 4), "middle": (16, 32), "large": (64, 64)}
     fails(3, *making(tmp_path, ONE_RULE, shapes, *said), says=["1 parameter: 'middle'", 'dtype = "Float32"'])
-    for dtype, sharded in (("Float32", True), ("BFloat16", True), ("Int8", False)):
+    for dtype, sharded in (("Float32", True), ("fp32", True), ("bf16", True), ("Int8", False)):
         done(*making(tmp_path, f'dtype = "{dtype}"\n' + ONE_RULE, shapes, *said, "--overwrite"))
         found = as_recorded(tmp_path / "out.ckpt")
         assert {name: layout.shard_size != 0 for name, layout in found.items()} == {

@@ -142,9 +142,7 @@ def test_sizes_are_decimal_unless_they_say_binary(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GB", "5G", "5 gigabytes", "-5GB", "0GB", "0.0001KB", "1e9", "inf", "nanGB", "5GB5"]
-)
+@pytest.mark.parametrize("text", ["", "GB", "5 gigabytes", "-5GB", "0GB", "0.0001KB", "1e9", "inf", "nanGB", "5GB5"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size such as 5GB or 5GiB"):
+    with pytest.raises(UsageError, match="is not a size such as 5GB, 500M"):
         parse_size(text)

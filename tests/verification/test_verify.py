@@ -260,7 +260,6 @@ def test_contents_that_no_checksum_covers_are_said_with_their_ranks(world: World
     [
         ("--headers-only", "--src", "SRC"),
         ("--headers-only", "--replicas"),
-        ("--src", "SRC"),
         ("--replicas",),
         ("--strategy", "x"),
         ("--src-strategy", "x"),

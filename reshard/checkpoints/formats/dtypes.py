@@ -7,6 +7,8 @@ here: nothing needs more than their size, so types that NumPy lacks are no speci
 
 from __future__ import annotations
 
+from typing import Optional
+
 TEXT = "str"
 MAP_TENSOR = "MapTensor"
 NO_ARRAYS = (TEXT, MAP_TENSOR)
@@ -79,6 +81,17 @@ CAST_TO = ("Float32", "Float16", "BFloat16")
 
 CASTABLE = ("Float64", *CAST_TO)
 """Types that elements may be cast from."""
+
+_SHORT = {"bf16": "BFloat16", "fp16": "Float16", "half": "Float16", "fp32": "Float32", "float": "Float32"}
+
+
+def dtype_named(text: str) -> Optional[str]:
+    """MindSpore's name of a type that is spelled ``bf16``, ``torch.bfloat16`` or ``F32``; None where there is none."""
+    word = text.strip().lower().rpartition(".")[2].replace("_", "")
+    named = {dtype.lower(): dtype for dtype in ITEM_SIZES}
+    stored = {name.lower().replace("_", ""): dtype for name, dtype in FROM_SAFETENSORS.items()}
+    return {**stored, **_SHORT, **named}.get(word)
+
 
 INTEGERS = frozenset(
     {"Int4", "Int8", "UInt8", "Int16", "UInt16", "Int32", "UInt32", "Int64", "UInt64"},

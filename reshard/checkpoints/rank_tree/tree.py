@@ -44,6 +44,7 @@ _FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _UNFINISHED = "_tmp"
 _MOST_LISTED = 8
+_PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 _MOST_STEPS = 20
 _CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
 
@@ -373,7 +374,10 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
             file=src,
             hint="if files lie deeper, name them with {rank} for the rank's number: 'ckpt/rank_{rank}/*/*.ckpt'",
         )
-    hint = "a source holds rank_0/, rank_1/ ... (or rank0/, 0/), is one file, or is a path with {rank} in it"
+    hint = (
+        "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
+        "directory of Checkpoint 2.0, unified or Hugging Face safetensors"
+    )
     if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
         hint = f"did you mean {os.path.dirname(absolute(src))}?"
     for name in directories:
@@ -392,6 +396,15 @@ def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
     if files:
         shown = ", ".join(files[:_MOST_LISTED])
         return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
+    with _reading(src):
+        others = sorted(entry.name for entry in store_of(src).entries(src) if entry.name.endswith(_PYTORCH_ENDINGS))
+    if others:
+        shown = ", ".join(others[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: holds PyTorch files ({shown}), which are not read, and no .ckpt or .safetensors file",
+            file=src,
+            hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
+        )
     return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
 
 

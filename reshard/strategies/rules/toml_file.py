@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Union
 
+from reshard.checkpoints.formats.dtypes import dtype_named
 from reshard.errors import StrategyError, UsageError
 from reshard.storage import UnfitError, read_small
 from reshard.storage.toml_tables import TableReader, TomlError, parse_toml
@@ -90,7 +91,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
         shown_with = tuple(map(parse_sizes, file.texts(content, "shown_with", "rules")))
     except UsageError as error:
         raise file.wrong("shown_with", error.message) from error
-    dtype = file.text(content, "dtype", "rules")
+    dtype = file.dtype(content, "rules")
     return Rules(path, rules, Pipeline(first, last, layers), states, conditions, shown_with, dtype, text)
 
 
@@ -138,7 +139,7 @@ def _rule(
         whole,
         file.optimizer_shard(table, where, shard),
         file.flag(table, "nested", where, False),
-        file.text(table, "dtype", where),
+        file.dtype(table, where),
         tuple(sizes),
         file.flag(table, "trained", where, True),
         said=frozenset(_FIELDS.get(key, key) for key in table if key not in ("match", "set")) if partial else None,
@@ -180,6 +181,11 @@ class _Reader(TableReader):
             return condition(text)
         except ExpressionError as error:
             raise self.wrong(where, str(error)) from error
+
+    def dtype(self, table: Mapping[str, Any], where: str) -> Optional[str]:
+        """MindSpore's name of a type, however it is spelled; what names no type is refused where it is needed."""
+        text = self.text(table, "dtype", where)
+        return text if text is None else dtype_named(text) or text
 
     def optimizer_shard(
         self, table: Mapping[str, Any], where: str, default: Union[bool, Condition, None]

@@ -1,0 +1,98 @@
+"""Types, sizes, forms and steps in the spellings that people bring along, and errors that name the right cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Union
+
+import numpy as np
+import pytest
+
+import reshard
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+
+
+@pytest.mark.parametrize(
+    ("spelled", "dtype"),
+    [
+        ("bf16", "BFloat16"),
+        ("BF16", "BFloat16"),
+        ("torch.bfloat16", "BFloat16"),
+        ("mindspore.bfloat16", "BFloat16"),
+        ("fp16", "Float16"),
+        ("half", "Float16"),
+        ("mstype.float16", "Float16"),
+        ("fp32", "Float32"),
+        ("F32", "Float32"),
+        ("float", "Float32"),
+        ("Float32", "Float32"),
+    ],
+)
+def test_types_may_be_spelled_as_elsewhere(spelled: str, dtype: str, plain: World) -> None:
+    plain.save(tensors())
+    with reshard.open(plain.src, src_strategy=plain.old, cast=f"w={spelled}") as opened:
+        assert opened["w"].dtype_name == dtype
+    got = done("get", plain.src, "w", "--strategy", plain.old, "--cast", f"w={spelled}", "--json").json
+    assert got[0]["dtype"] == dtype
+
+
+@pytest.mark.parametrize("spelled", ["fp8", "int8", "float64", "torch", ""])
+def test_what_is_no_type_to_cast_to_is_refused(spelled: str, plain: World) -> None:
+    plain.save(tensors())
+    fails(2, "stats", plain.src, "--strategy", plain.old, "--cast", spelled, says=["no type to cast to"])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("200", 200), ("1K", 1000), ("1KB", 1000), ("1KiB", 1024), ("0.2k", 200), ("200B", 200), ("5M", 5_000_000)],
+)
+def test_sizes_of_files_take_every_usual_unit(text: str, size: int, plain: World) -> None:
+    plain.save(tensors())
+    made = [plain.root / name for name in ("typed", "bytes")]
+    for out, said in zip(made, (text, str(size))):
+        done("convert", plain.src, out, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", said)
+    names = [sorted(path.name for path in out.glob("model*")) for out in made]
+    assert names[0] == names[1]
+
+
+def test_a_size_that_is_none_names_the_units(plain: World) -> None:
+    plain.save(tensors())
+    words = ("convert", plain.src, plain.dst, "--src-strategy", plain.old, "--to", "hf", "--max-shard-size", "5X")
+    fails(2, *words, says=["'5X' is not a size such as 5GB, 500M (decimal) or 5GiB (binary)"])
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_a_format_that_is_taken_for_a_form_is_told_the_option(format: str, plain: World) -> None:
+    fails(2, "convert", plain.src, plain.dst, "--to", format, says=[f"--format {format}"])
+
+
+@pytest.mark.parametrize("command", ["convert", "get", "fingerprint"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model_00-model_00.pt"])
+def test_a_directory_of_pytorch_files_is_not_asked_for_a_strategy(command: str, name: str, tmp_path: Path) -> None:
+    src = tmp_path / "torch"
+    src.mkdir()
+    (src / "config.json").write_text("{}")
+    (src / name).write_bytes(b"x")
+    words: dict[str, list[Argument]] = {"convert": [tmp_path / "out", "--to", "hf"], "get": ["w"], "fingerprint": []}
+    fails(3, command, src, *words[command], says=[f"holds PyTorch files ({name})", "safe_serialization=True"])
+
+
+def test_an_empty_directory_is_not_asked_for_a_strategy(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    fails(3, "convert", tmp_path / "empty", tmp_path / "out", says=["holds no checkpoints", "Hugging Face"])
+
+
+@pytest.mark.parametrize("step", [41, "41", np.int64(41)])
+def test_the_number_of_an_iteration_is_a_step(step: Union[str, int], plain: World) -> None:
+    plain.save(tensors())
+    root = plain.root / "root"
+    done("convert", plain.src, root, "--src-strategy", plain.old, "--to", "checkpoint2", "--dst-strategy", "same")
+    with reshard.open(root, step=step) as opened:
+        assert opened.step == "41" and "w" in opened
+
+
+def test_a_number_that_is_no_step_of_a_rank_tree_is_an_error_with_a_cure(plain: World) -> None:
+    plain.save(tensors())
+    with pytest.raises(reshard.errors.UsageError, match="is no step\nname epoch and step"):
+        len(reshard.open(plain.src, src_strategy=plain.old, step=10))

@@ -1,0 +1,67 @@
+"""`verify OUT --src SRC`: strategies that the records in OUT know need not be typed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+from tests.trees import layout, single, write_strategy
+
+
+@pytest.fixture
+def converted(world: World) -> World:
+    world.save(tensors())
+    world.convert()
+    return world
+
+
+def verify(world: World, *options: Argument) -> list[Argument]:
+    return ["verify", world.dst, "--src", world.src, *options]
+
+
+def test_strategies_come_from_the_records(converted: World) -> None:
+    said = done(*verify(converted)).err
+    assert f"--src-strategy {converted.old} --dst-strategy {converted.new}" in said
+    assert "verified: no differences" in said
+    found = converted.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(found.read_bytes())
+    data[-3] ^= 1
+    found.write_bytes(data)
+    fails(4, *verify(converted), says=["must not be used"])
+
+
+def test_what_is_typed_wins(converted: World) -> None:
+    assert (
+        "recorded" not in done(*verify(converted, "--src-strategy", converted.old, "--dst-strategy", converted.new)).err
+    )
+    moved = converted.root / "moved.ckpt"
+    shutil.move(converted.old, moved)
+    assert f"--dst-strategy {converted.new}\n" in done(*verify(converted, "--src-strategy", moved)).err
+    other = write_strategy(converted.root / "other", single({"w": layout([2], [0, -1])}))
+    fails(4, *verify(converted, "--src-strategy", moved, "--dst-strategy", other), says=["must not be used"])
+
+
+def test_a_recorded_strategy_that_is_gone_or_changed_is_not_guessed(converted: World) -> None:
+    content = converted.new.read_bytes()
+    converted.new.write_bytes(converted.old.read_bytes())
+    fails(2, *verify(converted), says=["--dst-strategy is missing", converted.new, "has changed"])
+    converted.new.unlink()
+    fails(2, *verify(converted), says=["--dst-strategy is missing", converted.new, "does not exist"])
+    converted.new.write_bytes(content)
+    shutil.rmtree(converted.dst / ".reshard")
+    fails(2, *verify(converted), says=["--src-strategy and --dst-strategy are missing"])
+
+
+def test_other_forms_need_none_either(world: World, tmp_path: Path) -> None:
+    world.save(tensors())
+    for number, to in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):
+        out = tmp_path / f"out{number}"
+        done("convert", world.src, out, "--src-strategy", world.old, "--to", *to)
+        assert "verified: no differences" in done("verify", out, "--src", world.src).err
+    ranks = tmp_path / "ranks"
+    done("convert", tmp_path / "out0", ranks, "--dst-strategy", world.new, "--format", "ckpt")
+    assert "verified: no differences" in done("verify", ranks, "--src", tmp_path / "out0").err
