@@ -184,7 +184,7 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
             report.warn(warning)
         made, kept = _ruled(base, made, kept, applied)
         tied = tuple(pair for pair in applied.tied if all(name in base.parameters for name in pair))
-        for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "no rule speaks of it")):
+        for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "optimizer state")):
             if names:
                 report.note(f"not compared, {why}: " + listing(sorted(names)))
     if edits.renames is not None:
