@@ -32,8 +32,8 @@ def table(
 ) -> None:
     """Print a table to standard output.
 
-    On a terminal that is too narrow, texts are shortened in the middle; with -v, every row becomes several lines
-    instead, so that names can be copied.
+    On a terminal that is too narrow, texts are shortened in the middle. With -v, and where the output goes elsewhere,
+    every row becomes several lines instead, so that names can be copied.
 
     Args:
         title: its headline; none where it is empty.
@@ -43,16 +43,17 @@ def table(
         alarming_rows: numbers of the rows that are coloured.
     """
     width = terminal_width() if on_terminal() else _MAX_WIDTH
+    whole = is_verbose() or not on_terminal()
     cells = [[_cell(text) for text in row] for row in rows]
     heads = list(columns)
     left_out: list[str] = []
-    while _needed(_widths(heads, cells, _FAIR_TEXT)) > width and len(left_out) < len(spare) and not is_verbose():
+    while _needed(_widths(heads, cells, _FAIR_TEXT)) > width and len(left_out) < len(spare) and not whole:
         left_out.append(spare[len(left_out)])
         place = heads.index(left_out[-1])
         heads.pop(place)
         cells = [[*row[:place], *row[place + 1 :]] for row in cells]
     if _needed(_widths(heads, cells)) > width:
-        if is_verbose():
+        if whole:
             click.echo("\n".join([*([title] if title else []), *_listed(heads, cells)]))
             return
         cells = _shortened(heads, cells, width)
