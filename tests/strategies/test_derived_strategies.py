@@ -19,7 +19,7 @@ import pytest
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import ReshardError
-from reshard.strategies import RecordedLayout
+from reshard.strategies import RecordedLayout, read_strategy
 from reshard.strategies.read import read_recorded
 from reshard.strategies.rules import (
     FullTensor,
@@ -39,6 +39,7 @@ from reshard.strategies.rules.shown import Source, model_of
 from tests import made_cases
 from tests.made_cases import MadeCase
 from tests.running import Argument, done, fails
+from tests.strategy_writing import layout, write_strategy
 from tests.trees import Value, write_checkpoint
 
 Words = tuple[Argument, ...]
@@ -389,3 +390,15 @@ def test_without_shapes_what_may_not_divide_is_left_open_until_they_are_known(tm
     fails(3, "strategy", "make", *words, "--sizes", "mp=4", says=says)
     done("strategy", "make", *words, "--sizes", "mp=8")
     done("strategy", "diff", one.strategy, tmp_path / "out.ckpt", "--exit-code")
+
+
+@pytest.mark.parametrize(("shape", "expected"), [([8, 16, 4], ((2, 1), (0,), ())), ([4, 32, 4], ((2,), (1, 0), ()))])
+def test_the_reading_of_json_that_fits_the_shapes_is_taken(shape: list[int], expected: Any, tmp_path: Path) -> None:
+    """Slices of one row, and columns that are cut as well."""
+    maps = {"w": layout([4, 2, 2], [2, 1, 0, -1], shape=[4, 2, 16, 4])}
+    source = write_strategy(tmp_path / "src.json", 0, maps)
+    shapes = write_strategy(tmp_path / "shapes.json", 0, {"w": layout([1], [-1, -1, -1], shape=shape)})
+    sizes = ("--src-sizes", "x=4,y=2,z=2", "--dst-sizes", "x=4,y=2,z=2", "--weights-only")
+    done("strategy", "derive", source, tmp_path / "out.ckpt", "--shapes", shapes, *sizes)
+    (stage,) = read_strategy(str(tmp_path / "out.ckpt")).stages
+    assert stage.layouts["w"].tensor_map == expected

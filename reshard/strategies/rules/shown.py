@@ -247,9 +247,10 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
     Raises:
         StrategyError: it does not lay out a tensor of this shape.
     """
-    for reading in layout.without_shards().regroupings():
-        if len(reading.tensor_map) == len(tensor.shape):
-            return reading
+    readings = [one for one in layout.without_shards().regroupings() if len(one.tensor_map) == len(tensor.shape)]
+    # JSON may be read in several ways; without --shapes the tensor's shape only stands for all that can be cut so.
+    for reading in (*(one for one in readings if one.recorded_shape == tensor.shape), *readings):
+        return reading
     raise StrategyError(
         f"{path}: {quoted(tensor.name)}: tensor map {layout.map_text} does not lay out shape {list(tensor.shape)}",
         file=path,
