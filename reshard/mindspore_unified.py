@@ -164,7 +164,8 @@ def load_distributed_checkpoint(
             edits=_in_network(name_map),
         )
         summary = transform(request, Options(jobs=max(1, min(max_process_num, usable_cpus()))), logged())
-        missing = [name for name in summary.missing if is_weight(name)]
+        listed = frozenset(target.parameters)
+        missing = [name for name in summary.missing if is_weight(name, listed)]
         if missing:
             LOG.warning("%s", f"in {target.path}, but not in {src}: {listing(missing)}")
     return True

@@ -15,7 +15,7 @@ from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.one_file import read_error
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
-from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER
+from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted, rank_ranges
 
 _LARGEST_INDEX = 1 << 26
@@ -80,7 +80,7 @@ def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
 
 def _is_value(tensor: Tensor) -> bool:
     """Whether a tensor is none that strategies list: counters, learning rates, text."""
-    return tensor.kind == OTHER or tensor.dtype in NO_ARRAYS
+    return tensor.is_value or tensor.dtype in NO_ARRAYS
 
 
 def _of_json(path: str, handles: FileHandles) -> Iterable[FullTensor]:

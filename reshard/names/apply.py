@@ -167,7 +167,7 @@ class _Run:
     def sort(self) -> None:
         """Put every name where it belongs."""
         for name, shape in self.shapes.items():
-            prefix = state_prefix(name)
+            prefix = state_prefix(name, self.shapes)
             base = name[len(prefix) :]
             if prefix and (self.side.matches(base) or (base in self.shapes and not self.side.matches(name))):
                 self._sort_state(name, prefix, base)
@@ -176,7 +176,7 @@ class _Run:
                 continue
             if self.rules.keeps_others:
                 self.kept.append(name)
-            elif kind_of(name, math.prod(shape)) != WEIGHTS:
+            elif kind_of(name, math.prod(shape), self.shapes) != WEIGHTS:
                 self.unspoken.append(name)
             else:
                 number = self.side.beyond(name)

@@ -81,7 +81,13 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Repo
     except OSError as error:
         raise reading_error(path, error) from error
     said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
-    types = sorted({tensor.dtype.lower() for name, tensor in tensors.items() if _is_floating_weight(name, tensor)})
+    types = sorted(
+        {
+            tensor.dtype.lower()
+            for name, tensor in tensors.items()
+            if is_weight(name, tensors) and "Float" in tensor.dtype
+        }
+    )
     if not said or not types or all(types == [value] for value in said.values()):
         return None
     key, value = next(iter(said.items()))
@@ -93,7 +99,3 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Repo
         return None
     report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
-
-
-def _is_floating_weight(name: str, tensor: GlobalTensor) -> bool:
-    return is_weight(name) and "Float" in tensor.dtype

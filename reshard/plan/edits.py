@@ -146,9 +146,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
     if edits.casts:
-        made = cast(checkpoint, made, edits.casts)
+        made = cast(checkpoint, made, kept, edits.casts)
         tell_casts(checkpoint, made, report)
-        warn_of_uncast(checkpoint, kept, edits.casts, report)
+        warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept)
 

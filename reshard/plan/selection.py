@@ -337,12 +337,13 @@ class StepSelector:
     def _tell_not_saved(self, checkpoint: RankCheckpoint) -> None:
         """Name parameters that no file holds although only an absent rank may have saved them."""
         step, parameters = checkpoint.source, checkpoint.tensors
+        known = frozenset(self._source.parameters)
         for stage in self._source.stages:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in parameters)
             if away and unseen:
                 # Weights are always saved; of other parameters a strategy often lists more than there are.
-                tell = self._report.warn if any(is_weight(name) for name in unseen) else self._report.note
+                tell = self._report.warn if any(is_weight(name, known) for name in unseen) else self._report.note
                 tell(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; had only {rank_ranges(away)} saved them (a de-duplicated "

@@ -71,7 +71,8 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
             f"nothing tells the global batch size, so {COMMON} does not: training that goes on from it asks for "
             "global_batch_size there"
         )
-    unlisted = [name for name in values if is_weight(name)]
+    known = checkpoint.names().union(request.target.parameters)
+    unlisted = [name for name in values if is_weight(name, known)]
     if unlisted:
         report.warn(
             "not in metadata.json, because nothing says how they are laid out, so that loaders do not find them: "
@@ -80,7 +81,7 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = said.get("global_step") if checkpoint.form != CHECKPOINT2 else int(checkpoint.step or 0)
     common = FinishingFile(COMMON, lambda: common_json(said))
-    return Checkpoint2Files(request.target, tensors, list(values), int(iteration or 0), prefix, common)
+    return Checkpoint2Files(request.target, tensors, known, list(values), int(iteration or 0), prefix, common)
 
 
 def rank_names(request: Request, checkpoint: Checkpoint) -> FileNames:

@@ -107,7 +107,7 @@ def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 def _absent_kind(pattern: str, known: Collection[str]) -> Optional[str]:
     """The kind of parameters that a pattern is for, if it is for one of which there are none."""
-    kinds = {kind_of(name, 2) for name in known}
+    kinds = {kind_of(name, 2, known) for name in known}
     fits = Glob(pattern).matches
     examples = list(itertools.islice(known, _MOST_EXAMPLES))
     for kind, prefixes in ((OPTIMIZER_STATE, STATE_PREFIXES), (GRADIENTS, (ACCUMULATED_GRADIENTS,))):
@@ -133,7 +133,10 @@ def _advice(option: str, pattern: str, known: Iterable[str]) -> str:
 
 def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
     """What a pattern that matches none of the names was probably meant to be; None where nothing is near."""
-    state = tuple(sorted({f"{state_prefix(name)}*" for name in names if kind_of(name, 2) == OPTIMIZER_STATE}))
+    known = frozenset(names)
+    state = tuple(
+        sorted({f"{state_prefix(name, known)}*" for name in names if kind_of(name, 2, known) == OPTIMIZER_STATE})
+    )
     if _ANY_OPTIMIZER.fullmatch(pattern) and 0 < len(state) <= _MOST_PATTERNS:
         return Meant(state, _count(state, names), _STATE)
     for patterns, habit in _readings(pattern):
@@ -141,7 +144,7 @@ def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
             found = way(patterns, names)
             if found:
                 return Meant(found, _count(found, names), habit)
-    if state_prefix(pattern) and 0 < len(state) <= _MOST_PATTERNS:
+    if state_prefix(pattern, known) and 0 < len(state) <= _MOST_PATTERNS:
         return Meant(state, _count(state, names), _STATE)
     return None
 
