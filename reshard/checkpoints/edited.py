@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
@@ -77,12 +78,21 @@ class EditedCheckpoint:
         base: the other.
         made: what its tensors are made of, by name, in order.
         kept: names of the other's values that it has as well.
+        unseen: per parameter that the base's strategy lists and no file holds, the name that it would get; None where
+            only shapes would tell.
     """
 
-    def __init__(self, base: Checkpoint, made: Mapping[str, Made], kept: Collection[str]) -> None:
+    def __init__(
+        self,
+        base: Checkpoint,
+        made: Mapping[str, Made],
+        kept: Collection[str],
+        unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
+    ) -> None:
         self.base = base
         self.made = made
         self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)
+        self.unseen = unseen
         self._kept = frozenset(kept)
 
     @property

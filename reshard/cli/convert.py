@@ -95,7 +95,9 @@ done
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
-    Only the source ranks that `reshard rank-list RANK` prints need be present.
+    Only the source ranks that `reshard rank-list RANK` prints need be present; with --names, also one rank
+    of each pipeline stage. With --to checkpoint2, unified or huggingface, RANK is the number of a target
+    file, as `reshard plan` lists them, and the source has to be complete.
     """
     _convert(src, dst, (rank,), typed, adding=True)
 

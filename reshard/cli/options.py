@@ -495,7 +495,7 @@ def divided(command: F) -> F:
 
 def targets(command: F) -> F:
     """Which target ranks are written."""
-    return _all(command, [ranks("Target", "Only these target ranks."), divided])
+    return _all(command, [ranks("Target", "Only these target ranks; with --to, only these files."), divided])
 
 
 def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:

@@ -12,7 +12,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
@@ -401,12 +401,14 @@ class Prepared:
         request, after = self.plan.request, self.plan.checkpoint
         if request.ranks is None or request.step != "latest" or before.step == after.step:
             return
-        # Other ranks read other files; whether these are sound nobody tells them.
+        # Other runs read other source files, and cannot know that one is damaged.
+        counted = counted_as(request.to)
         raise IncompleteSourceError(
-            f"{before.label} is damaged in what {rank_ranges(request.ranks)} would be made of, and {after.label} would "
-            f"be taken; other target ranks are made of other files, and may take {before.label}",
-            hint=f"give every rank --step {after.step}, so that all of them take the same; with --crc never CRCs are "
-            "not checked",
+            f"{before.label} is damaged in what {rank_ranges(request.ranks, counted)} would be made of, and "
+            f"{after.label} would be taken; other target {counted}s are made of other source files, and may take "
+            f"{before.label}",
+            hint=f"give every {counted} --step {after.step}, so that all of them take the same; with --crc never CRCs "
+            "are not checked",
         )
 
     def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:

@@ -13,6 +13,7 @@ from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.errors import CheckpointError, UsageError
+from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.tied import check_tied
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
@@ -108,7 +109,9 @@ class Edits:
         return repr((*said, self.exactly) if self.exactly else said)
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report) -> EditedCheckpoint:
+def edited(
+    checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: Report, complete: bool = True
+) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
@@ -116,6 +119,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         edits: what is asked.
         handles: open source files.
         report: told what is left out.
+        complete: whether all slices of the source are there.
 
     Raises:
         InputError: they do not fit the source.
@@ -126,6 +130,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    unseen: dict[str, Optional[str]] = {}
+    if isinstance(checkpoint, RankCheckpoint):
+        unseen = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part
@@ -138,19 +145,33 @@ def edited(checkpoint: Checkpoint, edits: Edits, handles: FileHandles, report: R
         )
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
+        if applied.tied and not complete:
+            one, other = applied.tied[0]
+            raise CheckpointError(
+                f"whether {quoted(one)} and {quoted(other)} are equal cannot be told without the whole source",
+                parameter=other,
+            )
         check_tied(checkpoint, applied.tied, handles, report)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
+        unseen = dict.fromkeys(unseen)
     if edits.renames is not None:
-        applied = apply_rules(edits.renames, _shapes(checkpoint, made, kept), optimizer=True)
-        made, kept = _ruled(checkpoint, made, kept, applied, edits.renames, report)
+        shapes = _shapes(checkpoint, made, kept)
+        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+        shapes.update((name, ()) for name in unseen.values() if name is not None)
+        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        renamed = {each.sources[0]: name for name, each in applied.made.items()}
+        unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
+        seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
+        made, kept = _ruled(checkpoint, made, kept, replace(applied, made=seen), edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
+        unseen = dict.fromkeys(unseen)
     if edits.casts:
-        made = cast(checkpoint, made, kept, edits.casts)
+        made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept)
+    return EditedCheckpoint(checkpoint, made, kept, unseen)
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -172,6 +193,8 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
         )
     names = {name: made.sources[0] for name, made in checkpoint.made.items()}
     names.update((name, name) for name in checkpoint.values())
+    # Runs that have the files of other ranks have to find the same strategy.
+    names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
     stages = (
         replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
         for stage in strategy.stages

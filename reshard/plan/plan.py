@@ -16,6 +16,7 @@ from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
+from reshard.checkpoints.forms import counted_as
 from reshard.errors import IncompleteSourceError
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.cuts import Cut, Cuts
@@ -344,7 +345,7 @@ class Plan:
             if not holders:
                 name = kind.tensors[0].name
                 raise IncompleteSourceError(
-                    f"a slice of {quoted(name)} for target rank {file} is on no readable rank",
+                    f"a slice of {quoted(name)} for target {counted_as(self.form.name)} {file} is in no readable file",
                     rank=file,
                     parameter=name,
                 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
+from reshard.checkpoints.forms import RANKS
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
@@ -57,3 +58,8 @@ class Request:
     to: str = "ranks"
     max_shard_size: Optional[int] = None
     edits: Optional[Edits] = None
+
+    @property
+    def target_ranks(self) -> Optional[tuple[int, ...]]:
+        """The target ranks asked for, ascending; None for all, and where target files are no ranks."""
+        return self.ranks if self.to == RANKS else None

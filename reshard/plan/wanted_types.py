@@ -56,7 +56,11 @@ class CastAsked(NamedTuple):
 
 
 def cast(
-    checkpoint: Checkpoint, made: Mapping[str, Made], kept: AbstractSet[str], casts: Sequence[CastAsked]
+    checkpoint: Checkpoint,
+    made: Mapping[str, Made],
+    kept: AbstractSet[str],
+    unseen: AbstractSet[str],
+    casts: Sequence[CastAsked],
 ) -> dict[str, Made]:
     """The same tensors with the types that are asked for.
 
@@ -64,12 +68,16 @@ def cast(
         checkpoint: the source.
         made: what is made of it.
         kept: names of what is copied as it is.
+        unseen: names of parameters that only absent ranks hold.
         casts: what is asked.
 
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
     """
-    wanted = _Wanted(casts, made.keys() | kept)
+    wanted = _Wanted(casts, made.keys() | kept | unseen)
+    for name in unseen:
+        # A pattern that fits a parameter of an absent rank is used.
+        wanted.of(name)
     found = {}
     refused: dict[tuple[str, str], list[str]] = {}
     for name, tensor in made.items():

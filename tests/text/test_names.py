@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from reshard.text.names import GRADIENTS, OPTIMIZER_STATE, OTHER, STATE_PREFIXES, WEIGHTS, is_weight, kind_of
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.trees import layout, single, write_strategy
 
 Array = npt.NDArray[Any]
@@ -34,7 +34,7 @@ def huggingface(place: Path, tensors: dict[str, Array]) -> Path:
 
 def types(place: Path) -> dict[str, str]:
     with safe_open(place / "model.safetensors", "np") as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_rules_refuse_a_weight_named_like_state_that_they_do_not_list(tmp_path: 
     source = huggingface(tmp_path / "src", {"bert.a.weight": full((4, 2)), "linear.weight": full((4, 2))})
     table = tmp_path / "table.toml"
     table.write_text('title = "t"\nsides = ["l", "r"]\n[[rule]]\nfrom = "bert.*"\nto = "model.*"\n')
-    words = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table]
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table]
     fails(3, *words, says=["linear.weight"])
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").glob("*.safetensors"))
 
@@ -107,7 +107,17 @@ def test_masters_of_pynative_training_follow_their_weights_through_rules(tmp_pat
     source = huggingface(tmp_path / "src", {**weights, **masters})
     table = tmp_path / "table.toml"
     table.write_text('title = "t"\nsides = ["l", "r"]\n[[rule]]\nfrom = "bert.*"\nto = "model.*"\n')
-    words = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table, "--cast", "BFloat16"]
+    words: list[Argument] = [
+        "convert",
+        source,
+        tmp_path / "out",
+        "--to",
+        "huggingface",
+        "--names",
+        table,
+        "--cast",
+        "BFloat16",
+    ]
     done(*words, "--optimizer", "keep", "--verify")
     found = types(tmp_path / "out")
     assert {name: found[name] for name in MASTERS} == dict.fromkeys(MASTERS, "F32")
