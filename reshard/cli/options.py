@@ -315,7 +315,7 @@ def edits(command: F) -> F:
             option(
                 "Names and types",
                 "--config",
-                metavar="FILE",
+                metavar="FILE|DIR",
                 shell_complete=completion.paths,
                 show_default="config.json in SRC",
                 help="What tells the sizes that the table needs: heads, experts.",

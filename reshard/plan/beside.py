@@ -56,8 +56,8 @@ def files_beside(
             report.note(f"{CONFIG} is taken over from {named}")
             paths[CONFIG] = named
     files = {name: _copied(name, path) for name, path in paths.items()}
-    if CONFIG in paths and edits is not None and edits.casts:
-        content = _of_other_types(paths[CONFIG], tensors, report)
+    if CONFIG in paths:
+        content = _of_other_types(paths[CONFIG], tensors, edits is not None and bool(edits.casts), report)
         if content is not None:
             files[CONFIG] = FinishingFile(CONFIG, lambda: content)
     return [*files.values()]
@@ -67,8 +67,14 @@ def _copied(name: str, path: str) -> FinishingFile:
     return FinishingFile(name, lambda: read_small(path, _LARGEST))
 
 
-def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Report) -> Optional[bytes]:
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, report: Report) -> Optional[bytes]:
     """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+
+    Args:
+        path: the configuration.
+        tensors: what is written.
+        cast: whether casts are asked for; only then the configuration is changed.
+        report: told of another type than that of the weights.
 
     Raises:
         RetryableError: it cannot be read.
@@ -91,6 +97,13 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Repo
     if not said or not types or all(types == [value] for value in said.values()):
         return None
     key, value = next(iter(said.items()))
+    if not cast:
+        if value not in types:
+            report.note(
+                f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
+                f"--cast DTYPE writes them in another type and corrects {CONFIG}"
+            )
+        return None
     if len(types) > 1:
         report.warn(
             f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
