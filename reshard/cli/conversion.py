@@ -13,6 +13,7 @@ from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
 from reshard.plan.request import Request
 from reshard.strategies import Strategy
+from reshard.target import FileId
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -63,7 +64,7 @@ def request_of(
         dst=dst,
         source=source,
         target=target,
-        ranks=ranks,
+        files=None if ranks is None else tuple(map(FileId, ranks)),
         prefix=typed["prefix"],
         format=typed.get("format", "same"),
         step=typed["step"],

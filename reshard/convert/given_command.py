@@ -81,7 +81,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         check_replicas=options.check_replicas,
         checksum=options.checksum,
         verify=options.verify,
-        ranks=None if request.ranks is None or several else number_ranges(request.ranks),
+        ranks=None if request.files is None or several else number_ranges(request.files),
         lost_only=options.lost_only,
         to=request.to,
         max_shard_size=request.max_shard_size,

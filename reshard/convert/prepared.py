@@ -202,7 +202,7 @@ class _Preparation:
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """Of the target files that are asked for those that are this run's."""
         options = self.options
-        asked = plan.asked
+        asked: tuple[int, ...] = plan.asked
         if options.lost_only:
             asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
         if options.share is not None:
@@ -229,7 +229,7 @@ class _Preparation:
             given=given_command(plan, options),
             lost_only=options.lost_only,
             # Whether this run is to write all that the target directory is to hold.
-            whole=plan.request.ranks is None if options.lost_only else len(asked) == plan.form.count,
+            whole=plan.request.files is None if options.lost_only else len(asked) == plan.form.count,
         )
 
     def execution(self, plan: Plan) -> ExecutionOptions:
@@ -399,12 +399,12 @@ class Prepared:
         before = self.plan.checkpoint
         self.state = self._preparation.state()
         request, after = self.plan.request, self.plan.checkpoint
-        if request.ranks is None or request.step != "latest" or before.step == after.step:
+        if request.files is None or request.step != "latest" or before.step == after.step:
             return
         # Other runs read other source files, and cannot know that one is damaged.
         counted = counted_as(request.to)
         raise IncompleteSourceError(
-            f"{before.label} is damaged in what {rank_ranges(request.ranks, counted)} would be made of, and "
+            f"{before.label} is damaged in what {rank_ranges(request.files, counted)} would be made of, and "
             f"{after.label} would be taken; other target {counted}s are made of other source files, and may take "
             f"{before.label}",
             hint=f"give every {counted} --step {after.step}, so that all of them take the same; with --crc never CRCs "
@@ -471,7 +471,7 @@ def check_target_ranks(request: Request) -> None:
         UsageError: a rank is out of range.
     """
     count = request.target.device_count
-    beyond = [rank for rank in request.ranks or () if not 0 <= rank < count]
+    beyond = [rank for rank in request.target_ranks or () if not 0 <= rank < count]
     if beyond:
         raise UsageError(
             f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "

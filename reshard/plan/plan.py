@@ -29,7 +29,7 @@ from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import real
-from reshard.target import Section, TargetForm
+from reshard.target import FileId, Section, TargetForm
 from reshard.text.wording import quoted
 
 
@@ -375,9 +375,9 @@ class Plan:
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
 
 
-def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
+def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:
     """Target files that a request asks for, ascending."""
-    return tuple(range(form.count)) if request.ranks is None else request.ranks
+    return tuple(map(FileId, range(form.count))) if request.files is None else request.files
 
 
 def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:

@@ -115,7 +115,7 @@ def _plan(
     choice: Optional[ReplicaChoice],
     report: Report,
 ) -> Plan:
-    beyond = [file for file in request.ranks or () if not 0 <= file < form.count]
+    beyond = [file for file in request.files or () if not 0 <= file < form.count]
     if beyond:
         counted = counted_as(form.name)
         raise UsageError(
