@@ -18,7 +18,7 @@ RECORDED_OF_REQUEST = (
     "src",
     "source",
     "target",
-    "ranks",
+    "files",
     "prefix",
     "format",
     "step",
