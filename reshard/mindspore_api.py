@@ -14,6 +14,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
+from reshard.target import FileId
 from reshard.text.report import Report
 
 LOG = logging.getLogger("reshard")
@@ -81,7 +82,7 @@ def transform_checkpoint_by_rank(
         dst=os.path.join(real(os.path.dirname(name)), os.path.basename(name)),
         source=read_strategy(path_of(src_strategy_file)),
         target=read_strategy(path_of(dst_strategy_file)),
-        ranks=(rank_id,),
+        files=(FileId(rank_id),),
         format="safetensors" if name.endswith(".safetensors") else "ckpt",
         exact_file=True,
     )

@@ -15,6 +15,7 @@ from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
+from reshard.target import FileId
 from reshard.text.globs import pattern_of
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
@@ -157,14 +158,15 @@ def load_distributed_checkpoint(
             dst=os.path.join(real(dst_safetensors_dir), f"rank_{rank}", f"net.{checked_format(output_format)}"),
             source=Strategy.none(),
             target=target,
-            ranks=(0 if target.is_none else rank,),
+            files=(FileId(0 if target.is_none else rank),),
             format=output_format,
             exact_file=True,
             form=form,
             edits=_in_network(name_map),
         )
         summary = transform(request, Options(jobs=max(1, min(max_process_num, usable_cpus()))), logged())
-        missing = [name for name in summary.missing if is_weight(name)]
+        listed = frozenset(target.parameters)
+        missing = [name for name in summary.missing if is_weight(name, listed)]
         if missing:
             LOG.warning("%s", f"in {target.path}, but not in {src}: {listing(missing)}")
     return True

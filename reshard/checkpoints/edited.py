@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Optional
 
 from reshard.checkpoints.by_name import ByName
@@ -79,6 +80,8 @@ class EditedCheckpoint:
         kept: names of the other's values that it has as well.
         identity: a text, the same for what was made in the same way.
         tied: tensors of the other that stand for further ones, beside those that do so there.
+        unseen: per parameter that the base's strategy lists and no file holds, the name that it would get; None where
+            only shapes would tell.
     """
 
     def __init__(
@@ -88,11 +91,13 @@ class EditedCheckpoint:
         kept: Collection[str],
         identity: str,
         tied: Sequence[Equal] = (),
+        unseen: Mapping[str, Optional[str]] = MappingProxyType({}),
     ) -> None:
         self.identity = identity
         self.base = base
         self.made = made
         self.tensors: Mapping[str, GlobalTensor] = MadeTensors(base.tensors, made)
+        self.unseen = unseen
         self._kept = frozenset(kept)
         self._tied = tuple(tied)
 

@@ -16,7 +16,7 @@ from reshard.errors import CheckpointError, LayoutError, StrategyError
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
-from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER
+from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.report import Report
 from reshard.text.wording import quoted, rank_ranges
 
@@ -65,7 +65,7 @@ def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
 
 def _is_value(tensor: Tensor) -> bool:
     """Whether a tensor is none that strategies list: counters, learning rates, text."""
-    return tensor.kind == OTHER or tensor.dtype in NO_ARRAYS
+    return tensor.is_value or tensor.dtype in NO_ARRAYS
 
 
 def strategy_shapes(strategy: Strategy) -> Optional[ModelTensors]:

@@ -15,6 +15,7 @@ from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
 from reshard.plan.request import Request
 from reshard.strategies import Strategy
+from reshard.target import FileId
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.names import KINDS, kind_of
@@ -65,7 +66,7 @@ def request_of(
         dst=dst,
         source=source,
         target=target,
-        ranks=ranks,
+        files=None if ranks is None else tuple(map(FileId, ranks)),
         prefix=typed["prefix"],
         format=typed.get("format", "same"),
         step=typed["step"],
@@ -97,7 +98,7 @@ def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
 def summary_json(summary: Summary) -> dict[str, Any]:
     """A summary as `--json` prints it."""
     said = {**dataclasses.asdict(summary), "kinds": totals_json(summary.kinds)}
-    del said["target_files"]
+    del said["target_files"], said["known"]
     return said
 
 
@@ -109,7 +110,7 @@ def contents_words(summary: Summary) -> str:
         (summary.missing, "not in the source"),
     ):
         if names:
-            counts = Counter(kind_of(name, elements=2) for name in names)
+            counts = Counter(kind_of(name, 2, summary.known) for name in names)
             words.append(f"{where}: " + ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if kind in counts))
     return "; ".join(words)
 

@@ -90,8 +90,10 @@ done
 def by_rank(rank: int, src: str, dst: str, **typed: Any) -> None:
     """Convert the checkpoint in SRC for one RANK of the target strategy.
 
-    Only the source ranks that `reshard rank-list RANK` prints are needed. The run that writes the last missing
-    rank completes DST.
+    Only the source ranks that `reshard rank-list RANK` prints are needed; with --names, also one rank of each
+    pipeline stage. With --to checkpoint2, unified or huggingface, RANK is the number of a target file, as
+    `reshard plan` lists them, and the source must be complete. The run that writes the last missing rank
+    completes DST.
     """
     _convert(src, dst, (rank,), typed, adding=True)
 
@@ -236,7 +238,7 @@ def _tell(
         lines.append(f"{step_words(summary.step)}: {contents_words(summary)}")
     if verbose:
         lines += detail_lines(summary, request, verifying)
-    elif summary.manifest and (request.ranks is not None or share is not None):
+    elif summary.manifest and (request.files is not None or share is not None):
         # Other runs wrote the rest.
         lines.append(f"all {files}s are there: {summary.manifest}")
     say("\n".join(lines), to_standard_error=True)

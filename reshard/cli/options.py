@@ -349,7 +349,7 @@ def edits(command: F) -> F:
             option(
                 "Names and types",
                 "--config",
-                metavar="FILE",
+                metavar="FILE|DIR",
                 shell_complete=completion.paths,
                 show_default="config.json in SRC",
                 help="File with the sizes that the table needs, such as heads and experts.",
@@ -535,7 +535,7 @@ def divided(command: F) -> F:
 
 def targets(command: F) -> F:
     """Which target ranks are written."""
-    return _all(command, [ranks("Target", "Write only these target ranks."), divided])
+    return _all(command, [ranks("Target", "Write only these target ranks; with --to, these files."), divided])
 
 
 def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:

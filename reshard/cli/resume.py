@@ -154,6 +154,7 @@ def _nothing_done(found: Status) -> dict[str, Any]:
         kinds={},
         copied=[],
         excluded=[],
+        known=(),
         left_out=[],
         missing=[],
         unholdable=[],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import click
@@ -127,7 +127,7 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
             "not listed by the strategy, though ranks hold different ones: how they are cut is unknown",
         ),
         (found.not_listed, "not listed by the strategy: copied as they are"),
-        (found.not_held, f"listed, but in no file{_weights(found.not_held)}"),
+        (found.not_held, f"listed, but in no file{_weights(found.not_held, known)}"),
     ):
         if names_of:
             yield f"{plural(len(names_of), 'parameter')} {what}"
@@ -136,9 +136,9 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
     yield _verdict(found)
 
 
-def _weights(names: Sequence[str]) -> str:
+def _weights(names: Sequence[str], known: Container[str]) -> str:
     """How many of these are weights, which seldom are not saved."""
-    weights = sum(map(is_weight, names))
+    weights = sum(is_weight(name, known) for name in names)
     return f" ({plural(weights, 'weight')} among them: is it the strategy of this model?)" if weights else ""
 
 

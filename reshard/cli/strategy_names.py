@@ -27,7 +27,7 @@ def names(command: F) -> F:
         option(
             "Source",
             "--config",
-            metavar="FILE",
+            metavar="FILE|DIR",
             shell_complete=completion.paths,
             show_default="config.json beside --shapes",
             help="File with the sizes that the table of names needs.",

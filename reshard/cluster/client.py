@@ -15,6 +15,7 @@ from distributed.comm.core import FatalCommClosedError
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
+from reshard.checkpoints.forms import counted_as
 from reshard.cluster.address import check_address
 from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
@@ -130,7 +131,7 @@ class Cluster:
         if failures:
             first = failures[min(failures)]
             left = [rank for number in failures for rank in told.left(number)]
-            first.message += f"\nnot written: {rank_ranges(left)}"
+            first.message += f"\nnot written: {rank_ranges(left, counted_as(plan.form.name))}"
             raise first
 
     @property

@@ -12,7 +12,7 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
@@ -208,7 +208,7 @@ class _Preparation:
     def _share(self, plan: Plan) -> tuple[int, ...]:
         """Of the target files that are asked for those that are this run's."""
         options = self.options
-        asked = plan.asked
+        asked: tuple[int, ...] = plan.asked
         if options.lost_only:
             asked = tuple(file for file in asked if plan.form.taken_over(file) is None)
         if options.share is not None:
@@ -235,7 +235,7 @@ class _Preparation:
             given=given_command(plan, options),
             lost_only=options.lost_only,
             # Whether this run is to write all that the target directory is to hold.
-            whole=plan.request.ranks is None if options.lost_only else len(asked) == plan.form.count,
+            whole=plan.request.files is None if options.lost_only else len(asked) == plan.form.count,
         )
 
     def execution(self, plan: Plan) -> ExecutionOptions:
@@ -358,6 +358,7 @@ class Prepared:
             kinds=totals_of(plan, state.asked),
             copied=plan.sorted.copied,
             excluded=plan.sorted.excluded,
+            known=plan.known_names(),
             left_out=plan.sorted.left_out,
             missing=plan.sorted.missing,
             unholdable=plan.sorted.unholdable,
@@ -407,14 +408,16 @@ class Prepared:
         before = self.plan.checkpoint
         self.state = self._preparation.state()
         request, after = self.plan.request, self.plan.checkpoint
-        if request.ranks is None or request.step != "latest" or before.step == after.step:
+        if request.files is None or request.step != "latest" or before.step == after.step:
             return
-        # Other ranks read other files; whether these are sound nobody tells them.
+        # Other runs read other source files, and cannot know that one is damaged.
+        counted = counted_as(request.to)
         raise IncompleteSourceError(
-            f"{before.label} is damaged in what {rank_ranges(request.ranks)} would be made of, and {after.label} would "
-            f"be taken; other target ranks are made of other files, and may take {before.label}",
-            hint=f"give every rank --step {after.step}, so that all of them take the same; with --crc never CRCs are "
-            "not checked",
+            f"{before.label} is damaged in what {rank_ranges(request.files, counted)} would be made of, and "
+            f"{after.label} would be taken; other target {counted}s are made of other source files, and may take "
+            f"{before.label}",
+            hint=f"give every {counted} --step {after.step}, so that all of them take the same; with --crc never CRCs "
+            "are not checked",
         )
 
     def _check_replicas(self, progress: Progress, workers: Optional[Workers]) -> Optional[ReplicaCheck]:
@@ -496,7 +499,7 @@ def check_target_ranks(request: Request) -> None:
         UsageError: a rank is out of range.
     """
     count = request.target.device_count
-    beyond = [rank for rank in request.ranks or () if not 0 <= rank < count]
+    beyond = [rank for rank in request.target_ranks or () if not 0 <= rank < count]
     if beyond:
         raise UsageError(
             f"target {rank_ranges(beyond)} (RANK, --ranks) is out of range: the target strategy "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Optional
 
@@ -43,6 +44,7 @@ class Summary:
             state, accumulated gradients, other values.
         copied: names of values copied as they are.
         excluded: parameters of the source that --include and --exclude leave out.
+        known: names that decide of which kind a name is: those of the checkpoint and of the target strategy.
         left_out: others of the source that the target strategy does not have.
         missing: parameters of the target strategy that no source file holds.
         unholdable: values that the target format cannot hold.
@@ -67,6 +69,7 @@ class Summary:
     kinds: dict[str, Total]
     copied: list[str]
     excluded: list[str]
+    known: Collection[str]
     left_out: list[str]
     missing: list[str]
     unholdable: list[str]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
+from reshard.checkpoints.forms import counted_as
 from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
@@ -137,8 +138,9 @@ class Writing:
             if time.monotonic() > deadline:
                 left = set(ranks) - directory.recorded(ranks)
                 dst = self._plan.request.dst
+                written = rank_ranges(left, counted_as(self._plan.form.name))
                 raise RetryableError(
-                    f"{dst}: {rank_ranges(left)} were written by workers, but are not seen here",
+                    f"{dst}: {written} were written by workers, but are not seen here",
                     file=dst,
                     rank=min(left),
                     hint="the same command writes them again, if they are really not there",

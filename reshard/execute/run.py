@@ -31,7 +31,7 @@ from reshard.execute.writing import Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
 from reshard.plan.pieces import TargetFile, TargetTensor
 from reshard.storage.costs import LOCAL, Storage
-from reshard.text.wording import rank_ranges
+from reshard.text.wording import plural
 
 # Larger blocks than this make nothing faster.
 MOST_BLOCK_BYTES = 8 << 20
@@ -229,9 +229,7 @@ class _Run:
         if left:
             # Whatever the reason: a file that was asked for and is not there is never a success.
             target = left[0].target
-            raise RetryableError(
-                f"{target.path}: was not finished (rank {target.rank})", file=target.path, rank=target.rank
-            )
+            raise RetryableError(f"{target.path}: was not finished", file=target.path, rank=target.rank)
 
     def _work(self) -> None:
         try:
@@ -383,6 +381,6 @@ def _together(failures: list[tuple[int, ReshardError]]) -> ReshardError:
     """One error for files that failed, each for its own reason."""
     (_, first), *others = sorted(failures, key=lambda failure: failure[0])
     if others:
-        ranks = rank_ranges([rank for rank, _ in others])
-        first.message += f"\nalso not written: {ranks}, the first because of {others[0][1].message}"
+        count = plural(len(others), "more file")
+        first.message += f"\n{count} not written, the first because of {others[0][1].message}"
     return first

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints import CheckpointIndex, can_hold
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
 from reshard.text.messages import listing
-from reshard.text.names import KINDS, Total
+from reshard.text.names import KINDS, Total, kind_of
 
 
 class Finding(NamedTuple):
@@ -95,6 +95,7 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
         alike.setdefault(id(index.tensors), []).append(rank)
     sets: dict[frozenset[str], list[int]] = defaultdict(list)
     found: dict[str, Stored] = {}
+    known = {name for ranks in alike.values() for name in indexes[ranks[0]].tensors}
     for ranks in alike.values():
         tensors = indexes[ranks[0]].tensors
         sets[frozenset(tensors)] += ranks
@@ -102,7 +103,8 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
             size = tensor.nbytes * len(ranks)
             other = found.get(tensor.name)
             if other is None:
-                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, tensor.kind)
+                kind = kind_of(tensor.name, tensor.elements, known)
+                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
             else:
                 made = other._replace(
                     dtypes=other.dtypes if tensor.dtype in other.dtypes else (*other.dtypes, tensor.dtype),

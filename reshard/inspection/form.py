@@ -190,7 +190,7 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint) -> None:
                 name,
                 tensor.dtype,
                 tensor.shape,
-                kind_of(name, math.prod(tensor.shape)),
+                kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
                 tensor.shardings[0].grid.cuts,
                 None if placement is None else len(placement.ranks),
                 len(files),

@@ -25,7 +25,7 @@ def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) 
         CheckpointError: some differ, or the base has matrices that the adapter has not.
         ReshardError: they cannot be read.
     """
-    matrices = [name for name in base if is_weight(name) and is_matrix(name)]
+    matrices = [name for name in base if is_weight(name, base) and is_matrix(name)]
     others = [name for name in matrices if name not in adapter or not _same(adapter[name], base[name])]
     if others:
         raise CheckpointError(

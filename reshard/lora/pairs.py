@@ -67,9 +67,10 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
     others = []
     # The first matrix of each adapter: all that its names have beside module and side.
     adapters: dict[tuple[str, ...], str] = {}
-    for name in sorted(names):
+    known = frozenset(names)
+    for name in sorted(known):
         match = _MATRIX.fullmatch(name)
-        if not is_weight(name):
+        if not is_weight(name, known):
             continue
         if match is None:
             others.append(name)
@@ -112,7 +113,8 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
 
 def whole_weights(names: Iterable[str]) -> list[str]:
     """Weights among an adapter's tensors that are no matrices of pairs, sorted."""
-    return sorted(name for name in names if is_weight(name) and not is_matrix(name))
+    known = frozenset(names)
+    return sorted(name for name in known if is_weight(name, known) and not is_matrix(name))
 
 
 def weight_of(pair: Pair, weights: Collection[str]) -> str:

@@ -170,14 +170,14 @@ class _Run:
     def sort(self) -> None:
         """Put every name where it belongs."""
         for name, shape in self.shapes.items():
-            prefix = state_prefix(name)
+            prefix = state_prefix(name, self.shapes)
             base = name[len(prefix) :]
             if prefix and (self.side.matches(base) or (base in self.shapes and not self.side.matches(name))):
                 self._sort_state(name, prefix, base)
                 continue
             if self._matched(name, name, ""):
                 continue
-            if self.rules.keeps_others or (kind := kind_of(name, math.prod(shape))) == OTHER:
+            if self.rules.keeps_others or (kind := kind_of(name, math.prod(shape), self.shapes)) == OTHER:
                 self.kept.append(name)
             elif kind != WEIGHTS:
                 self.unspoken.append(name)

@@ -31,7 +31,7 @@ def side_of(rules: Rules, settled: Settled, shapes: Mapping[str, Shape], reverse
     if reverse is not None:
         return Side(settled.rules, rules.numbers, settled.sizes, reverse)
     sides = [Side(settled.rules, rules.numbers, settled.sizes, way) for way in (False, True)]
-    weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape)) == WEIGHTS]
+    weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape), shapes) == WEIGHTS]
     fitting = [sum(bool(side.matches(name)) for name in weights) for side in sides]
     if fitting[0] != fitting[1]:
         return sides[fitting[1] > fitting[0]]

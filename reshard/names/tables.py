@@ -14,7 +14,7 @@ from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
-from reshard.storage import UnfitError, exists, is_regular_file, read_small
+from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.near_names import near_names
 
@@ -99,10 +99,15 @@ def parse_renames(renames: Sequence[str]) -> Rules:
 def read_config(path: str) -> Configuration:
     """What a config.json says.
 
+    Args:
+        path: the file, or the directory that it is in.
+
     Raises:
         NamesError: it is missing, or no JSON object.
         RetryableError: reading failed.
     """
+    if is_directory(path):
+        path = os.path.join(path, "config.json")
     try:
         content = parse_json(read_small(path, _LARGEST_CONFIG))
     except (UnfitError, JsonError) as error:

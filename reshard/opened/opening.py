@@ -19,6 +19,7 @@ from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.target import FileId
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
@@ -135,7 +136,7 @@ def reading_request(
         dst=os.curdir,
         source=source,
         target=target,
-        ranks=(file,),
+        files=(FileId(file),),
         format=MEMORY,
         step=step,
         file_suffix=file_suffix,

@@ -64,8 +64,8 @@ def files_beside(
             paths[CONFIG] = named
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
-    if CONFIG in paths and edits is not None and edits.casts:
-        content = _of_other_types(paths[CONFIG], tensors, report)
+    if CONFIG in paths:
+        content = _of_other_types(paths[CONFIG], tensors, edits is not None and bool(edits.casts), report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
@@ -99,8 +99,14 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
-def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Report) -> Optional[bytes]:
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, report: Report) -> Optional[bytes]:
     """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+
+    Args:
+        path: the configuration.
+        tensors: what is written.
+        cast: whether casts are asked for; only then the configuration is changed.
+        report: told of another type than that of the weights.
 
     Raises:
         RetryableError: it cannot be read.
@@ -113,10 +119,23 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Repo
     except OSError as error:
         raise reading_error(path, error) from error
     said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
-    types = sorted({tensor.dtype.lower() for name, tensor in tensors.items() if _is_floating_weight(name, tensor)})
+    types = sorted(
+        {
+            tensor.dtype.lower()
+            for name, tensor in tensors.items()
+            if is_weight(name, tensors) and "Float" in tensor.dtype
+        }
+    )
     if not said or not types or all(types == [value] for value in said.values()):
         return None
     key, value = next(iter(said.items()))
+    if not cast:
+        if value not in types:
+            report.note(
+                f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
+                f"--cast DTYPE writes them in another type and corrects {CONFIG}"
+            )
+        return None
     if len(types) > 1:
         report.warn(
             f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
@@ -125,7 +144,3 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], report: Repo
         return None
     report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
-
-
-def _is_floating_weight(name: str, tensor: GlobalTensor) -> bool:
-    return is_weight(name) and "Float" in tensor.dtype

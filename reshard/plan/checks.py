@@ -113,11 +113,12 @@ def _check_anything(plan: Plan, values: CopiedValues) -> None:
 
 def _warn_of_weights(plan: Plan, report: Report) -> None:
     """Say loudly that weights are not in both strategies: optimizer state often is not, weights seldom."""
+    known = plan.known_names()
     for names, what in (
         (plan.sorted.left_out, "the checkpoint holds and the target strategy does not list (left out)"),
         (plan.sorted.missing, "the target strategy lists and no source file holds (missing)"),
     ):
-        weights = [name for name in names if is_weight(name)]
+        weights = [name for name in names if is_weight(name, known)]
         if weights:
             report.warn(
                 f"{plural(len(weights), 'weight')} that {what}: " + listing(weights) + "; are both of the same model?"

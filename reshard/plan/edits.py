@@ -13,6 +13,7 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTe
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
+from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -136,13 +137,14 @@ class Edits:
                 yield self.identity(options, reverse)
 
 
-def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckpoint:
+def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
 
     Args:
         checkpoint: the source.
         edits: what is asked.
         report: told what is left out.
+        complete: whether all slices of the source are there.
 
     Raises:
         InputError: they do not fit the source.
@@ -153,6 +155,9 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckp
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
+    unseen: dict[str, Optional[str]] = {}
+    if isinstance(checkpoint, RankCheckpoint):
+        unseen = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part
@@ -167,19 +172,33 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report) -> EditedCheckp
         identity = edits.identity(applied.options, applied.reversed)
         old, new = edits.table.sides[:: -1 if applied.reversed else 1]
         report.note(f"names and packing by the rules {edits.table.path}: {old} to {new}")
+        if applied.tied and not complete:
+            one, other = applied.tied[0]
+            raise CheckpointError(
+                f"whether {quoted(one)} and {quoted(other)} are equal cannot be told without the whole source",
+                parameter=other,
+            )
         tied = _tied(checkpoint, applied)
         made, kept = _ruled(checkpoint, made, kept, applied, edits.table, report)
+        unseen = dict.fromkeys(unseen)
     if edits.renames is not None:
-        applied = apply_rules(edits.renames, _shapes(checkpoint, made, kept), optimizer=True)
-        made, kept = _ruled(checkpoint, made, kept, applied, edits.renames, report)
+        shapes = _shapes(checkpoint, made, kept)
+        # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
+        shapes.update((name, ()) for name in unseen.values() if name is not None)
+        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        renamed = {each.sources[0]: name for name, each in applied.made.items()}
+        unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
+        seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
+        made, kept = _ruled(checkpoint, made, kept, replace(applied, made=seen), edits.renames, report)
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
+        unseen = dict.fromkeys(unseen)
     if edits.casts:
-        made = cast(checkpoint, made, edits.casts)
+        made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)
-        warn_of_uncast(checkpoint, kept, edits.casts, report)
+        warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -201,6 +220,8 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
         )
     names = {name: made.sources[0] for name, made in checkpoint.made.items()}
     names.update((name, name) for name in checkpoint.values())
+    # Runs that have the files of other ranks have to find the same strategy.
+    names.update((new, name) for name, new in checkpoint.unseen.items() if new is not None)
     stages = (
         replace(stage, layouts={name: stage.layouts[old] for name, old in names.items() if old in stage.layouts})
         for stage in strategy.stages

@@ -16,6 +16,7 @@ from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
+from reshard.checkpoints.forms import counted_as
 from reshard.errors import IncompleteSourceError
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.cuts import Cut, Cuts
@@ -28,7 +29,7 @@ from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
-from reshard.target import Section, TargetForm
+from reshard.target import FileId, Section, TargetForm
 from reshard.text.wording import quoted
 
 
@@ -114,6 +115,10 @@ class Plan:
     def _place(self) -> str:
         """The target directory; it may be a link, a directory in it may not."""
         return unlinked(self.request.dst)
+
+    def known_names(self) -> frozenset[str]:
+        """Names of parameters, beside which names of optimizer state are told from weights."""
+        return frozenset(self.checkpoint.names()).union(self.request.target.parameters)
 
     def groups(
         self, files: Sequence[int], most: int = MOST_MEMBERS, names: Optional[Collection[str]] = None
@@ -359,7 +364,7 @@ class Plan:
             if not holders:
                 name = kind.tensors[0].name
                 raise IncompleteSourceError(
-                    f"a slice of {quoted(name)} for target rank {file} is on no readable rank",
+                    f"a slice of {quoted(name)} for target {counted_as(self.form.name)} {file} is in no readable file",
                     rank=file,
                     parameter=name,
                 )
@@ -389,9 +394,9 @@ class Plan:
         return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
 
 
-def asked_files(request: Request, form: TargetForm) -> tuple[int, ...]:
+def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:
     """Target files that a request asks for, ascending."""
-    return tuple(range(form.count)) if request.ranks is None else request.ranks
+    return tuple(map(FileId, range(form.count))) if request.files is None else request.files
 
 
 def sections_of(form: TargetForm, files: Sequence[int]) -> list[Section]:

@@ -25,9 +25,8 @@ from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
 from reshard.plan.written_form import format_asked, rank_names, written_form
 from reshard.storage import exists
-from reshard.strategies import SAME, Strategy
+from reshard.strategies import SAME
 from reshard.target import TargetForm
-from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
@@ -69,14 +68,10 @@ def _of_ranks(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 
 def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Report) -> Plan:
-    """The plan where tensors are written under other names, packed otherwise, or of other types.
-
-    What the target needs of the source is known only when both are, so the source has to be whole.
-    """
+    """The plan where tensors are written under other names, packed otherwise, or of other types."""
     base: Checkpoint
     if request.form == RANKS:
-        everything = replace(request, target=Strategy.none(), ranks=None, filters=Filters())
-        base = _rank_checkpoint(everything, handles, report)
+        base = _rank_checkpoint(request, handles, report)
     else:
         base = read_checkpoint(
             request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
@@ -120,13 +115,13 @@ def _plan(
     choice: Optional[ReplicaChoice],
     report: Report,
 ) -> Plan:
-    beyond = [file for file in request.ranks or () if not 0 <= file < form.count]
+    beyond = [file for file in request.files or () if not 0 <= file < form.count]
     if beyond:
         counted = counted_as(form.name)
         raise UsageError(
-            f"{counted} {beyond[0]} (--ranks) is out of range: {plural(form.count, counted)} would be written, "
-            "numbered from 0 on",
-            rank=beyond[0],
+            f"{counted} {beyond[0]} (RANK, --ranks) is out of range: {plural(form.count, counted)} would be written, "
+            f"0 to {form.count - 1}",
+            rank=beyond[0] if form.by_rank else None,
         )
     values.warn_of_differing(report)
     return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values, listed), Cuts(), choice)
@@ -177,7 +172,9 @@ def sort(
 
 def _rank_checkpoint(request: Request, handles: FileHandles, report: Report) -> RankCheckpoint:
     """The step of a rank tree that is converted."""
-    selector = StepSelector(request.source, request.target, request.ranks, request.filters, handles, report)
+    selector = StepSelector(
+        request.source, request.target, request.target_ranks, request.filters, handles, report, request.edits
+    )
     candidates, steps = _candidates(request, handles)
     return selector.select(_with_damage(candidates, request.damaged), steps)
 

@@ -19,11 +19,13 @@ class RankCheckpoint:
         source: the files.
         tensors: what the strategy lists, as the files hold it, by name.
         listed: names that the strategy lists.
+        unseen: those of them that no file holds, where files of some ranks are missing.
     """
 
     source: SourceStep
     tensors: Mapping[str, GlobalTensor]
     listed: frozenset[str]
+    unseen: frozenset[str] = frozenset()
 
     form = "ranks"
 

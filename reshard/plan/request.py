@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
+from reshard.checkpoints.forms import RANKS
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
+from reshard.target import FileId
 from reshard.text.name_filters import Filters
 
 
@@ -21,7 +23,7 @@ class Request:
         dst: target directory, or the exact file to write for the one rank asked for.
         source: strategy the checkpoint was saved with; `none` where its form tells the layouts.
         target: strategy it is converted to; `none` where it is written in full, `same` where the source tells it.
-        ranks: target ranks, or files by number, asked for, ascending; None for all.
+        files: target files asked for, ascending; None for all.
         prefix: target file names begin so; None for the names of the source's files, where ranks stay the same.
         format: ``same``, ``ckpt`` or ``safetensors``; `formats.dtypes.MEMORY` where nothing is written.
         step: ``latest`` or ``<epoch>_<step>``.
@@ -42,7 +44,7 @@ class Request:
     dst: str
     source: Strategy
     target: Strategy
-    ranks: Optional[tuple[int, ...]] = None
+    files: Optional[tuple[FileId, ...]] = None
     prefix: Optional[str] = DEFAULT_PREFIX
     format: str = "same"
     step: str = "latest"
@@ -57,3 +59,8 @@ class Request:
     to: str = "ranks"
     max_shard_size: Optional[int] = None
     edits: Optional[Edits] = None
+
+    @property
+    def target_ranks(self) -> Optional[tuple[int, ...]]:
+        """The target ranks asked for, ascending; None for all, and where target files are no ranks."""
+        return self.files if self.to == RANKS else None

@@ -14,7 +14,7 @@ is one, and reads it alike: it looks at every file of the step that is there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Optional
 
@@ -23,10 +23,11 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import IncompleteSourceError, InputError
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
+from reshard.plan.edits import Edits, edited, same_layouts
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.source import SourceStep
-from reshard.strategies import Stage, Strategy
+from reshard.strategies import SAME, Stage, Strategy
 from reshard.target import Section, stage_sections
 from reshard.text.messages import block, joined, listing
 from reshard.text.name_filters import Filters
@@ -66,6 +67,10 @@ class Incomplete(NamedTuple):
         return [*self.causes, *explain(self.lost, most)]
 
 
+class _Unwritable(Exception):
+    """Edits do not fit a part of a checkpoint."""
+
+
 class _Taken(NamedTuple):
     """A candidate that is complete in some scope, how many are newer, and what it lacks in the widest scope."""
 
@@ -76,16 +81,33 @@ class _Taken(NamedTuple):
     lacks: Optional[Incomplete]
 
 
+class _Written(NamedTuple):
+    """What a conversion would write of a step.
+
+    Attributes:
+        tensors: by the names that are written.
+        target: how these are laid out.
+        unseen: per parameter that the strategy lists and no file holds, the name that it would get; None where that is
+            unknown.
+    """
+
+    tensors: Mapping[str, GlobalTensor]
+    target: Strategy
+    unseen: Mapping[str, Optional[str]]
+
+
 class StepSelector:
     """Finds the step to convert.
 
     Args:
         source: strategy the checkpoint was saved with.
         target: strategy it is converted to.
-        ranks: target ranks asked for; None for all of them.
+        ranks: target ranks asked for; None for all of them, and where target files are no ranks: which tensors such a
+            file gets depends on all tensors of the step.
         filters: which names will be written.
         handles: open source files.
         report: told of steps passed over and files that count as absent.
+        edits: what is asked of names and types, if anything.
     """
 
     def __init__(
@@ -96,7 +118,9 @@ class StepSelector:
         filters: Filters,
         handles: FileHandles,
         report: Report,
+        edits: Optional[Edits] = None,
     ) -> None:
+        self._edits = edits
         self._source = source
         self._target = target
         self._ranks = ranks
@@ -180,20 +204,41 @@ class StepSelector:
 
     def _lacking(self, checkpoint: RankCheckpoint) -> dict[Scope, Incomplete]:
         """What a step lacks, per scope in which it is not complete."""
-        found = {}
+        found: dict[Scope, Incomplete] = {}
         for scope in self._scopes:
-            lacks = self._lacks(checkpoint, scope)
+            try:
+                lacks = self._lacks(checkpoint, scope)
+            except _Unwritable:
+                lacks = found[Scope.EVERYTHING]
             if lacks is None:
                 # The narrower ones are then as well.
                 break
             found[scope] = lacks
         return found
 
+    def _written(self, checkpoint: RankCheckpoint) -> _Written:
+        """What would be written of a step that is not complete.
+
+        Raises:
+            _Unwritable: edits do not fit a part of a checkpoint.
+        """
+        if self._edits is None:
+            unseen = checkpoint.listed - checkpoint.tensors.keys()
+            return _Written(checkpoint.tensors, self._target, {name: name for name in unseen})
+        try:
+            # What is to be told of edits is told when they are made of the step that is taken.
+            made = edited(checkpoint, self._edits, Report(), complete=False)
+            target = same_layouts(self._target, made) if self._target.path == SAME else self._target
+        except InputError as error:
+            raise _Unwritable from error
+        return _Written(made.tensors, target, made.unseen)
+
     def _lacks(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
         step, parameters = checkpoint.source, checkpoint.tensors
-        wanted = self._wanted(scope)
-        if scope is Scope.ASKED:
-            lost = list(self._lost_to_asked(checkpoint))
+        written = None if scope is Scope.EVERYTHING else self._written(checkpoint)
+        wanted = None if written is None else self._wanted(scope, written)
+        if written is not None and scope is Scope.ASKED:
+            lost = list(self._lost_to_asked(checkpoint, written))
         else:
             lost = lost_slices((item for item in parameters.values() if wanted is None or item.name in wanted), step)
         unread = unread_parameters(self._source, step, self._source.stages, set(parameters))
@@ -208,14 +253,16 @@ class StepSelector:
             causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
-    def _wanted(self, scope: Scope) -> Optional[set[str]]:
-        """Names that a scope asks for; None for all that there are."""
-        if scope is Scope.EVERYTHING or self._source.is_none:
+    def _wanted(self, scope: Scope, written: _Written) -> Optional[set[str]]:
+        """Parameters of the source that a scope asks for; None for all that there are."""
+        if self._source.is_none:
             return None
-        if self._target.is_none:
+        if written.target.is_none:
             return set(self._source.parameters)
-        stages = self._target.stages if scope is Scope.TARGET else self._target_stages()
-        return set().union(*(stage.layouts for stage in stages))
+        stages = written.target.stages if scope is Scope.TARGET else self._stages_of(written.target)
+        names = set().union(*(stage.layouts for stage in stages))
+        made = {source.name for name in names & written.tensors.keys() for source in written.tensors[name].sources}
+        return made.union(name for name, new in written.unseen.items() if new is None or new in names)
 
     def _empty_stages(self, checkpoint: RankCheckpoint, wanted: Optional[set[str]]) -> list[str]:
         """Why a step lacks a whole stage of which something is wanted, or everything."""
@@ -257,50 +304,66 @@ class StepSelector:
     def _read(self, step: SourceStep) -> RankCheckpoint:
         step.load(step.files)
         listed = listed_by_source(self._source, step)
-        written = {name for name in listed if self._filters.admit(name) and self._in_target(name)}
+        written = listed
+        if self._edits is None:
+            stages = self._stages_of(self._target)
+            everything = self._target.is_none
+            written = {
+                name
+                for name in listed
+                if self._filters.admit(name) and (everything or any(name in stage.layouts for stage in stages))
+            }
         tensors = read_parameters(self._source, step, listed, written)
-        return RankCheckpoint(step, tensors, frozenset(listed))
+        # An empty file may stand for what was not saved.
+        partial = any(map(step.absent, self._source.stages)) or not all(i.tensors for i in step.indexes.values())
+        unseen = frozenset(listed.difference(tensors) if partial else ())
+        return RankCheckpoint(step, tensors, frozenset(listed), unseen)
 
-    def _in_target(self, name: str) -> bool:
-        return self._target.is_none or any(name in stage.layouts for stage in self._target_stages())
-
-    def _target_stages(self) -> list[Stage]:
+    def _stages_of(self, target: Strategy) -> list[Stage]:
+        """The target's stages that are asked for."""
         if self._ranks is None:
-            return list(self._target.stages)
-        stages = {self._target.stage_of(rank).number: self._target.stage_of(rank) for rank in self._ranks}
+            return list(target.stages)
+        stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
-    def _lost_to_asked(self, checkpoint: RankCheckpoint) -> Iterator[Lost]:
+    def _lost_to_asked(self, checkpoint: RankCheckpoint, written: _Written) -> Iterator[Lost]:
         """Parameters of which the targets asked for need a slice that no file has."""
-        step, tensors = checkpoint.source, checkpoint.tensors
         cuts = Cuts()
-        sections = stage_sections(self._target, tensors)
-        for tensor in tensors.values():
+        sections = stage_sections(written.target, written.tensors)
+        missing: dict[str, set[frozenset[int]]] = {}
+        for tensor in written.tensors.values():
             try:
-                missing = frozenset(self._missing_ranks(tensor, step, cuts, sections))
+                for source, ranks in self._missing_ranks(tensor, checkpoint.source, cuts, sections, written.target):
+                    missing.setdefault(source, set()).add(ranks)
             except IncompleteSourceError:
                 # How it is to be cut is told by files that are not there.
-                missing = frozenset([frozenset(tensor.shards.undecided)])
+                missing.setdefault(tensor.sources[0].name, set()).add(frozenset(tensor.shards.undecided))
             except InputError:
                 # It does not fit the target, which is told of the step that is taken.
                 continue
-            if missing:
-                yield Lost(tensor.name, missing)
+        for name, groups in missing.items():
+            yield Lost(name, frozenset(groups))
 
     def _missing_ranks(
-        self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section]
-    ) -> Iterator[frozenset[int]]:
-        """The ranks that would have held each slice that the targets asked for need and no file has."""
-        present = step.present(tensor)
+        self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section], target: Strategy
+    ) -> Iterator[tuple[str, frozenset[int]]]:
+        """Parameter, and the ranks that would hold it, per slice that the targets asked for need and no file has."""
+        present = [step.present(source) for source in tensor.sources]
         for rank in self._ranks or ():
-            section = sections[self._target.stage_of(rank).number]
+            section = sections[target.stage_of(rank).number]
             if tensor.name not in section.layouts:
                 continue
             cut = cuts.of(tensor, section)
             for cell in cut.overlap.cells(cut.slice_of(section.position(rank))):
-                ranks = {r for sharding, n in zip(cut.shardings, cell.slices) for r in sharding.holders(n)}
-                if not any(ranks & held for held in present):
-                    yield frozenset(ranks)
+                if not cell.slices:
+                    # Padding.
+                    continue
+                number = 0 if cell.region is None else cell.region.source
+                source = tensor.sources[number]
+                shardings = cut.shardings[cut.firsts[number] :]
+                ranks = {r for sharding, n in zip(shardings, cell.slices) for r in sharding.holders(n)}
+                if not any(ranks & held for held in present[number]):
+                    yield source.name, frozenset(ranks)
 
     def _tell(self, taken: _Taken, passed: Sequence[Incomplete], steps: Sequence[Optional[Step]]) -> None:
         """Say what was decided, and what newer steps lack."""
@@ -339,12 +402,13 @@ class StepSelector:
     def _tell_not_saved(self, checkpoint: RankCheckpoint) -> None:
         """Name parameters that no file holds although only an absent rank may have saved them."""
         step, parameters = checkpoint.source, checkpoint.tensors
+        known = frozenset(self._source.parameters)
         for stage in self._source.stages:
             away = step.absent(stage)
             unseen = sorted(name for name in stage.layouts if name not in parameters)
             if away and unseen:
                 # Weights are always saved; of other parameters a strategy often lists more than there are.
-                tell = self._report.warn if any(is_weight(name) for name in unseen) else self._report.note
+                tell = self._report.warn if any(is_weight(name, known) for name in unseen) else self._report.note
                 tell(
                     f"{plural(len(unseen), 'parameter')} of stage {stage.number} in no file of {step.label} count as "
                     "not saved: " + listing(unseen, 3) + f"; if only {rank_ranges(away)} saved them (a de-duplicated "

@@ -13,17 +13,19 @@ from reshard.text.names import KINDS, Total, kind_of
 
 def totals_of(plan: Plan, files: Collection[int]) -> dict[str, Total]:
     """Per kind the names, each once, and the bytes of tensor contents in some target files together."""
+    known = plan.known_names()
     names: dict[str, set[str]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    for kind, name, nbytes in _held(plan, files):
+    for name, elements, nbytes in _held(plan, files):
+        kind = kind_of(name, elements, known)
         names[kind].add(name)
         sizes[kind] += nbytes
     return {kind: Total(len(names[kind]), sizes[kind]) for kind in KINDS if kind in names}
 
 
 class _Held(NamedTuple):
-    kind: str
     name: str
+    elements: int
     nbytes: int
 
 
@@ -45,13 +47,13 @@ def _held(plan: Plan, files: Collection[int]) -> Iterator[_Held]:
                 nbytes = sum(plan.slice_bytes(kind, section, members).values())
                 for tensor in kind.tensors:
                     if names is None or tensor.name in names:
-                        yield _Held(kind_of(tensor.name, elements), tensor.name, nbytes)
+                        yield _Held(tensor.name, elements, nbytes)
     for file in made:
         for value in plan.values_of(file):
-            yield _Held(value.tensor.kind, value.name, value.tensor.nbytes)
+            yield _Held(value.name, value.tensor.elements, value.tensor.nbytes)
     # Files that are taken over are copied as they are, many of them built alike.
     tensors = {id(index.tensors): index.tensors for index in copies}
     counts = Counter(id(index.tensors) for index in copies)
     for number, count in counts.items():
         for stored in tensors[number].values():
-            yield _Held(stored.kind, stored.name, stored.nbytes * count)
+            yield _Held(stored.name, stored.elements, stored.nbytes * count)

@@ -53,13 +53,29 @@ class CastAsked(NamedTuple):
         return cls(pattern if equals else None, found)
 
 
-def cast(checkpoint: Checkpoint, made: Mapping[str, Made], casts: Sequence[CastAsked]) -> dict[str, Made]:
+def cast(
+    checkpoint: Checkpoint,
+    made: Mapping[str, Made],
+    kept: AbstractSet[str],
+    unseen: AbstractSet[str],
+    casts: Sequence[CastAsked],
+) -> dict[str, Made]:
     """The same tensors with the types that are asked for.
+
+    Args:
+        checkpoint: the source.
+        made: what is made of it.
+        kept: names of what is copied as it is.
+        unseen: names of parameters that only absent ranks hold.
+        casts: what is asked.
 
     Raises:
         CheckpointError: a pattern fits no tensor, or the elements of one cannot be cast.
     """
-    wanted = _Wanted(casts)
+    wanted = _Wanted(casts, made.keys() | kept | unseen)
+    for name in unseen:
+        # A pattern that fits a parameter of an absent rank is used.
+        wanted.of(name)
     found = {}
     refused: dict[tuple[str, str], list[str]] = {}
     for name, tensor in made.items():
@@ -98,7 +114,8 @@ def tell_casts(checkpoint: Checkpoint, made: Mapping[str, Made], report: Report)
 class _Wanted:
     """Which type each tensor is to get."""
 
-    def __init__(self, casts: Sequence[CastAsked]) -> None:
+    def __init__(self, casts: Sequence[CastAsked], known: AbstractSet[str]) -> None:
+        self._known = known
         self._casts = [(None if asked.pattern is None else Glob(asked.pattern), asked.dtype) for asked in casts]
         self._met = [False] * len(casts)
 
@@ -106,7 +123,7 @@ class _Wanted:
         """The type for a tensor of this name; None where none is asked for. What is not floating meets no pattern."""
         found = None
         for number, (glob, dtype) in enumerate(self._casts):
-            if is_weight(name) if glob is None else glob.matches(name):
+            if is_weight(name, self._known) if glob is None else glob.matches(name):
                 self._met[number] |= floating
                 found = dtype
         return found
@@ -138,12 +155,19 @@ def _is_no_float(dtype: str) -> bool:
     return "Float" not in dtype
 
 
-def warn_of_uncast(checkpoint: Checkpoint, kept: AbstractSet[str], casts: Sequence[CastAsked], report: Report) -> None:
+def warn_of_uncast(
+    checkpoint: Checkpoint,
+    made: Mapping[str, Made],
+    kept: AbstractSet[str],
+    casts: Sequence[CastAsked],
+    report: Report,
+) -> None:
     """Say which weights keep their type because they are copied as they are."""
-    wanted = _Wanted(casts)
+    known = made.keys() | kept
+    wanted = _Wanted(casts, known)
     uncast = []
     for name in sorted(kept):
-        dtype = wanted.of(name) if is_weight(name) else None
+        dtype = wanted.of(name) if is_weight(name, known) else None
         stored = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
         if dtype is not None and stored.dtype in CASTABLE and stored.dtype != dtype:
             uncast.append(name)

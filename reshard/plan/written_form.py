@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.checkpoints import FileHandles, FileNames, Step, format_of, reading_error
@@ -14,7 +14,7 @@ from reshard.checkpoints.checkpoint2.names import COMMON
 from reshard.checkpoints.edited import EditedCheckpoint, stored_checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, NO_ARRAYS
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS
-from reshard.checkpoints.full import FullWeights
+from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError
@@ -28,8 +28,9 @@ from reshard.target.checkpoint2_files import Checkpoint2Files
 from reshard.target.full_directory import FullDirectory
 from reshard.target.marks import STRATEGY_FILE
 from reshard.text.messages import listing
-from reshard.text.names import is_weight
+from reshard.text.names import as_pattern, is_weight, state_prefix
 from reshard.text.report import Report
+from reshard.text.wording import plural
 
 _CHOOSE_FORMAT = "choose the target's with --format ckpt or --format safetensors"
 _NAME_FORMAT = "name the files of one format, as in 'ckpt/rank_{rank}/*.ckpt'; ranks that have none then count as lost"
@@ -62,6 +63,8 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     found = [name for name in _in_order(checkpoint) if admit(name)]
     tensors = TensorsInOrder(checkpoint.tensors, layers_in_order(found))
     values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if admit(name)])
+    if request.to == HUGGINGFACE:
+        _warn_of_training([*tensors, *values], checkpoint.names(), report)
     if request.to != CHECKPOINT2:
         others = files_beside(request.to, checkpoint, tensors, request.edits, handles, report)
         return FullDirectory(request.to, tensors, values, request.max_shard_size, others, found)
@@ -71,7 +74,8 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
             f"{COMMON} has no global_batch_size, because the source does not record it: set it there before training "
             "resumes"
         )
-    unlisted = [name for name in values if is_weight(name)]
+    known = checkpoint.names().union(request.target.parameters)
+    unlisted = [name for name in values if is_weight(name, known)]
     if unlisted:
         report.warn(
             "not in metadata.json, because nothing says how they are laid out, so that loaders do not find them: "
@@ -80,11 +84,30 @@ def written_form(request: Request, checkpoint: Checkpoint, handles: FileHandles,
     prefix = "" if request.prefix in (None, DEFAULT_PREFIX) else str(request.prefix).rstrip("-") + "-"
     iteration = int((said.get("global_step") if checkpoint.form != CHECKPOINT2 else checkpoint.step) or 0)
     if iteration < 0:
-        report.warn(f"global_step is {iteration}, which is no iteration: the iteration is written as 0")
+        report.warn(f"global_step is {iteration}, and Checkpoint 2.0 counts iterations from 0: iteration 0 is written")
         iteration = 0
         said = {key: None if isinstance(value, int) and value < 0 else value for key, value in said.items()}
     common = FinishingFile(COMMON, lambda: [common_json(said)])
-    return Checkpoint2Files(request.target, tensors, list(values), iteration, prefix, common)
+    return Checkpoint2Files(request.target, tensors, known, list(values), iteration, prefix, common)
+
+
+def _warn_of_training(names: Sequence[str], known: Collection[str], report: Report) -> None:
+    """Say how to leave out what no model has: optimizer state, gradients, counters."""
+    others = [name for name in names if not is_weight(name, known)]
+    if not others:
+        return
+    weights = [name for name in names if is_weight(name, known)]
+    patterns: dict[str, None] = {}
+    for name in others:
+        prefix = state_prefix(name, known)
+        # A word of an optimizer may begin the name of a weight, too.
+        alone = prefix and not any(weight.startswith(prefix) for weight in weights)
+        patterns[f"'{prefix}*'" if alone else as_pattern(name)] = None
+    report.warn(
+        f"optimizer state and values of the training are written too ({plural(len(others), 'tensor')}), and loaders of "
+        "Hugging Face models do not expect them; leave them out with "
+        + " ".join(f"--exclude {pattern}" for pattern in patterns)
+    )
 
 
 def rank_names(request: Request, checkpoint: Checkpoint) -> FileNames:

@@ -21,7 +21,7 @@ from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_er
 from reshard.errors import DamagedCheckpointError
 from reshard.records.identity import digest_of, short_digest
 from reshard.storage import ReadableFile, read_each, read_range, storage_of
-from reshard.text.names import OTHER, belongs_to_rank, kind_of
+from reshard.text.names import belongs_to_rank, is_value
 
 # Tensors of a file of which some bytes are looked at, and how many of each.
 _TENSORS = 8
@@ -145,7 +145,7 @@ class _Structure:
 
 
 def _is_value(tensor: Tensor) -> bool:
-    return kind_of(tensor.name, tensor.nbytes // tensor.item_size) == OTHER
+    return is_value(tensor.name, tensor.nbytes // tensor.item_size)
 
 
 class SourceSampler:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -209,7 +209,7 @@ class Alike:
         return [part for part in found if sum(held[number] for held, number in zip(counts, part)) > 1]
 
 
-def alike(parameters: Iterable[GlobalTensor], step: SourceStep) -> list[Alike]:
+def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[Alike]:
     """Parameters by how they are cut and held, those first that tell most of a strategy.
 
     Values that belong to a rank are no replicas, whatever a strategy says, and left out.
@@ -219,6 +219,7 @@ def alike(parameters: Iterable[GlobalTensor], step: SourceStep) -> list[Alike]:
         step: the files.
     """
     found: dict[object, Alike] = {}
+    known = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
             continue
@@ -230,10 +231,10 @@ def alike(parameters: Iterable[GlobalTensor], step: SourceStep) -> list[Alike]:
             found[key] = Alike(parameter, present)
         found[key].parameters.append(parameter)
     for kind in found.values():
-        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name), number_of(parameter.name)))
+        kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, known), number_of(parameter.name)))
     return sorted(
         found.values(),
-        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name), kind.parameters[0].name),
+        key=lambda kind: (not kind.is_cut, not is_weight(kind.parameters[0].name, known), kind.parameters[0].name),
     )
 
 

@@ -82,7 +82,7 @@ def compare_slices(
     """
     files = ReplicaFiles(step, handles, execution.storage)
     deadline = time.monotonic() + _SECONDS
-    chosen = [one for kind in alike(parameters, step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]
+    chosen = [one for kind in alike(list(parameters), step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]
     compared = 0
     same: list[SameSlices] = []
     with at_a_time(execution.storage.remote) as (compare_each, read_each):

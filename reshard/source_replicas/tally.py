@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
@@ -61,7 +61,10 @@ class Tally:
             untested=sum(len(kind.parameters) for kind in kinds if not len(kind)),
             tested=any(found[id(kind)] for kind in cut or kinds),
         )
-        differing = sorted((differing for _, differing in self._differing.values()), key=_telling)
+        known = {parameter.name for kind in kinds for parameter in kind.parameters}
+        differing = sorted(
+            (differing for _, differing in self._differing.values()), key=lambda item: _telling(item, known)
+        )
         gradients = [item for item in differing if item.parameter.startswith(ACCUMULATED_GRADIENTS)]
         return Comparison(
             check=check,
@@ -77,6 +80,6 @@ def is_gradient(parameter: GlobalTensor) -> bool:
     return parameter.name.startswith(ACCUMULATED_GRADIENTS)
 
 
-def _telling(differing: Differing) -> tuple[bool, bool, str]:
+def _telling(differing: Differing, known: Container[str]) -> tuple[bool, bool, str]:
     """Sorts what tells most first."""
-    return not differing.is_cut, not is_weight(differing.parameter), differing.parameter
+    return not differing.is_cut, not is_weight(differing.parameter, known), differing.parameter

@@ -8,7 +8,7 @@ same rows can be written together; the place is that of the ranks with fewest by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -26,7 +26,7 @@ from reshard.target.checkpoint2_metadata import Described, metadata_json, tracke
 from reshard.target.form import FinishingFile, Section, TargetForm
 from reshard.target.layouts import layout_in
 from reshard.target.rank_files import stage_sections
-from reshard.text.names import GRADIENTS, OPTIMIZER_STATE, kind_of
+from reshard.text.names import state_prefix
 
 
 class _File(NamedTuple):
@@ -44,6 +44,7 @@ class Checkpoint2Files(TargetForm):
     Args:
         strategy: how tensors are laid out.
         tensors: what is written, of the source's.
+        known: names of all parameters of the source and of the strategy.
         values: names of the values beside them.
         iteration: number of the iteration.
         prefix: the files' names begin so.
@@ -58,6 +59,7 @@ class Checkpoint2Files(TargetForm):
         self,
         strategy: Strategy,
         tensors: Mapping[str, GlobalTensor],
+        known: Container[str],
         values: Sequence[str],
         iteration: int,
         prefix: str,
@@ -77,7 +79,9 @@ class Checkpoint2Files(TargetForm):
                 chosen = [
                     tensor
                     for name, tensor in tensors.items()
-                    if name in section.layouts and name not in self._layouts and _kind_of_file(tensor) == kind
+                    if name in section.layouts
+                    and name not in self._layouts
+                    and (OPTIMIZER if state_prefix(name, known) else MODEL) == kind
                 ]
                 self._add_files(kind, stage, section, chosen)
         counts = {kind: sum(file.kind == kind for file in self._files) for kind in (MODEL, OPTIMIZER)}
@@ -163,11 +167,6 @@ class Checkpoint2Files(TargetForm):
                 if name in self._files[number].names
             }
             yield Described(self._tensors[name], layout, tuple(stage.ranks), files)
-
-
-def _kind_of_file(tensor: GlobalTensor) -> str:
-    kind = kind_of(tensor.name, math.prod(tensor.shape))
-    return OPTIMIZER if kind in (OPTIMIZER_STATE, GRADIENTS) else MODEL
 
 
 def _size(tensor: GlobalTensor) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import Callable, NamedTuple, NewType, Optional, Protocol
 
 from reshard.checkpoints import FileNames
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.layout import Layout, whole
+
+FileId = NewType("FileId", int)
+"""The number of a target file, counted from 0; in rank directories, and only there, it is the rank."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class FullDirectory(TargetForm):
             sizes = dict(self._sizes)
             shared_out = self._sizes if found is None else [(tensor, sizes[tensor]) for tensor in found]
             self._files = unified_files(shared_out, max_shard_size) if sizes else []
-            if values:
+            # Without a tensor the map would list nothing, and no reader takes that.
+            if values and self._files:
                 self._files = [*self._files, FullFile(HYPER_PARAMETERS, [*values])]
         self._file_of_value = {
             value: number for number, file in enumerate(self._files) for value in file.tensors if value in values

@@ -104,7 +104,7 @@ def _unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 def _is_for_absent_kind(pattern: str, known: Collection[str]) -> bool:
     """Whether a pattern is for optimizer state or accumulated gradients, and the checkpoint holds none of that kind."""
-    kinds = {kind_of(name, 2) for name in known}
+    kinds = {kind_of(name, 2, known) for name in known}
     fits = Glob(pattern).matches
     examples = list(itertools.islice(known, _MOST_EXAMPLES))
     return any(
@@ -130,7 +130,10 @@ def _advice(option: str, pattern: str, known: Iterable[str]) -> str:
 
 def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
     """What a pattern that matches none of the names was probably meant to be; None where nothing is near."""
-    state = tuple(sorted({f"{state_prefix(name)}*" for name in names if kind_of(name, 2) == OPTIMIZER_STATE}))
+    known = frozenset(names)
+    state = tuple(
+        sorted({f"{state_prefix(name, known)}*" for name in names if kind_of(name, 2, known) == OPTIMIZER_STATE})
+    )
     if _ANY_OPTIMIZER.fullmatch(pattern) and 0 < len(state) <= _MOST_PATTERNS:
         return Meant(state, _count(state, names), _STATE)
     for patterns, habit in _readings(pattern):
@@ -138,7 +141,7 @@ def meant_by(pattern: str, names: Collection[str]) -> Optional[Meant]:
             found = way(patterns, names)
             if found:
                 return Meant(found, _count(found, names), habit)
-    if state_prefix(pattern) and 0 < len(state) <= _MOST_PATTERNS:
+    if state_prefix(pattern, known) and 0 < len(state) <= _MOST_PATTERNS:
         return Meant(state, _count(state, names), _STATE)
     return None
 

@@ -35,7 +35,7 @@ def name_patterns(names: Iterable[str], known: Container[str] = ()) -> list[Name
     for name in names:
         prefix = name[: name.find(".") + 1]
         if name[len(prefix) :] not in known:
-            prefix = state_prefix(name)
+            prefix = state_prefix(name, known)
         parts = _NUMBER.split(name[len(prefix) :])
         alike.setdefault(tuple(parts[::2]), []).append((*parts[1::2], prefix))
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import NamedTuple
 
 ACCUMULATED_GRADIENTS = "accu_grads."
@@ -38,41 +39,67 @@ class Total(NamedTuple):
     nbytes: int
 
 
-# What MindSpore's and MindFormers' optimizers put before the name of the parameter they belong to.
-STATE_PREFIXES = (
-    *("accum.", "accum_update.", "adam_m.", "adam_v.", "delta.", "exp_avg.", "exp_avg_sq.", "exp_avg_sq_col."),
-    *("exp_avg_sq_row.", "exp_inf.", "lamb_m.", "lamb_v.", "linear.", "max_exp_avg_sq.", "max_exp_avg_sq_col."),
-    *("max_exp_avg_sq_row.", "mean_grad.", "mean_square.", "moment1.", "moment2.", "moments.", "muon_m.", "muon_v."),
-    *("prev.", "rms.", "square_average.", "stat.", "vhat."),
+# What optimizers of MindSpore and MindFormers put before the name of a parameter, in words that no module is called.
+_OPTIMIZER_WORDS = (
+    *("adam_m.", "adam_v.", "exp_avg.", "exp_avg_sq.", "exp_avg_sq_col.", "exp_avg_sq_row.", "lamb_m.", "lamb_v."),
+    *("main_param.", "max_exp_avg_sq.", "max_exp_avg_sq_col.", "max_exp_avg_sq_row.", "moment1.", "moment2."),
+    *("muon_m.", "muon_v."),
 )
-_STATE = re.compile(f"({'|'.join(map(re.escape, STATE_PREFIXES))}).+", re.DOTALL)
+STATE_PREFIXES = (
+    *_OPTIMIZER_WORDS,
+    *("accum.", "accum_update.", "delta.", "exp_inf.", "linear.", "mean_grad.", "mean_square.", "moments.", "prev."),
+    *("rms.", "square_average.", "stat.", "vhat."),
+)
+"""What optimizers put before the name of the parameter that their state belongs to."""
+
 _OTHER = re.compile(
     r"(global_step|current_iterator_step|last_overflow_iterator_step|epoch_num|step_num|learning_rate|"
     r"weight_decay|beta[12]_power|loss_scale|scale_sense|state_step(\..*)?)"
 )
 
 
-def state_prefix(name: str) -> str:
-    """``adam_m.`` of ``adam_m.w``: what marks optimizer state and accumulated gradients; of others nothing."""
-    if name.startswith(ACCUMULATED_GRADIENTS) or _STATE.fullmatch(name):
-        return name[: name.index(".") + 1]
-    return ""
+def state_prefix(name: str, known: Container[str]) -> str:
+    """``adam_m.`` of ``adam_m.w``: the mark of optimizer state and accumulated gradients; empty for other names.
+
+    A module may be called ``linear`` or ``stat``: such a word marks state only before the name of a parameter.
+
+    Args:
+        name: a name.
+        known: names of the parameters of the checkpoint or strategy.
+    """
+    word, dot, rest = name.partition(".")
+    prefix = word + dot
+    if not rest or (prefix != ACCUMULATED_GRADIENTS and prefix not in STATE_PREFIXES):
+        return ""
+    return prefix if prefix == ACCUMULATED_GRADIENTS or prefix in _OPTIMIZER_WORDS or rest in known else ""
 
 
-def kind_of(name: str, elements: int) -> str:
-    """What a tensor is by its name: one of `KINDS`.
+def is_value(name: str, elements: int) -> bool:
+    """Whether a tensor is a counter, a learning rate or the like.
 
     Args:
         name: its name in the checkpoint.
-        elements: how many it has; a single value whose name is no path is no weight.
+        elements: its number of elements; a single value whose name is no path is no weight.
     """
-    if name.startswith(ACCUMULATED_GRADIENTS):
+    return _OTHER.fullmatch(name) is not None or belongs_to_rank(name) or (elements == 1 and "." not in name)
+
+
+def kind_of(name: str, elements: int, known: Container[str]) -> str:
+    """The kind of a tensor by its name: one of `KINDS`.
+
+    Args:
+        name: its name in the checkpoint.
+        elements: its number of elements.
+        known: names of the parameters of the checkpoint or strategy.
+    """
+    prefix = state_prefix(name, known)
+    if prefix == ACCUMULATED_GRADIENTS:
         return GRADIENTS
-    if _OTHER.fullmatch(name) or belongs_to_rank(name) or (elements == 1 and "." not in name):
+    if is_value(name, elements):
         return OTHER
-    return OPTIMIZER_STATE if _STATE.fullmatch(name) else WEIGHTS
+    return OPTIMIZER_STATE if prefix else WEIGHTS
 
 
-def is_weight(name: str) -> bool:
+def is_weight(name: str, known: Container[str]) -> bool:
     """Whether a parameter that a strategy lists is a weight by its name."""
-    return kind_of(name, elements=2) == WEIGHTS
+    return kind_of(name, elements=2, known=known) == WEIGHTS

@@ -82,7 +82,7 @@ def _fits(here: str, there: str, written: Tree) -> bool:
     types = {
         parameter.dtype
         for name, parameter in written.parameters.items()
-        if is_weight(name) and "Float" in parameter.dtype
+        if is_weight(name, written.parameters) and "Float" in parameter.dtype
     }
     try:
         before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (here, there))

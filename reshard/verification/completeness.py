@@ -114,8 +114,9 @@ def converted_part(
     edited = isinstance(tree, EditedTree)
     left_out: set[str] = set()
     if not target.is_none:
-        listed = tree.parameters if edited else (name for stage in source.stages for name in stage.layouts)
-        left_out.update(listed)
+        # `none` lists whatever its file holds.
+        whole = edited or source.is_none
+        left_out.update(tree.parameters if whole else (name for stage in source.stages for name in stage.layouts))
         left_out.difference_update(name for stage in target.stages for name in stage.layouts)
 
     def converted(name: str) -> bool:

@@ -7,7 +7,7 @@ worked out here and in `made`, without anything that plans or carries out conver
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
@@ -191,7 +191,7 @@ def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
         shapes = {name: _shape(base, one) for name, one in made.items()}
         shapes.update((name, _value(base, name).shape) for name in kept)
         made, kept = _ruled(base, made, kept, apply_rules(edits.renames, shapes, optimizer=True))
-    casts = _Casts(edits.casts)
+    casts = _Casts(edits.casts, {*made, *kept})
     outside = {name: ranks for name, ranks in base.outside.items() if name in kept}
     tree = EditedTree(base.indexes, base.damaged, {}, {}, outside, base, tied=tied)
     for name, one in made.items():
@@ -290,7 +290,8 @@ def _add(tree: EditedTree, name: str, made: _Made, asked: Optional[str]) -> None
 class _Casts:
     """Which type each tensor gets."""
 
-    def __init__(self, asked: Sequence[tuple[Optional[str], str]]) -> None:
+    def __init__(self, asked: Sequence[tuple[Optional[str], str]], known: Collection[str]) -> None:
+        self._known = known
         self._asked = [(None if pattern is None else Glob(pattern), dtype) for pattern, dtype in asked]
         self._met = [False] * len(asked)
 
@@ -298,7 +299,7 @@ class _Casts:
         """The type that is asked for, for a tensor of this name; the last that fits holds."""
         found = None
         for number, (glob, dtype) in enumerate(self._asked):
-            if is_weight(name) if glob is None else glob.matches(name):
+            if is_weight(name, self._known) if glob is None else glob.matches(name):
                 self._met[number] = True
                 found = dtype
         return found

@@ -39,13 +39,13 @@ def weights_of(directory: str, form: str, files: Mapping[int, str], handles: Fil
             checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
         except InputError:
             return set()
-        return {name for name in checkpoint.tensors if is_weight(name)}
+        return {name for name in checkpoint.tensors if is_weight(name, checkpoint.tensors)}
     for path in files.values():
         try:
             tensors = read_index(handles, path).tensors
         except CheckpointError:
             continue
-        return {name for name, tensor in tensors.items() if kind_of(name, math.prod(tensor.shape)) == WEIGHTS}
+        return {name for name, tensor in tensors.items() if kind_of(name, math.prod(tensor.shape), tensors) == WEIGHTS}
     return set()
 
 

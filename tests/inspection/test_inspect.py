@@ -10,7 +10,6 @@ from typing import Any, Optional
 import pytest
 
 from reshard.checkpoints import find_checkpoints
-from reshard.text.names import kind_of
 from tests.checkpoint_writing import write_sparse
 from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal, warns
 from tests.small import World, tensors
@@ -466,24 +465,6 @@ def test_a_tree_of_terabytes_is_looked_at_by_headers_alone(tmp_path: Path) -> No
     found = inspected(tmp_path / "src")
     assert found["steps"][0]["contents"]["dtypes"] == {"Float32": {"tensors": 1, "bytes": 32 * size}}
     assert "2.0 TiB" in done("inspect", tmp_path / "src").out
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("backbone.dense.weight", "weights"),
-        ("embedding", "weights"),
-        ("moments", "weights"),
-        ("adam_v.backbone.dense.weight", "optimizer state"),
-        ("exp_avg_sq_row.dense.weight", "optimizer state"),
-        ("accu_grads.dense.weight", "accumulated gradients"),
-        ("beta1_power", "other values"),
-        ("cur_rank", "other values"),
-        ("generator_0._seed", "other values"),
-    ],
-)
-def test_kinds_are_told_by_names(name: str, kind: str) -> None:
-    assert kind_of(name, 8) == kind
 
 
 @pytest.mark.parametrize("columns", [40, 60, 120])

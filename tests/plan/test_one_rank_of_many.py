@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.layouts import examples, holders, layouts, strategies, tensors
 from tests.reference import Strategy, names_of, rank_count, stage_of
-from tests.running import done, reshard
+from tests.running import Argument, done, reshard
 from tests.small import World, world_of
 from tests.trees import (
     FORMATS,
@@ -211,6 +211,39 @@ def test_the_files_of_a_rank_list_are_enough_for_its_rank(data: st.DataObject) -
         world.src = write_tree(world.root / "few", {r: saved[r] for r in listed}, pattern)
         world.dst = world.root / "one"
         world.by_rank(rank)
+        assert tree_bytes(world.dst).items() <= whole.items()
+        assert len(tree_bytes(world.dst)) == 1
+
+
+@examples(15)
+@given(st.data())
+def test_the_files_of_a_rank_list_are_enough_under_other_names_and_types(data: st.DataObject) -> None:
+    full = data.draw(tensors())
+    source, target = data.draw(laid_out(full, 8), label="source"), data.draw(laid_out(full), label="target")
+    # State follows its weight.
+    alone = [
+        name for name in full if not any(name.endswith(f".{other}") or other.endswith(f".{name}") for other in full)
+    ]
+    chosen = data.draw(st.sets(st.sampled_from(sorted(alone))) if alone else st.just(set()), label="renamed")
+    new = {name: f"new.{name}" for name in chosen}
+    named = [
+        {**stage, "layouts": {new.get(name, name): made for name, made in stage["layouts"].items()}} for stage in target
+    ]
+    options: list[Argument] = [word for old, made in sorted(new.items()) for word in ("--rename", f"{old}={made}")]
+    if not new or data.draw(st.booleans()):
+        options += ["--cast", "BFloat16"]
+    with world_of(source, named) as world:
+        saved = cut_ranks(source, full, {"global_step": scalar(7, shape=(1,))})
+        write_tree(world.src, saved, "rank_{rank}/net-3_10.ckpt")
+        world.convert(*options)
+        whole = tree_bytes(world.dst)
+        rank = data.draw(st.sampled_from(range(rank_count(target))))
+        listed = world.rank_list(rank, "--src", world.src, *options)
+        if not listed:
+            return
+        world.src = write_tree(world.root / "few", {r: saved[r] for r in listed}, "rank_{rank}/net-3_10.ckpt")
+        world.dst = world.root / "one"
+        world.by_rank(rank, *options)
         assert tree_bytes(world.dst).items() <= whole.items()
         assert len(tree_bytes(world.dst)) == 1
 

@@ -22,7 +22,7 @@ def test_memory_for_it_does_not_grow_with_the_number_of_tensors(tmp_path: Path) 
         strategy = read_strategy(str(write_strategy(tmp_path / f"{count}", made)))
         tensors = {name: GlobalTensor(name, "Float32", 4, (ranks, 2), ()) for name in names}
         common = FinishingFile(COMMON, lambda: [b""])
-        metadata = Checkpoint2Files(strategy, tensors, (), 0, "", common).finishing()[0]
+        metadata = Checkpoint2Files(strategy, tensors, tensors, (), 0, "", common).finishing()[0]
         tracemalloc.start()
         size = sum(map(len, metadata.make()))
         peaks.append(tracemalloc.get_traced_memory()[1])

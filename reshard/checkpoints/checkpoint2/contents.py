@@ -25,7 +25,7 @@ from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
 from reshard.text.messages import listing
-from reshard.text.names import ACCUMULATED_GRADIENTS, OTHER, as_pattern, is_weight, kind_of
+from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern, is_value, is_weight
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 
@@ -61,16 +61,16 @@ class Contents:
     def add(self, name: str, tensor: Tensor, placement: Placement) -> None:
         """A tensor that files hold, be it with gaps."""
         grid = placement.grid
-        if placement.layout is None and is_value(name, grid.shape):
+        if placement.layout is None and is_loose(name, grid.shape):
             self.plain.add(name)
             return
         self.placements[name] = placement
         self.tensors[name] = GlobalTensor(name, tensor.dtype, tensor.item_size, grid.shape, (placement.sharding,))
 
 
-def is_value(name: str, shape: tuple[int, ...]) -> bool:
+def is_loose(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor that nobody lays out is a value such as ``global_step`` and no parameter."""
-    return math.prod(shape) == 1 and kind_of(name, 1) == OTHER
+    return math.prod(shape) == 1 and is_value(name, 1)
 
 
 def whole_contents(files: IterationFiles) -> Contents:
@@ -133,8 +133,8 @@ class _Reading:
             except InputError as error:
                 self._found.faults[name] = error
         self._tell()
-        placements = self._found.placements
-        self._found.unlaid = {name for name in placements if placements[name].layout is None and is_weight(name)}
+        found = self._found.placements
+        self._found.unlaid = {name for name in found if found[name].layout is None and is_weight(name, found)}
         return self._found
 
     def _read(self, name: str) -> None:

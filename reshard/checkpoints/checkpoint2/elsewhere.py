@@ -16,7 +16,7 @@ from reshard.checkpoints.checkpoint2.files import IterationFiles
 from reshard.checkpoints.checkpoint2.placing import Placement, Placer
 from reshard.checkpoints.checkpoint2.ranks import ranks_of_files
 from reshard.checkpoints.checkpoint2.records import Chunks, Description, Metadata
-from reshard.text.names import STATE_PREFIXES
+from reshard.text.names import state_prefix
 
 
 class Elsewhere:
@@ -68,7 +68,7 @@ class Elsewhere:
         Raises:
             LayoutError: the layout of its parameter contradicts itself.
         """
-        owner = self._owner(name) if name.startswith(STATE_PREFIXES) else None
+        owner = self._owner(name) if state_prefix(name, self._metadata.tensors) else None
         if owner is None or owner.layout is None:
             return None
         placement = self._placed(name, Description("", owner.shape, None, owner.layout, Chunks((), ())), holders)

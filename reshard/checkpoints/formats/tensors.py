@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError
 from reshard.storage.other_files import GCM
-from reshard.text.names import kind_of
+from reshard.text.names import is_value
 from reshard.text.wording import quoted
 
 MAX_DIMENSIONS = 30
@@ -72,9 +72,14 @@ class Tensor(NamedTuple):
         return self.item_size == other.item_size or not (math.prod(self.shape) and math.prod(other.shape))
 
     @property
-    def kind(self) -> str:
-        """What it is by its name: one of `reshard.text.names.KINDS`."""
-        return kind_of(self.name, 1 if self.dtype in NO_ARRAYS else math.prod(self.shape))
+    def elements(self) -> int:
+        """Its number of elements; text and map tensors count as one."""
+        return 1 if self.dtype in NO_ARRAYS else math.prod(self.shape)
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it is a counter, a learning rate or the like, by its name."""
+        return is_value(self.name, self.elements)
 
 
 @dataclass

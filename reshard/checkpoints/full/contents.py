@@ -18,7 +18,6 @@ from reshard.checkpoints.name_order import layers_in_order, natural_order
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
 from reshard.storage import is_regular_file
 from reshard.text.messages import listing
-from reshard.text.names import OTHER
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, some_names
 
@@ -169,5 +168,5 @@ class Contents:
         values: dict[str, int] = {}
         for number in range(count):
             for name, tensor in self.indexes[number].tensors.items():
-                (values if math.prod(tensor.shape) == 1 and tensor.kind == OTHER else held)[name] = number
+                (values if math.prod(tensor.shape) == 1 and tensor.is_value else held)[name] = number
         return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)}), values

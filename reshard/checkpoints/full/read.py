@@ -26,7 +26,6 @@ from reshard.checkpoints.name_order import natural_order
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
-from reshard.text.names import OTHER
 from reshard.text.report import Report
 
 
@@ -120,4 +119,4 @@ def _scalars(index: CheckpointIndex, report: Report) -> list[str]:
 
 def _is_whole(tensor: Tensor) -> bool:
     """Whether an entry is certainly no slice: one of shape [1] may be one, such as an expert's bias."""
-    return tensor.shape == () or (math.prod(tensor.shape) == 1 and tensor.kind == OTHER)
+    return tensor.shape == () or (math.prod(tensor.shape) == 1 and tensor.is_value)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.text.names import ACCUMULATED_GRADIENTS, STATE_PREFIXES
+from reshard.text.names import ACCUMULATED_GRADIENTS, state_prefix
 
 # A part of a name that is a number, as those of layers and experts are.
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]+(?=\.|$)")
@@ -84,7 +84,7 @@ def belonging_to_weights(
     weights = len(names) - sum(map(len, found.values()))
     belonging = {}
     for prefix, of in found.items():
-        known = prefix in STATE_PREFIXES or prefix == ACCUMULATED_GRADIENTS
+        known = state_prefix(prefix + of[0], names)
         if not known and 2 * len(of) <= weights:
             continue
         for weight in of:

@@ -1,0 +1,85 @@
+"""What is written besides the weights, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.running import Argument, done, fails, flat, warns
+from tests.trees import layout, single, write_strategy
+
+WEIGHTS = {"linear.weight": (4, 2), "a.w": (4, 2)}
+STATE = {f"{prefix}a.w": (4, 2) for prefix in ("adam_m.", "adam_v.", "linear.", "accu_grads.")}
+
+
+def huggingface(place: Path, step: int = 7, dtype: str = "f4", **names: tuple[int, ...]) -> Path:
+    tensors = {name: np.ones(shape, dtype) for name, shape in {**WEIGHTS, **STATE, **names}.items()}
+    place.mkdir()
+    save_file({**tensors, "global_step": np.array(step, "i4")}, place / "model.safetensors", {"format": "pt"})
+    return place
+
+
+def test_the_options_that_a_warning_lists_leave_the_weights_alone(tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src")
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface"]
+    result = done(*words)
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {*WEIGHTS, *STATE, "global_step"}
+    [line] = [line for line in result.err.splitlines() if "leave them out with" in line]
+    options = shlex.split(line.partition("leave them out with ")[2])
+    assert "adam_m.*" in options and "linear.a.w" in options and "linear.*" not in options
+    words[2] = tmp_path / "weights"
+    assert "leave them out" not in done(*words, *options).err
+    assert set(load_file(tmp_path / "weights" / "model.safetensors")) == set(WEIGHTS)
+
+
+@pytest.mark.parametrize("said", ["float32", "bfloat16"])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_configuration_of_another_type_than_the_weights_is_told_of(said: str, key: str, tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src")
+    (source / "config.json").write_text(json.dumps({key: said}))
+    result = done("convert", source, tmp_path / "out", "--to", "huggingface")
+    told = f"has {key} '{said}', and the weights are float32" in flat(result.err)
+    assert told == (said != "float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {key: said}
+
+
+def test_values_alone_are_no_unified_directory(tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src")
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "unified"]
+    fails(3, *words, "--include", "global_step", says=["there are only values such as 'global_step'"])
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+def test_a_negative_step_is_iteration_0(tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src", step=-1)
+    names = {**WEIGHTS, **STATE}
+    strategy = write_strategy(tmp_path / "s", single(dict.fromkeys(names, layout([1], [-1, -1]))))
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "checkpoint2", "--dst-strategy", strategy]
+    warns(done(*words, "--verify"), "global_step is -1")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "0"
+    done("convert", tmp_path / "out", tmp_path / "back", "--to", "unified", "--verify")
+
+
+def test_a_target_without_optimizer_state_is_verified_against_one_unsharded_file(tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src") / "model.safetensors"
+    strategy = write_strategy(tmp_path / "s", single(dict.fromkeys(WEIGHTS, layout([2], [0, -1]))))
+    words: list[Argument] = [source, tmp_path / "out", "--src-strategy", "none", "--dst-strategy", strategy]
+    done("convert", *words, "--to", "checkpoint2", "--verify")
+
+
+def test_the_directory_of_a_configuration_stands_for_it(tmp_path: Path) -> None:
+    source = huggingface(tmp_path / "src")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    table = tmp_path / "table.toml"
+    rules = "".join(f'[[rule]]\nfrom = "{word}.*"\nto = "m.{word}.*"\n' for word in ("a", "linear"))
+    table.write_text('title = "t"\nsides = ["l", "r"]\n' + rules)
+    words: list[Argument] = ["convert", source, tmp_path / "out", "--to", "huggingface", "--names", table]
+    done(*words, "--config", tmp_path / "model")
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    fails(3, *words[:2], tmp_path / "other", *words[3:], "--config", tmp_path, says=[tmp_path / "config.json"])
