@@ -100,9 +100,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                     file.write(data)
                     left -= len(data)
             with lock:
-                there = _etag(whole) if whole.is_file() else None
-                wanted = self.headers.get("If-Match")
-                if (self.headers.get("If-None-Match") and there) or (wanted and wanted != there):
+                if self._is_unmet(whole):
                     unnamed.unlink()
                     return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
                 if key.endswith("/"):
@@ -125,6 +123,8 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                 text = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
                 return self._plain(200, text.encode())
             number = query["uploadId"][0]
+            if self._is_unmet(root / key):
+                return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             with (uploads / number / "whole").open("wb") as whole:
                 for part in sorted(
                     (path for path in (uploads / number).iterdir() if path.name != "whole"), key=_number
@@ -153,6 +153,12 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             url = urlsplit(self.path)
             _, _, key = unquote(url.path).lstrip("/").partition("/")
             return key, parse_qs(url.query, keep_blank_values=True)
+
+        def _is_unmet(self, path: Path) -> bool:
+            """Whether a condition does not hold under which something is to be written."""
+            there = _etag(path) if path.is_file() else None
+            wanted = self.headers.get("If-Match")
+            return bool((self.headers.get("If-None-Match") and there) or (wanted and wanted != there))
 
         def _metadata(self) -> dict[str, str]:
             return {name: value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}

@@ -15,13 +15,16 @@ import numpy.typing as npt
 from reshard.errors import ReshardError, RetryableError, UnwritableError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import FileStatus, NewFile, new_file, too_long
+from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, write_error
 
 # What ends the whole run: no other file would fare better.
 _EVERYWHERE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE)
 
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
+
+Expect = Callable[[TargetFile], Optional[Expected]]
+"""Says what a target may replace; None for anything."""
 
 
 class TargetWriter:
@@ -31,14 +34,25 @@ class TargetWriter:
         target: what is written.
         finish: called when its bytes are on disk, before it gets its name and after.
         checksum: compute a CRC-32 of the whole file on the way.
+        expected: what it may replace; None for anything.
+        sending: sends its parts, where its store takes files in parts.
 
     Attributes:
         error: why the file was given up, if it was; others can still be finished.
     """
 
-    def __init__(self, target: TargetFile, finish: Finish, checksum: bool = False) -> None:
+    def __init__(
+        self,
+        target: TargetFile,
+        finish: Finish,
+        checksum: bool = False,
+        expected: Optional[Expected] = None,
+        sending: Optional[Sending] = None,
+    ) -> None:
         self.target = target
         self._finish = finish
+        self._expected = expected
+        self._sending = sending
         self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
         self._file: Optional[NewFile] = None
         self._lock = threading.Lock()
@@ -111,8 +125,8 @@ class TargetWriter:
             )
         crc = None if self._checksums is None else joined_crc(self._checksums)
         self._finish(self.target, status, crc, False)
-        file.publish()
-        self._finish(self.target, status, crc, True)
+        another = file.publish()
+        self._finish(self.target, another or status, crc, True)
 
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
@@ -137,7 +151,8 @@ class TargetWriter:
             if self._closed:
                 raise OSError(errno.ECANCELED, "was given up")
             if self._file is None:
-                self._file = new_file(self.target.path, self.target.layout.size)
+                size = self.target.layout.size
+                self._file = new_file(self.target.path, size, self._expected, self._sending)
             file = self._file
             self._users += 1
         try:
@@ -160,18 +175,14 @@ class TargetWriter:
         self.discard()
 
     def _fail(self, error: OSError) -> None:
-        if error.errno == errno.ENAMETOOLONG:
-            raise too_long(self.target.path) from error
         what = "no space is left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "cannot be written"
-        kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError
-        said = kind(
-            f"{self.target.path}: {what} (rank {self.target.rank}): {error.strerror or error}",
-            file=self.target.path,
-            rank=self.target.rank,
-        )
-        if kind is UnwritableError:
-            raise said from error
-        self.fail(said)
+        found = write_error(self.target.path, error, what, self.target.rank)
+        if isinstance(found, RetryableError):
+            if error.errno in _EVERYWHERE:
+                raise UnwritableError(found.message, file=found.file, rank=found.rank) from error
+            self.fail(found)
+        else:
+            raise found from error
 
 
 class PartBuffer:

@@ -15,8 +15,8 @@ import stat
 from collections.abc import Iterator
 from typing import Callable
 
-from reshard.errors import ReshardError, RetryableError, TargetError
-from reshard.storage import for_each, in_object_store, look_error, remove_file, store_of, too_long, write_whole
+from reshard.errors import ReshardError, TargetError
+from reshard.storage import for_each, in_object_store, look_error, remove_file, store_of, write_error, write_whole
 
 DIRECTORY = ".reshard"
 IN_ORDER = ("plan.json", "replaced")
@@ -203,6 +203,4 @@ def remove_directory(path: str, ours: Callable[[str], bool]) -> None:
 
 def unwritable(path: str, error: OSError) -> ReshardError:
     """The error to show where a record cannot be written."""
-    if error.errno == errno.ENAMETOOLONG:
-        return too_long(path)
-    return RetryableError(f"{path}: cannot be written: {error.strerror or error}", file=path)
+    return write_error(path, error)

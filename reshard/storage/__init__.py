@@ -17,6 +17,7 @@ from reshard.storage.look import (
     status_at,
     status_of_each,
     too_long,
+    write_error,
 )
 from reshard.storage.once import asked_once, asks_once
 from reshard.storage.opened import opened_regular, read_small
@@ -24,8 +25,10 @@ from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read
 from reshard.storage.status import FileStatus
 from reshard.storage.store import (
     Entry,
+    Expected,
     NewFile,
     OpenFile,
+    Sending,
     Store,
     absolute,
     common_directory,
@@ -45,11 +48,13 @@ from reshard.storage.store import (
 
 __all__ = [
     "Entry",
+    "Expected",
     "FileStatus",
     "LocalFile",
     "NewFile",
     "OpenFile",
     "ReadableFile",
+    "Sending",
     "Store",
     "UnfitError",
     "absolute",
@@ -85,5 +90,6 @@ __all__ = [
     "store_of",
     "too_long",
     "use_endpoint",
+    "write_error",
     "write_whole",
 ]

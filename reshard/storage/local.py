@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.storage import temporary
@@ -12,7 +11,7 @@ from reshard.storage.costs import Storage
 from reshard.storage.network import FileSystems, NetworkFile
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, OpenFile, Store
+from reshard.storage.store import Entry, Expected, OpenFile, Sending, Store
 
 
 class LocalFile(NamedTuple):
@@ -88,7 +87,9 @@ class LocalStore:
         """What requests cost on the file system that a path lies on, by those that were made."""
         return self._file_systems.costs(path)
 
-    def new_file(self, path: str, size: int) -> NewLocalFile:
+    def new_file(
+        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
+    ) -> NewLocalFile:
         """Begin to write a file under a temporary name, in a directory that is made where it is not there."""
         return NewLocalFile(path)
 
@@ -110,6 +111,9 @@ class LocalStore:
             return False
         return True
 
+    def check_root(self, path: str) -> None:
+        """File systems have a root."""
+
     def remove(self, path: str) -> None:
         """Remove a file."""
         os.unlink(path)
@@ -118,7 +122,7 @@ class LocalStore:
         """Remove a directory that is empty."""
         os.rmdir(path)
 
-    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
+    def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove temporary files that no living process is writing."""
         temporary.remove_dead(directory, complete)
 

@@ -10,10 +10,10 @@ import errno
 from collections.abc import Sequence
 from typing import Callable, Optional
 
-from reshard.errors import InputError, ReshardError, RetryableError, UsageError
+from reshard.errors import InputError, ReshardError, RetryableError, TargetError, UsageError
 from reshard.storage.once import listed
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, for_each, store_of
+from reshard.storage.store import Entry, for_each, in_object_store, store_of
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _SHOWN = 300
@@ -157,6 +157,18 @@ def look_error(path: str, error: OSError) -> ReshardError:
     if error.errno in _FORBIDDEN:
         return InputError(f"{path}: may not be looked at: {error.strerror}", file=path)
     return RetryableError(f"{path}: cannot be looked at: {error.strerror or error}", file=path)
+
+
+def write_error(path: str, error: OSError, what: str = "cannot be written", rank: Optional[int] = None) -> ReshardError:
+    """The error to show where a file cannot be written."""
+    if error.errno == errno.ENAMETOOLONG:
+        return too_long(path)
+    whose = "" if rank is None else f" (rank {rank})"
+    text = f"{path}: {what}{whose}: {error.strerror or error}"
+    if error.errno in _FORBIDDEN and in_object_store(path):
+        # Unlike the mode of a local directory, nobody changes a policy or a key by chance.
+        return TargetError(text, file=path, rank=rank, hint="see docs/stores.md for the permissions that writing takes")
+    return RetryableError(text, file=path, rank=rank)
 
 
 def too_long(path: str) -> UsageError:

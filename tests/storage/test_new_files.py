@@ -436,46 +436,6 @@ def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
     assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []
 
 
-@contextlib.contextmanager
-def taken_over(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NewFile, NewFile]]:
-    """An object of `LARGE` bytes that one has begun to write who is taken for dead, and another who goes on with it."""
-    with writing(path, LARGE) as first, writing(path, LARGE) as second:
-        first.write(0, memoryview(bytes(PART)))
-        monkeypatch.setattr("reshard.storage.s3.uploads.is_alive", lambda name, age: False)
-        second.write(0, memoryview(bytes(PART)))
-        monkeypatch.undo()
-        yield first, second
-
-
-def test_who_was_taken_for_dead_does_not_complete_an_upload_for_who_went_on(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = objects.path("file")
-    with taken_over(path, monkeypatch) as files:
-        assert len(objects.uploads()) == 1
-        for file, data in zip(reversed(files), (b"right", b"wrong")):
-            file.write(PART, memoryview((data * LARGE)[: LARGE - PART]))
-        for file in files:
-            file.finish()
-        files[0].publish()
-        with pytest.raises(OSError, match="completed by a run that was taken for dead"):
-            files[1].publish()
-
-
-def test_a_lost_answer_is_no_error_where_an_upload_was_gone_on_with(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
-    path, data = objects.path("file"), random.Random(1).randbytes(LARGE)
-    with taken_over(path, monkeypatch) as (_, file):
-        file.write(PART, memoryview(data)[PART:])
-        file.finish()
-        lost = objects.faults.choose = Failing("complete", "lost", 1)
-        file.publish()
-    assert lost.left == 0
-    assert objects.content() == {"file": bytes(PART) + data[PART:]} and objects.uploads() == []
-
-
 def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objects) -> None:
     for number, metadata in enumerate(({}, {"mtime": "1700000000.25"}, {"mtime": "1700000000"}, {"mtime": "no time"})):
         objects.client.put_object(Bucket=objects.bucket, Key=f"{number}", Body=b"1", Metadata=metadata)
