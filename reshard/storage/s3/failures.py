@@ -116,7 +116,7 @@ def _of_response(response: dict[str, Any], path: str, secrets: Collection[str]) 
         return InputError(
             f"{path}: there is no bucket {path.split('/')[2]!r} in this object store",
             file=path,
-            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile",
+            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or make the bucket first",
         )
     if status == 404:
         return FileNotFoundError(errno.ENOENT, text, path)

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Callable, Optional, Protocol
 
 from reshard.storage.s3.address import Address
-from reshard.storage.s3.service import Service, field
+from reshard.storage.s3.service import Service
 
 PUT_AGAIN_AFTER = 20.0
 """Seconds after which an object that says that somebody lives is put again."""
@@ -305,8 +305,9 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     """
     bucket, key = Address.parse(path)
     try:
-        answer = service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition)
-        return field(answer, "ETag", str, path)
+        etag = service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition).get("ETag")
+        if etag:
+            return str(etag)
     except FileNotFoundError:
         if "IfMatch" not in condition:
             # There is no such bucket.
@@ -315,7 +316,7 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # It may have been put by this, and the answer lost.
+    # It may have been put by this, and the answer, or the ETag in it, lost.
     with contextlib.suppress(FileNotFoundError):
         found = service.read(path)
         if found.content == content:

@@ -58,8 +58,9 @@ class S3Store:
             # Of a bucket that is not there, a list is an error.
             self._any_below(address, path)
             return self._directory(address)
-        found, below = self._service.at_once(
-            lambda: self._object(address, path), lambda: self._any_below(address, path) or None
+        # The list comes first: an error answer to a look has no text.
+        below, found = self._service.at_once(
+            lambda: self._any_below(address, path) or None, lambda: self._object(address, path)
         )
         if isinstance(found, FileStatus):
             return found
