@@ -3,7 +3,9 @@
 usage: python -m benchmarks.object_server DIRECTORY MILLISECONDS BYTES_A_SECOND
 
 Only what conversions take is there: HEAD, GET of a range, lists, PUT with conditions, multipart uploads. Prints its
-port. Delays of several requests pass at the same time, as on a network, and all bytes share so many a second.
+port. GET /seconds tells how long it was from the first upload that was begun to the last that was completed, since
+that was asked before. Delays of several requests pass at the same time, as on a network, and all bytes share so many a
+second.
 Files are sent by the kernel, and nothing is hashed, so that little of the machine is taken from what is measured.
 """
 
@@ -65,6 +67,8 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
     uploads.mkdir(exist_ok=True)
     # Metadata of objects, by path, and of uploads, by number.
     said: dict[str, dict[str, str]] = {}
+    # When uploads were begun and completed.
+    times: list[float] = []
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -85,7 +89,10 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             self._answer(body=False)
 
         def do_GET(self) -> None:
-            self._answer(body=True)
+            if self.path == "/seconds":
+                self._plain(200, str(max(times) - min(times)).encode())
+                return times.clear()
+            return self._answer(body=True)
 
         def do_PUT(self) -> None:
             key, query = self._asked()
@@ -117,6 +124,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             key, query = self._asked()
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if "uploads" in query:
+                times.append(time.perf_counter() - delay)
                 number = uuid.uuid4().hex
                 (uploads / number).mkdir()
                 said[number] = self._metadata()
@@ -136,6 +144,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             (root / key).parent.mkdir(parents=True, exist_ok=True)
             (uploads / number / "whole").rename(root / key)
             said[str(root / key)] = said.pop(number)
+            times.append(time.perf_counter())
             text = f"<CompleteMultipartUploadResult><ETag>{_etag(root / key)}</ETag></CompleteMultipartUploadResult>"
             return self._plain(200, text.encode())
 

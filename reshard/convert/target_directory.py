@@ -156,7 +156,7 @@ class TargetDirectory:
         self._overwritten: set[int] = set()
         self._looked = 0.0
         # Of the targets that stood there when this run began, by name.
-        self._versions: dict[str, str] = {}
+        self._versions: Optional[dict[str, str]] = None
         self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
@@ -352,7 +352,7 @@ class TargetDirectory:
 
     def expected(self, target: TargetFile) -> Optional[Expected]:
         """What stood in a target's place when this run began."""
-        return Expected(self._versions.get(self._name(target.rank), ""), self._run)
+        return None if self._versions is None else Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
     def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
@@ -373,7 +373,9 @@ class TargetDirectory:
         """
         if not named:
             self._ledger.insist()
-        if not named and exists(target.path):
+        # What has come there since this run began is not replaced in a store that has versions.
+        there = exists(target.path) if self._versions is None else self._name(target.rank) in self._versions
+        if not named and there:
             if self._overwrite:
                 self._overwritten.add(target.rank)
             elif not self._finished_meanwhile(target):
@@ -411,6 +413,7 @@ class TargetDirectory:
         """
         if self._part:
             return None
+        self._ledger.insist()
         self._insist_on_targets()
         if self._replacing:
             with self._ledger.guarded() as check:

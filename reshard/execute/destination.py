@@ -76,14 +76,14 @@ class Destination:
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
-    def check(self, writing: Iterable[str]) -> dict[str, str]:
+    def check(self, writing: Iterable[str]) -> Optional[dict[str, str]]:
         """Refuse to write where something else stands, or through links.
 
         Args:
             writing: files that will be written, by name.
 
         Returns:
-            The versions of those that are there, by name, in a store that tells them.
+            The versions of those that are there, by name, in a store that has versions; else None.
 
         Raises:
             TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
@@ -109,7 +109,7 @@ class Destination:
                 )
             if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
-        return {}
+        return None
 
     def holds(self, name: str, same: Callable[[FileStatus], bool]) -> bool:
         """Whether a file is there, not through links, and its status is as expected.

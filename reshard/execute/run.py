@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -75,10 +76,12 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        wanted = max(self.jobs, self._under_way(self.storage), self._under_way(self.target))
+        wanted = max(self.jobs, self._under_way(self.storage))
         if not self.part_bytes:
-            return wanted
-        # Parts are sent by threads of their own, which get what these leave.
+            return max(wanted, self._under_way(self.target))
+        # Parts are sent by threads of their own, which get the memory that these leave. A few more threads than CPUs
+        # keep them busy: a thread that fills parts competes with many that send.
+        wanted = max(wanted, min(_FEW * self.jobs, self._under_way(self.target)))
         return min(wanted, max(1, self.max_memory // 2 // self._least_share))
 
     @property
@@ -209,6 +212,7 @@ class _Run:
         self._finish = finish
         self._expected = expected
         self._sending = Sending(options.uploads) if options.uploads else None
+        self._commits: list[Future[None]] = []
         self._schedule = Schedule(groups, options.threads, self._writer_of)
         self._handles = handles
         self._options = options
@@ -288,7 +292,7 @@ class _Run:
         while not self._stop.is_set():
             task = self._schedule.next()
             if task is None:
-                return
+                break
             try:
                 self._write_part(task, block, filler)
             except UnwritableError:
@@ -300,7 +304,8 @@ class _Run:
                     writer.fail(error)
             for writer in task.writers:
                 if writer.part_done() or writer.error is not None:
-                    self._commit(writer)
+                    self._commit_soon(writer)
+        wait(self._commits)
 
     def _write_part(self, task: Task, block: Bytes, filler: BlockFiller) -> None:
         share = len(block) // len(task.writers)
@@ -371,6 +376,20 @@ class _Run:
     def _overflowed(self, name: str, count: int) -> None:
         with self._lock:
             self._progress.overflowed(name, count)
+
+    def _commit_soon(self, writer: TargetWriter) -> None:
+        """Commit a file; where that takes round trips, in a thread that sends, after its parts."""
+        if self._sending is None:
+            return self._commit(writer)
+
+        def commit() -> None:
+            try:
+                self._commit(writer)
+            except BaseException as error:
+                self._fail(error)
+
+        self._commits.append(self._sending.submit(commit))
+        return None
 
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():
