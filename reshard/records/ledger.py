@@ -54,7 +54,6 @@ from reshard.storage import (
     read_small,
     remove_file,
     store_of,
-    temporary,
     write_whole,
 )
 from reshard.storage import make_directory as make_directories
@@ -430,9 +429,9 @@ class Ledger:
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
-        if flush and not in_object_store(self._own):
+        if flush:
             try:
-                temporary.sync_directory(os.path.join(self._own, "done"))
+                store_of(self._own).flush(os.path.join(self._own, "done"))
             except OSError as error:
                 raise unwritable(self._own, error) from error
 

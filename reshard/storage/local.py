@@ -111,6 +111,18 @@ class LocalStore:
             return False
         return True
 
+    def touch(self, path: str) -> bool:
+        """Give a file, or a link, the time of now."""
+        try:
+            os.utime(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def flush(self, directory: str) -> None:
+        """Flush a directory to disk."""
+        temporary.sync_directory(directory)
+
     def check_root(self, path: str) -> None:
         """File systems have a root."""
 
