@@ -40,7 +40,9 @@ class _Part:
 
     def __init__(self, size: int) -> None:
         # Mapped, so that its memory is free as soon as it is sent: the heap would keep what many threads gave back.
-        self.data: Union[bytearray, mmap.mmap] = mmap.mmap(-1, size) if size >= _MAPPED_BYTES else bytearray(size)
+        self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
+        if size >= _MAPPED_BYTES:
+            self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.left = size
 
 
