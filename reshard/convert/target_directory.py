@@ -46,8 +46,6 @@ from reshard.storage import (
     absolute,
     asks_once,
     exists,
-    in_object_store,
-    is_directory,
     is_regular_file,
     names_in,
     opened_regular,
@@ -401,11 +399,11 @@ class TargetDirectory:
         path = self._unfinished
         if path is None or exists(path):
             return
-        # On disks a directory comes before what is in it.
-        if not in_object_store(path) and not is_directory(os.path.dirname(path)):
-            return
         try:
             write_whole(path, UNFINISHED_CONTENT)
+        except FileNotFoundError:
+            # Its directory is not there, and nothing in it that could be taken for complete.
+            return
         except OSError as error:
             raise writing_error(path, error) from error
 

@@ -46,7 +46,6 @@ from reshard.records.sources import SourceFile
 from reshard.storage import (
     FileStatus,
     UnfitError,
-    directories,
     exists,
     for_each,
     in_object_store,
@@ -430,9 +429,9 @@ class Ledger:
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
-        if flush and not in_object_store(self._own):
+        if flush:
             try:
-                directories.sync_directory(os.path.join(self._own, "done"))
+                store_of(self._own).flush(os.path.join(self._own, "done"))
             except OSError as error:
                 raise writing_error(self._own, error) from error
 

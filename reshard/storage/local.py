@@ -129,6 +129,19 @@ class LocalStore:
         """Make a directory."""
         return directories.make_directory(path)
 
+    def touch(self, path: str) -> bool:
+        """Give a file, or a link, the time of now."""
+        try:
+            with directories.opened_above(path) as (name, fd):
+                os.utime(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def flush(self, directory: str) -> None:
+        """Flush a directory to disk."""
+        directories.sync_directory(directory)
+
     def check_root(self, path: str) -> None:
         """File systems have a root."""
 

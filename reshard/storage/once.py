@@ -157,6 +157,14 @@ class _Once:
         """Make a directory."""
         return self._written().make_directory(path)
 
+    def touch(self, path: str) -> bool:
+        """Give a file the time of now."""
+        return self._written().touch(path)
+
+    def flush(self, directory: str) -> None:
+        """See that names outlast a crash."""
+        self._store.flush(directory)
+
     def check_root(self, path: str) -> None:
         """Insist on the bucket."""
         self._store.check_root(path)

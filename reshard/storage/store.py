@@ -188,6 +188,12 @@ class Store(Protocol):
     def make_directory(self, path: str) -> bool:
         """Make a directory, and those above it, unless it is there; whether it was made by this."""
 
+    def touch(self, path: str) -> bool:
+        """Give a file the time of now; False where it has to be written again for that, or is not there."""
+
+    def flush(self, directory: str) -> None:
+        """See that names that were made in a directory outlast a crash."""
+
     def check_root(self, path: str) -> None:
         """Insist that what nobody of ours makes is there, for a file to be written below: a bucket.
 

@@ -192,7 +192,8 @@ def test_a_password_in_the_address_is_not_shown(
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         service._service.cache_clear()
         more = []
-    for debug in ([], ["--debug"]):
+    debugs: list[list[Argument]] = [[], ["--debug"]]
+    for debug in debugs:
         result = fails(1, "convert", "s3://bucket/in", tmp_path / "out", *CUTS, *more, *debug)
         assert "127.0.0.1:9" in result.err
         assert "the-password" not in result.err and "somebody" not in result.err
@@ -211,7 +212,8 @@ def test_a_service_that_never_answers_is_an_error_in_bounded_time(
         "silent" if ".ckpt" in path and method == ("GET" if what == "reads" else "PUT") else None
     )
     begun = time.monotonic()
-    words = [source, tmp_path / "out"] if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
+    local: list[Argument] = [source, tmp_path / "out"]
+    words = local if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
     fails(1, "convert", *words, *CUTS, says=["does not answer as it should"])
     assert time.monotonic() - begun < 15
     service._service.cache_clear()

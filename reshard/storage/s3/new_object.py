@@ -6,10 +6,11 @@ An object of one part is put at once. A larger one is a multipart upload, see `r
 from __future__ import annotations
 
 import errno
+import mmap
 import threading
 import time
 from concurrent.futures import Future, wait
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from reshard.storage.store import Expected, Sending
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
+_MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
@@ -37,7 +39,10 @@ class _Part:
     """A part while it is filled."""
 
     def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
+        # Mapped, so that its memory is free as soon as it is sent: the heap would keep what many threads gave back.
+        self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
+        if size >= _MAPPED_BYTES:
+            self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.left = size
 
 

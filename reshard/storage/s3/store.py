@@ -128,6 +128,13 @@ class S3Store:
             self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
         return False
 
+    def touch(self, path: str) -> bool:
+        """Objects have the time at which they were put."""
+        return False
+
+    def flush(self, directory: str) -> None:
+        """What was put lasts."""
+
     def check_root(self, path: str) -> None:
         """Insist that there is such a bucket."""
         self._any_below(Address(Address.parse(path).bucket, ""), path)
