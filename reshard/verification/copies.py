@@ -15,12 +15,10 @@ from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.rank_target import value_content
-from reshard.verification.reading import Means, sum_boxes
+from reshard.verification.reading import Means, batches, sum_boxes
 from reshard.verification.sources import read_files_of_ranks
 from reshard.verification.stored import Source, Stored, Way
 from reshard.verification.sums import PRIME
-
-_BATCH = 1 << 14
 
 
 def compare_replicas(
@@ -70,7 +68,7 @@ def compare_copies(
         total += sum(tensor.item_size * volume_of(box) * len(files) for _, box, files in slices)
     means.progress.begin(total, "comparing copies")
     try:
-        for some in _batches(tensors):
+        for some in batches(tensors, lambda tensor: sum(map(len, _files(tensor)))):
             found += _differing_slices(some, means)
         copies = [(name, file) for name, files in values.items() for file in files]
         contents = [value_content(source, name, file) for name, file in copies]
@@ -83,6 +81,10 @@ def compare_copies(
     finally:
         means.progress.end()
     return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
+
+
+def _files(tensor: Stored) -> Iterator[tuple[int, ...]]:
+    return (files for way in tensor.ways for files in way.held.values())
 
 
 def has_copies(tensor: Stored) -> bool:
@@ -99,20 +101,6 @@ def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
         for box, files in way.held.items()
         if len(files) > 1 or (files and tied)
     ]
-
-
-def _batches(tensors: Iterable[Stored]) -> Iterator[list[Stored]]:
-    """Tensors in groups of so many copies together that describing them takes some MB."""
-    batch: list[Stored] = []
-    count = 0
-    for tensor in tensors:
-        batch.append(tensor)
-        count += sum(len(files) for way in tensor.ways for files in way.held.values())
-        if count > _BATCH:
-            yield batch
-            batch, count = [], 0
-    if batch:
-        yield batch
 
 
 def _differing_slices(tensors: Iterable[Stored], means: Means) -> Iterator[Difference]:

@@ -20,13 +20,11 @@ from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.rank_target import AnySource, value_content
-from reshard.verification.reading import Means, sum_boxes
+from reshard.verification.reading import Means, batches, sum_boxes
 from reshard.verification.stored import Content, Stored
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
-# Slices that are described at a time.
-_BATCH = 1 << 14
 SEVERAL = -1
 """In the place of a stage: a sum over all of a parameter that no stage has all of."""
 
@@ -277,7 +275,7 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     total += sum(tensor.item_size * volume_of(box) for tensor in tensors for (_, box), _ in _slices(tensor))
     means.progress.begin(total, "reading")
     try:
-        for some in _batches(tensors):
+        for some in batches(tensors, _count):
             slices = [(tensor, key, part) for tensor in some for key, part in _slices(tensor)]
             boxes = ((number, part, key[1]) for number, (_, key, part) in enumerate(slices))
             sums = sum_boxes(boxes, len(slices), means)
@@ -298,18 +296,8 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     return result
 
 
-def _batches(tensors: Iterable[Content]) -> Iterator[list[Content]]:
-    """Tensors in groups of so many slices together that describing them takes some MB."""
-    batch: list[Content] = []
-    count = 0
-    for tensor in tensors:
-        batch.append(tensor)
-        count += sum(len(way.held) for way in tensor.ways) if isinstance(tensor, Stored) else 1
-        if count > _BATCH:
-            yield batch
-            batch, count = [], 0
-    if batch:
-        yield batch
+def _count(tensor: Content) -> int:
+    return sum(len(way.held) for way in tensor.ways) if isinstance(tensor, Stored) else 1
 
 
 def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Protocol
+from typing import Callable, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,8 +26,13 @@ _MIN_BLOCK, _MAX_BLOCK = 256 << 10, 4 << 20
 _COPIES, _COPIES_MADE = 4, 12
 # A thread takes as many blocks, or as many bytes, at a time.
 _TAKEN_BLOCKS, _TAKEN_BYTES = 64, 1 << 20
+_T = TypeVar("_T")
 # Where the first so many blocks have fewer bytes each, a second thread is not worth it unless reading is waiting.
 _PEEKED, _TINY = 64, 8 << 10
+
+
+MAX_SLICES = 1 << 14
+"""Slices that are described at a time: some MB."""
 
 
 class Progress(Protocol):
@@ -68,6 +73,21 @@ class Means:
             RetryableError: somebody has.
         """
         self.handles.check_unchanged(sorted(self.read))
+
+
+def batches(tensors: Iterable[_T], slices_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Tensors in groups that have no more slices together than should be described at a time."""
+    batch: list[_T] = []
+    total = 0
+    for tensor in tensors:
+        slices = slices_of(tensor)
+        if batch and total + slices > MAX_SLICES:
+            yield batch
+            batch, total = [], 0
+        batch.append(tensor)
+        total += slices
+    if batch:
+        yield batch
 
 
 class Comparison(NamedTuple):

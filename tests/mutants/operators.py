@@ -126,6 +126,12 @@ class _Changer(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr == "arange"
+            and self._is_chosen(node, "counted down")
+        ):
+            return _mirrored(node, is_array=True)
         if isinstance(node.func, ast.Name):
             if node.func.id == "reversed" and self._is_chosen(node, "not reversed"):
                 return node.args[0]
@@ -150,15 +156,10 @@ class _Changer(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _mirrored(iterable: ast.expr) -> ast.expr:
-    return ast.copy_location(
-        ast.Subscript(
-            ast.Call(ast.Name("list", ast.Load()), [iterable], []),
-            ast.Slice(None, None, ast.UnaryOp(ast.USub(), ast.Constant(1))),
-            ast.Load(),
-        ),
-        iterable,
-    )
+def _mirrored(iterable: ast.expr, is_array: bool = False) -> ast.expr:
+    whole = iterable if is_array else ast.Call(ast.Name("list", ast.Load()), [iterable], [])
+    backwards = ast.Slice(None, None, ast.UnaryOp(ast.USub(), ast.Constant(1)))
+    return ast.copy_location(ast.Subscript(whole, backwards, ast.Load()), iterable)
 
 
 def _path(module: str) -> Path:

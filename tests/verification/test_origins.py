@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from reshard.verification.origins import Shape, lists_of, needed, origins
 
 from reshard.names import Applied, apply_rules, parse_rules
-from reshard.verification.origins import Shape, lists_of, needed, origins
 from tests.layouts import examples
 from tests.names.naive import Array, redone
 from tests.names.test_properties import RandomRule, random_rules

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from reshard.verification.completeness import lost
 
 from reshard.checkpoints import FileHandles
 from reshard.strategies import Strategy as ReadStrategy
 from reshard.strategies import read_strategy
 from reshard.verification import Means, Needs, compare_trees
 from reshard.verification import read_tree as read_source
-from reshard.verification.completeness import lost
 from tests.checkpoint_writing import write_ckpt
 from tests.layouts import examples, strategies, tensors
 from tests.reference import Strategy, rank_count, uncovered
