@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, Optional
 
 from reshard.checkpoints import can_hold
@@ -18,7 +18,7 @@ from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
 from reshard.strategies import Strategy
 from reshard.text.wording import number_ranges
-from reshard.verification.boxes import device_boxes, target_boxes, whole_box
+from reshard.verification.boxes import Box, device_boxes, target_boxes, whole_box
 from reshard.verification.difference import Difference
 from reshard.verification.rank_target import AnySource, layout_in, names_left_out, strange_metadata, value_content
 from reshard.verification.reading import Comparison, Means, compare
@@ -167,9 +167,9 @@ class _Comparison:
         recorded = placement.layout
         there = whole if recorded is None else device_boxes(recorded_layout(recorded), content.shape) or ()
         if there != boxes:
-            cuts, wanted = len(set(there)), len(set(boxes))
+            cuts, wanted = _cuts(there), _cuts(boxes)
             if cuts != wanted:
-                yield f"is cut into {cuts} slices, not {wanted}"
+                yield f"is cut into {cuts} slices per dimension, not {wanted}"
             else:
                 yield "has its slices on other ranks than the target's strategy gives them to"
 
@@ -186,3 +186,8 @@ class _Comparison:
                 wrong[f"its metadata do not say {format!r} for 'format'"].append(number)
         for text, numbers in wrong.items():
             self._add("file", None, text, numbers)
+
+
+def _cuts(boxes: Sequence[Box]) -> list[int]:
+    """How many slices boxes make of each dimension."""
+    return [len(set(intervals)) for intervals in zip(*boxes)]

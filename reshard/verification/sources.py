@@ -94,7 +94,10 @@ class Reader:
         selector = StepSelector(place.strategy, self._target, self._ranks, self._filters, self._handles, self._report)
         steps = self._tree.steps if place.step == "latest" else ()
         candidates = with_damage(self._tree.candidates(place.step), damaged)
-        return Source(selector.select(candidates, steps), place.strategy)
+        selected = selector.select(candidates, steps)
+        for rank, why in selected.source.found.damaged.items():
+            self._report.warn(f"{why}; rank {rank} counts as absent at {selected.label}")
+        return Source(selected, place.strategy)
 
     def _is_wanted(self, name: str) -> bool:
         """Whether a tensor has to be there whole."""
