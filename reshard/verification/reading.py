@@ -229,7 +229,7 @@ def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Mean
         words = content.read(block, means.handles)
         if content.cast:
             same_nans(words, content.dtype)
-        held = memoryview(words.reshape(-1).view(np.uint8))
+        held = words.reshape(-1).view(np.uint8).data
 
         def give(offset: int, out: memoryview) -> None:
             out[:] = held[offset : offset + len(out)]

@@ -149,7 +149,8 @@ class _Step:
     def __init__(
         self, operation: SizedOperation, before: Sequence[Union[_Leaf, _Step]], number: int, shape: Shape
     ) -> None:
-        self.shape, self.words = shape, before[0].words
+        self.shape = shape
+        self.words: str = before[0].words
         self._operation, self._number, self._count = operation, number, len(before)
         self._inputs = [before[each] for each in _inputs(operation, len(before), number)]
 

@@ -243,7 +243,7 @@ def read_box(index: CheckpointIndex, name: str, held: Box, box: Box, out: Words,
         ReshardError: the file cannot be read.
     """
     tensor = index.tensors[name]
-    target = memoryview(out.reshape(-1).view(np.uint8)) if out.nbytes else memoryview(b"")
+    target = out.reshape(-1).view(np.uint8).data if out.nbytes else memoryview(b"")
     try:
         with handles.borrow(index.path) as file:
             _Runs(file, tensor, out.dtype.itemsize, held, box).read(target)
@@ -295,7 +295,7 @@ class _Runs:
 
     def _with_gaps(self, start: int, stride: int, runs: int, out: memoryview) -> None:
         span = np.empty(runs * stride, np.uint8)
-        self._stored(start, memoryview(span)[: (runs - 1) * stride + self._run])
+        self._stored(start, span.data[: (runs - 1) * stride + self._run])
         np.frombuffer(out, np.uint8).reshape(runs, -1)[:] = span.reshape(runs, stride)[:, : self._run]
 
     def _stored(self, start: int, out: memoryview) -> None:

@@ -113,7 +113,7 @@ def run(every: int, first: int, limit: int, modules: tuple[str, ...], jobs: int)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
 
-        def plain(work: Path) -> dict[str, list[str]]:
+        def plain(work: Path) -> Mapping[str, list[str]]:
             # Imported only here, in a child: it loads parts of `reshard`.
             from tests.mutants.conversions import build
 
@@ -122,7 +122,7 @@ def run(every: int, first: int, limit: int, modules: tuple[str, ...], jobs: int)
                 assert _convert(words, root / "right" / name) == 0, name
             return commands
 
-        commands: dict[str, list[str]] = _in_child(root / "none", 120, None, plain)
+        commands: Mapping[str, list[str]] = _in_child(root / "none", 120, None, plain)
         assert commands, "without a mutant a conversion fails"
         right = {name: _files(root / "right" / name) for name in commands}
 
