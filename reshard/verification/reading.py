@@ -18,10 +18,10 @@ from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, with
 from reshard.verification.products import Sum
 from reshard.verification.rounding import same_nans
 from reshard.verification.rules import Made
-from reshard.verification.stored import Content, Stored, Way, Words, read_box
+from reshard.verification.stored import Content, Rooms, Stored, Way, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
-_MIN_BLOCK, _MAX_BLOCK = 256 << 10, 4 << 20
+_MIN_BLOCK, _MAX_BLOCK = 256 << 10, 1 << 20
 # Blocks that a thread has in memory at a time: what is expected, a part of it, a copy, and what is worked out.
 _COPIES, _COPIES_MADE = 4, 12
 # A thread takes as many blocks, or as many bytes, at a time.
@@ -130,6 +130,17 @@ class Wrong:
     def __init__(self) -> None:
         self.files: dict[tuple[object, str], set[int]] = defaultdict(set)
         self.stages: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add_file(self, place: object, name: str, file: int) -> None:
+        """A copy that is wrong."""
+        with self._lock:
+            self.files[place, name].add(file)
+
+    def add_stages(self, name: str) -> None:
+        """A tensor of which stages hold different values."""
+        with self._lock:
+            self.stages.add(name)
 
 
 class _Task(NamedTuple):
@@ -150,7 +161,7 @@ def compare(comparisons: Iterable[Comparison], means: Means, told: bool = True) 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    wrong = Wrong()
+    wrong, rooms = Wrong(), Rooms()
 
     def tasks() -> Iterator[_Task]:
         for one in comparisons:
@@ -158,32 +169,37 @@ def compare(comparisons: Iterable[Comparison], means: Means, told: bool = True) 
             means.read.update(one.indexes[file].path for files in one.copies.held.values() for file in files)
             for region in one.regions:
                 for block in _blocks(one.content, region, means):
-                    yield _task(one, block, means, wrong)
+                    yield _task(one, block, means, rooms, wrong)
 
     _in_threads(tasks(), means, told=told)
     return wrong
 
 
-def _task(one: Comparison, block: Box, means: Means, wrong: Wrong) -> _Task:
+def _task(one: Comparison, block: Box, means: Means, rooms: Rooms, wrong: Wrong) -> _Task:
     meeting = [*one.copies.meeting(block)]
     count = volume_of(block) + sum(volume_of(both) * len(files) for _, both, files in meeting)
-    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, wrong))
+    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, rooms, wrong))
 
 
 def _compare_block(
-    one: Comparison, block: Box, meeting: Sequence[tuple[Box, Box, tuple[int, ...]]], means: Means, wrong: Wrong
+    one: Comparison,
+    block: Box,
+    meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
+    means: Means,
+    rooms: Rooms,
+    wrong: Wrong,
 ) -> None:
     content, name, handles = one.content, one.content.name, means.handles
-    expected = content.read(block, handles)
+    expected = content.read(block, handles, rooms.room) if isinstance(content, Stored) else content.read(block, handles)
     if isinstance(content, Stored) and len(content.ways) > 1:
         for way in content.whole_ways()[1:]:
             if not _same(expected, content.read_ways([way], block, handles)):
-                wrong.stages.add(name)
+                wrong.add_stages(name)
     if content.cast:
         same_nans(expected, content.dtype)
     for held, both, files in meeting:
         part = expected[within(both, block)]
-        found = np.empty(shape_of(both), expected.dtype)
+        found = rooms.room("copy", shape_of(both), content.item_size)
         for file in files:
             read_box(one.indexes[file], name, held, both, found, handles)
             if isinstance(content, Sum):
@@ -193,7 +209,7 @@ def _compare_block(
                     same_nans(found, content.dtype)
                 right = _same(part, found)
             if not right:
-                wrong.files[one.place, name].add(file)
+                wrong.add_file(one.place, name, file)
 
 
 def _same(one: Words, other: Words) -> bool:

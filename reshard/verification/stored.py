@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,25 @@ _SHORT_RUN, _NEAR, _NEAR_REMOTE, _MAX_SPAN = 32 << 10, 32 << 10, 4, 1 << 20
 def words_of(item_size: int) -> str:
     """The NumPy type of elements of this size."""
     return f"<u{item_size}" if item_size in (1, 2, 4, 8) else f"V{item_size}"
+
+
+class Rooms(threading.local):
+    """Memory of a thread that is used again for each block, so that it stays in the cache."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def room(self, name: str, shape: Shape, item_size: int) -> Words:
+        """An array that holds until the next of its name is asked for."""
+        nbytes = math.prod(shape) * item_size
+        if name not in self._rooms or len(self._rooms[name]) < nbytes:
+            self._rooms[name] = np.empty(nbytes, np.uint8)
+        return self._rooms[name][:nbytes].view(words_of(item_size)).reshape(shape)
+
+
+def new_room(name: str, shape: Shape, item_size: int) -> Words:
+    """Likewise, an array of its own."""
+    return np.empty(shape, words_of(item_size))
 
 
 class Content(Protocol):
@@ -186,19 +206,30 @@ class Stored:
         cells = itertools.product(*(zip(each, each[1:]) for each in edges))
         return any(all(common(cell, part) is None for part in parts) for cell in cells)
 
-    def read(self, box: Box, handles: FileHandles) -> Words:
+    def read(self, box: Box, handles: FileHandles, room: Callable[[str, Shape, int], Words] = new_room) -> Words:
         """The elements of a box: of each slice those in its lowest file.
+
+        Args:
+            box: the box.
+            handles: open files.
+            room: gives memory.
 
         Raises:
             IncompleteSourceError: some are in no file.
             ReshardError: a file cannot be read.
         """
         whole = self.whole_ways()[:1]
-        return self.read_ways(whole or self.ways, box, handles)
+        return self.read_ways(whole or self.ways, box, handles, room)
 
-    def read_ways(self, ways: Sequence[Way], box: Box, handles: FileHandles) -> Words:
+    def read_ways(
+        self,
+        ways: Sequence[Way],
+        box: Box,
+        handles: FileHandles,
+        room: Callable[[str, Shape, int], Words] = new_room,
+    ) -> Words:
         """Likewise, from some ways."""
-        found = np.empty(shape_of(box), words_of(self.item_size))
+        found = room("box", shape_of(box), self.item_size)
         there = None if len(ways) == 1 else np.zeros(found.shape, bool)
         count = 0
         for way in ways:
@@ -206,7 +237,7 @@ class Stored:
                 if both == box:
                     read_box(self.indexes[files[0]], self.stored_name, held, both, found, handles)
                     return found
-                part = np.empty(shape_of(both), found.dtype)
+                part = room("part", shape_of(both), self.item_size)
                 read_box(self.indexes[files[0]], self.stored_name, held, both, part, handles)
                 found[within(both, box)] = part
                 count += part.size
