@@ -1,6 +1,6 @@
 """Convert and verify with mutants; what became of each is printed as JSON.
 
-    python -m tests.mutants.run [--every N] [--first N] [--limit SECONDS] [--module NAME] [--show]
+    python -m tests.mutants.run [--every N] [--first N] [--module NAME] [--change REGEX] [--conversion NAME] [--show]
 
 Each runs in a process of its own that is forked from this one, which imports nothing that may be changed.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable, Optional, TypeVar
@@ -105,11 +107,11 @@ def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[
     return found
 
 
-def run(every: int, first: int, limit: int, modules: tuple[str, ...], jobs: int) -> dict[str, object]:
-    """What became of every so-many-th mutant."""
-    chosen = [mutant for module in modules for mutant in mutants_of(module)]
-    total = len(chosen)
-    chosen = chosen[first::every]
+def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
+    """What became of some mutants, in some conversions or all."""
+    # What takes long to import and does not change is there before the children are.
+    for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
 
@@ -117,7 +119,8 @@ def run(every: int, first: int, limit: int, modules: tuple[str, ...], jobs: int)
             # Imported only here, in a child: it loads parts of `reshard`.
             from tests.mutants.conversions import build
 
-            commands = build(root)
+            built = build(root)
+            commands = {name: words for name, words in built.items() if not conversions or name in conversions}
             for name, words in commands.items():
                 assert _convert(words, root / "right" / name) == 0, name
             return commands
@@ -139,7 +142,7 @@ def run(every: int, first: int, limit: int, modules: tuple[str, ...], jobs: int)
             outcomes = [*pool.map(of, enumerate(chosen))]
     counts = Counter(str(one["outcome"]) for one in outcomes)
     each = Counter(status for one in outcomes for status in dict(one["conversions"]).values())  # type: ignore[call-overload]
-    return {"mutants": total, "run": len(outcomes), "outcomes": counts, "conversions": each, "each": outcomes}
+    return {"run": len(outcomes), "outcomes": counts, "conversions": each, "each": outcomes}
 
 
 def main() -> None:
@@ -150,9 +153,13 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=30)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--module", action="append")
+    parser.add_argument("--change", default="", help="only changes in whose words this regular expression is found")
+    parser.add_argument("--conversion", action="append", default=[])
     parser.add_argument("--show", action="store_true", help="only what is certified, and the counts")
     given = parser.parse_args()
-    found = run(given.every, given.first, given.limit, tuple(given.module or MODULES), given.jobs)
+    chosen = [mutant for module in given.module or MODULES for mutant in mutants_of(module)]
+    chosen = [mutant for mutant in chosen if re.search(given.change, mutant.change)]
+    found = run(chosen[given.first :: given.every], given.limit, given.jobs, given.conversion)
     if given.show:
         each = found.pop("each")
         assert isinstance(each, list)
