@@ -21,7 +21,8 @@ from reshard.verification.rules import Made
 from reshard.verification.stored import Content, Rooms, Stored, Way, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
-_MIN_BLOCK, _MAX_BLOCK = 256 << 10, 1 << 20
+# The smaller stay in the cache; larger ones have longer runs where dimensions change places.
+_MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_MADE = 256 << 10, 1 << 20, 4 << 20
 # Blocks that a thread has in memory at a time: what is expected, a part of it, a copy, and what is worked out.
 _COPIES, _COPIES_MADE = 4, 12
 # A thread takes as many blocks, or as many bytes, at a time.
@@ -265,18 +266,24 @@ def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Mean
     return sums
 
 
-def _in_threads(tasks: Iterator[_Task], means: Means, least: int = _MIN_BLOCK * _COPIES, told: bool = True) -> None:
-    """Do tasks, which are made as threads take them."""
+def _threads(means: Means) -> int:
+    """How many threads may read at a time."""
+    storage = storage_of(next(iter(means.read), "."))
+    return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+
+
+def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, told: bool = True) -> None:
+    """Do tasks, which are made as threads take them and need at least so many bytes of memory each."""
     first = [*itertools.islice(tasks, _PEEKED)]
     if not first:
         return
-    tasks = itertools.chain(first, tasks)
-    storage = storage_of(next(iter(means.read), "."))
-    threads = max(1, min(means.jobs * storage.in_flight, means.max_memory // least))
+    threads = max(1, min(_threads(means), means.max_memory // least))
     if len(first) < _PEEKED:
         threads = min(threads, len(first))
-    if not storage.remote and sum(task.nbytes for task in first) < len(first) * _TINY:
+    remote = storage_of(next(iter(means.read), ".")).remote
+    if not remote and sum(task.nbytes for task in first) < len(first) * _TINY:
         threads = 1
+    tasks = itertools.chain(first, tasks)
     lock, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -313,10 +320,9 @@ def _taken(tasks: Iterator[_Task]) -> Iterator[_Task]:
 
 def _blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
     """A box in blocks of which a few fit into the memory of a thread."""
-    made = isinstance(content, Made)
-    threads = max(1, min(means.jobs, means.max_memory // (_MIN_BLOCK * _COPIES)))
-    memory = means.max_memory // threads // (_COPIES_MADE if made else _COPIES)
-    most = max(1, max(_MIN_BLOCK, min(memory, _MAX_BLOCK)) // content.item_size)
+    copies, largest = (_COPIES_MADE, _MAX_BLOCK_MADE) if isinstance(content, Made) else (_COPIES, _MAX_BLOCK)
+    most = max(_MIN_BLOCK, min(means.max_memory // _threads(means) // copies, largest)) // content.item_size
+    most = max(1, most)
     if isinstance(content, Sum):
         return content.tiles(box)
     if isinstance(content, Made) and any(operation.kind == "transpose" for operation in content.operations):

@@ -132,6 +132,8 @@ def read_files_of_ranks(
     """
     (candidate,) = with_damage(iter([StepFiles(None, dict(files))]), damaged)
     step = SourceStep(candidate, handles, report)
+    for rank, why in candidate.damaged.items():
+        report.warn(f"{why}; rank {rank} counts as absent")
     step.load(step.files)
     listed = {name for name in listed_by_source(strategy, step) if admit(name)}
     owners = {name[len(ACCUMULATED_GRADIENTS) :] for name in listed if name.startswith(ACCUMULATED_GRADIENTS)}

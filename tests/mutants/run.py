@@ -112,7 +112,8 @@ def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection
     # What takes long to import and does not change is there before the children are.
     for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
         importlib.import_module(name)
-    with tempfile.TemporaryDirectory() as directory:
+    # Memory, where there is some: each conversion flushes what it writes.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         root = Path(directory)
 
         def plain(work: Path) -> Mapping[str, list[str]]:

@@ -536,7 +536,7 @@ def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: Rando
         ]  # fmt: skip
         # Blocks of a few elements, too.
         least, most = data.draw(st.sampled_from([(1, 1), (16, 40), (1 << 18, 1 << 23)]))
-        with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK=most):
+        with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_MADE=most):
             done(*words)
         rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
         name = data.draw(st.sampled_from(sorted(written[rank])))
