@@ -97,11 +97,9 @@ def verify(
     Alone: every file is as the manifest says, in size, headers and contents. Without recorded
     checksums (--checksum crc32) contents cannot be compared so, and that is exit status 2 unless
     --headers-only says that they need not be. With --src and both strategies: every tensor on every
-    rank is what the source makes of it, worked out anew from the strategies and compared through
-    fingerprints. Without --step it is the step that OUT's manifest or records name, and where no names or
-    types are asked for, those that they name, but for rules that SRC does not need, since its names are OUT's
-    already, as after a way forth and back: what rules and casts make of the source is worked out anew, element by
-    element. With --replicas:
+    rank is what the source makes of it. That is worked out anew from the strategies, the rules of names and the
+    casts, and compared byte by byte. The step, names and types are those that OUT's manifest or records name, unless
+    options name others. Recorded rules are left out where SRC has OUT's names already. With --replicas:
     ranks that should hold the same slices do. OUT and SRC may be of any form, and take the strategies
     that `reshard convert` takes; what finishes OUT, such as an index, must say what its files hold.
     """
