@@ -79,7 +79,7 @@ def within(box: Box, around: Box) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, around))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def device_boxes(layout: Recorded, shape: Shape) -> Optional[tuple[Box, ...]]:
     """The box that each device holds of a tensor of this shape; None where the layout does not fit the shape."""
     for tensor_map in _maps(layout, shape):

@@ -82,6 +82,7 @@ class EditedSource:
         indexes: what is in its files.
         tensors: what is made, by name.
         values: names of values that are kept, with the files that have them.
+        listed: names of what is made.
         tied: names in the source of tensors of which only the first is taken, and which should be equal.
     """
 
@@ -101,9 +102,11 @@ class EditedSource:
         # Loaded only here: most checkpoints are compared under their own names.
         from reshard.names import AppliedStep, apply_rules, warning_of
 
+        base.check_read(lambda name: True)
         self.base = base
         self.checkpoint = base.checkpoint
         self.indexes: Mapping[int, CheckpointIndex] = base.indexes
+        self.listed: Collection[str] = ()
         self.tied: tuple[tuple[str, str], ...] = ()
         recipes = {name: _Recipe(AppliedStep("", (), (name,), (name,)), 0) for name in base.tensors}
         kept = set(base.values)
@@ -129,6 +132,7 @@ class EditedSource:
             name: self._made(name, recipe, casts.of(name)) for name, recipe in recipes.items()
         }
         casts.check(recipes)
+        self.listed = self.tensors.keys()
 
     @property
     def names(self) -> set[str]:

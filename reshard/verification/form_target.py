@@ -20,7 +20,7 @@ from reshard.strategies import Strategy
 from reshard.text.wording import number_ranges
 from reshard.verification.boxes import Box, device_boxes, target_boxes, whole_box
 from reshard.verification.difference import Difference
-from reshard.verification.rank_target import AnySource, layout_in, names_left_out, strange_metadata, value_content
+from reshard.verification.rank_target import AnySource, converted_names, layout_in, strange_metadata, value_content
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.stored import Content, Source, Stored, Way, recorded_layout
 
@@ -66,7 +66,6 @@ class _Comparison:
         means: Means,
         admit: Callable[[str], bool],
     ) -> None:
-        left_out = names_left_out(source, target)
         self._source, self._written, self._new = source, written, target
         self._directory, self._means = directory, means
         self._differences: list[Difference] = []
@@ -75,11 +74,11 @@ class _Comparison:
         for number, index in sorted(written.indexes.items()):
             for name in index.tensors:
                 self._there[name].append(number)
-        self._tensors = [name for name in source.tensors if admit(name) and name not in left_out]
+        self._tensors, values = converted_names(source, target, admit)
         self._values = {
             name: value_content(source, name, files[0])
-            for name, files in source.values.items()
-            if admit(name) and name not in left_out and can_hold("safetensors", source.value(name, files[0]).dtype)
+            for name, files in values.items()
+            if can_hold("safetensors", source.value(name, files[0]).dtype)
         }
 
     def run(self) -> list[Difference]:

@@ -86,15 +86,23 @@ def read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int
     return indexes, damaged
 
 
-def names_left_out(source: AnySource, target: Strategy) -> set[str]:
-    """Names that the source lays out and the target does not."""
-    if target.is_none:
-        return set()
-    checkpoint = source.checkpoint
-    listed: Iterable[str] = source.tensors
+def converted_names(
+    source: AnySource, target: Strategy, admit: Callable[[str], bool]
+) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """What is converted: names of tensors, and of values with the files that have them.
+
+    Raises:
+        CheckpointError: files hold something that should be, and nothing reads it.
+    """
+    left_out = set() if target.is_none else set(source.listed).difference(target.parameters)
+
+    def converted(name: str) -> bool:
+        return name not in left_out and admit(name)
+
     if isinstance(source, Source):
-        listed = getattr(checkpoint, "listed", None) or source.tensors
-    return set(listed).difference(target.parameters)
+        source.check_read(converted)
+    values = {name: files for name, files in source.values.items() if converted(name)}
+    return [*filter(converted, source.tensors)], values
 
 
 def layout_in(stage: Stage, content: Content, strategy: Strategy) -> Recorded:
@@ -133,11 +141,9 @@ class _Comparison:
         admit: Callable[[str], bool],
         recovered: bool,
     ) -> None:
-        left_out = names_left_out(source, target)
         self._source, self._indexes, self._new = source, indexes, target
-        self._tensors = [name for name in source.tensors if admit(name) and name not in left_out]
+        self._tensors, values = converted_names(source, target, admit)
         self._converted = frozenset(self._tensors)
-        values = {name: files for name, files in source.values.items() if admit(name) and name not in left_out}
         self._values = (RecoveredValues if recovered else Values)(source, values, self._converted, target)
         self._means = means
         # Per stage the ranks to look at whose files can be read.

@@ -26,6 +26,7 @@ from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.storage import ReadableFile, fill, storage_of
 from reshard.strategies import Strategy
+from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted
 from reshard.verification.boxes import (
@@ -349,32 +350,72 @@ class Source:
     Args:
         checkpoint: the checkpoint.
         strategy: how rank directories are laid out; others say so themselves.
-        files: numbers of the files to look into; all where None.
+        chosen: numbers of the files to look into; all where None.
 
     Attributes:
         checkpoint: the checkpoint.
         indexes: what is in the files.
         tensors: what is laid out, by name; what no file holds is left out.
         values: names of all else, with the files that have it, ascending.
+        listed: names that strategy or metadata lay out, whether files hold them or not.
+        unread: names of what files hold that is neither laid out nor a value.
         tied: names of pairs of tensors of which only the first is taken, and which should be equal.
     """
 
     told_by = "in the source"
     tied: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, checkpoint: Checkpoint, strategy: Strategy, files: Optional[Collection[int]] = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, strategy: Strategy, chosen: Optional[Collection[int]] = None) -> None:
         self.checkpoint = checkpoint
         self.indexes: Mapping[int, CheckpointIndex] = (
             checkpoint.indexes
-            if files is None
-            else {number: index for number, index in checkpoint.indexes.items() if number in files}
+            if chosen is None
+            else {number: index for number, index in checkpoint.indexes.items() if number in chosen}
         )
         self.tensors: Mapping[str, Content] = StoredTensors(self, strategy)
-        held = {
-            name: tuple(file for file in checkpoint.holders(name) if file in self.indexes)
-            for name in (*checkpoint.values(), *checkpoint.without_layout())
-        }
-        self.values = {name: numbers for name, numbers in sorted(held.items()) if numbers}
+        groups, held = self._alike()
+        if isinstance(checkpoint, RankCheckpoint):
+            # What a strategy lists is laid out; without one, all that has several elements.
+            self.listed = frozenset(self.tensors if strategy.is_none else strategy.parameters)
+            values = held.keys() - self.listed
+        else:
+            self.listed = frozenset(self.tensors)
+            values = {*checkpoint.values(), *checkpoint.without_layout()} & held.keys()
+        # Values that the same files have, as most do, share what says so.
+        files: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for name in values:
+            key = tuple(held[name])
+            if key not in files:
+                files[key] = tuple(sorted(itertools.chain.from_iterable(groups[number] for number in key)))
+        self.values = {name: files[tuple(held[name])] for name in sorted(values)}
+        known = {*self.tensors, *self.values}
+        if isinstance(checkpoint, Checkpoint2):
+            known.update(checkpoint.unplaced, checkpoint.faults)
+        self.unread = frozenset(held.keys() - known)
+
+    def _alike(self) -> tuple[list[tuple[int, ...]], dict[str, list[int]]]:
+        """Files that are built alike, and per name the numbers of those groups of files that have it."""
+        alike: dict[int, list[int]] = {}
+        for file, index in sorted(self.indexes.items()):
+            alike.setdefault(id(index.tensors), []).append(file)
+        groups = [tuple(files) for files in alike.values()]
+        found: dict[str, list[int]] = {}
+        for number, files in enumerate(groups):
+            for name in self.indexes[files[0]].tensors:
+                found.setdefault(name, []).append(number)
+        return groups, found
+
+    def check_read(self, wanted: Callable[[str], bool]) -> None:
+        """Insist that all that files hold is laid out, or a value.
+
+        Raises:
+            CheckpointError: something is neither, and is wanted.
+        """
+        lacking = sorted(filter(wanted, self.unread))
+        if lacking:
+            raise CheckpointError(
+                f"{self.checkpoint.place}: the files hold what nothing reads: " + listing(lacking), parameter=lacking[0]
+            )
 
     @property
     def names(self) -> set[str]:
