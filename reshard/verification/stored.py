@@ -388,10 +388,9 @@ class Source:
             if key not in files:
                 files[key] = tuple(sorted(itertools.chain.from_iterable(groups[number] for number in key)))
         self.values = {name: files[tuple(held[name])] for name in sorted(values)}
-        known = {*self.tensors, *self.values}
-        if isinstance(checkpoint, Checkpoint2):
-            known.update(checkpoint.unplaced, checkpoint.faults)
-        self.unread = frozenset(held.keys() - known)
+        # The readers of other forms say what they leave out.
+        ranks = isinstance(checkpoint, RankCheckpoint)
+        self.unread = frozenset(held.keys() - {*self.tensors, *self.values} if ranks else ())
 
     def _alike(self) -> tuple[list[tuple[int, ...]], dict[str, list[int]]]:
         """Files that are built alike, and per name the numbers of those groups of files that have it."""
