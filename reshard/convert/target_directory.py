@@ -135,8 +135,8 @@ class TargetDirectory:
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         made = plan.checkpoint
-        # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it differs
-        # between runs that have different source ranks, although they write the same.
+        # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
+        # differs between runs that have different source ranks, although they write the same.
         same = request.form == RANKS and request.target.path == SAME
         identity = Identity(
             source_strategy=strategy_digest(request.source),
