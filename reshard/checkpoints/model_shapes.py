@@ -10,9 +10,9 @@ from typing import Optional
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, find_checkpoints, read_index
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
-from reshard.checkpoints.forms import RANKS, form_of, read_checkpoint
 from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import CheckpointError, LayoutError, StrategyError
+from reshard.forms.registry import form_named, form_of, read_checkpoint
 from reshard.storage import is_directory
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
@@ -40,7 +40,7 @@ def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, r
         ReshardError: nothing there, or nothing that tells full shapes.
     """
     form = form_of(path)
-    if form != RANKS:
+    if not form_named(form).options.needs_strategy:
         checkpoint = read_checkpoint(form, path, "latest", handles, report, {}, lambda name: False)
         tensors: Iterable[FullTensor] = (
             FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()

@@ -82,10 +82,10 @@ def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completi
 
 def _names_in(src: str, strategy: Optional[str]) -> list[str]:
     from reshard.checkpoints import FileHandles, find_checkpoints, read_index
-    from reshard.checkpoints.forms import RANKS, form_of
+    from reshard.forms.registry import form_named, form_of
     from reshard.opened import open
 
-    if strategy is None and form_of(src) == RANKS:
+    if strategy is None and form_named(form_of(src)).options.needs_strategy:
         tree = find_checkpoints(src)
         files = next(tree.candidates()).files
         with FileHandles() as handles:

@@ -10,7 +10,6 @@ import click
 
 from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.forms import RANKS, check_holds_ranks, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
@@ -22,6 +21,7 @@ from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.execute import ExecutionOptions
+from reshard.forms.registry import check_holds_ranks, form_named, form_of
 from reshard.opened.engine import Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.storage import storage_of
@@ -111,7 +111,7 @@ def fingerprint(
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-            if source.form == RANKS:
+            if form_named(source.form).options.by_rank:
                 tree = _rank_tree(source, ranks, filters, handles, crcs, report)
                 groups = {(stage.ranks.start, stage.ranks.stop) for stage in source.strategy.stages}
                 read = (
@@ -150,7 +150,7 @@ def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report:
     """
     form = form_of(src)
     step, suffix = typed["step"], typed["file_suffix"]
-    if form == RANKS:
+    if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
             raise UsageError(

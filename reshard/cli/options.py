@@ -55,6 +55,10 @@ class Form(Choice):
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+        # Loaded only here: whoever starts without --to does without.
+        from reshard.forms.registry import FORMS
+
+        self.choices = tuple(form.name for form in FORMS)
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 

@@ -355,7 +355,7 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
     if missing is not None:
         step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
     found = checkpoint.tensors
-    step.not_saved = sorted(checkpoint.listed - found.keys())
+    step.not_saved = sorted(checkpoint.laid_out - found.keys())
     step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
 
 

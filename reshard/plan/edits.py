@@ -13,7 +13,6 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTe
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
@@ -155,9 +154,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
-    unseen: dict[str, Optional[str]] = {}
-    if isinstance(checkpoint, RankCheckpoint):
-        unseen = {name: name for name in checkpoint.unseen}
+    unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part

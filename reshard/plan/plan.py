@@ -16,8 +16,8 @@ from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
-from reshard.checkpoints.forms import counted_as
 from reshard.errors import IncompleteSourceError
+from reshard.forms.registry import counted_as
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups

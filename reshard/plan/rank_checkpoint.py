@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from reshard.checkpoints import CheckpointIndex
-from reshard.checkpoints.checkpoint import Equal, GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, order_in_files
+from reshard.checkpoints.edited import stored_checkpoint
 from reshard.plan.source import SourceStep
 
 
@@ -18,13 +19,13 @@ class RankCheckpoint:
     Attributes:
         source: the files.
         tensors: what the strategy lists, as the files hold it, by name.
-        listed: names that the strategy lists.
+        laid_out: names that the strategy lists.
         unseen: those of them that no file holds, where files of some ranks are missing.
     """
 
     source: SourceStep
     tensors: Mapping[str, GlobalTensor]
-    listed: frozenset[str]
+    laid_out: frozenset[str]
     unseen: frozenset[str] = frozenset()
 
     form = "ranks"
@@ -54,6 +55,20 @@ class RankCheckpoint:
         """What the readable files hold, by rank."""
         return self.source.indexes
 
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """Nothing but what files hold as values."""
+        return {}
+
+    @property
+    def others(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def order(self) -> list[str]:
+        """Names of all tensors, in the order in which files hold them."""
+        return order_in_files(self)
+
     def equal(self) -> Sequence[Equal]:
         """None: every tensor stands for itself."""
         return ()
@@ -64,7 +79,7 @@ class RankCheckpoint:
 
     def values(self) -> list[str]:
         """Names that files hold and that the strategy does not list."""
-        return sorted(self.source.names() - self.listed)
+        return sorted(self.source.names() - self.laid_out)
 
     def without_layout(self) -> list[str]:
         """None is known: what is not listed may be cut."""
@@ -77,3 +92,9 @@ class RankCheckpoint:
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
         """The ranks whose file holds a tensor, per stage that does."""
         return self.source.present(tensor)
+
+
+def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
+    """What a checkpoint, or what it is made of, is as files of ranks; None where it is of another form."""
+    stored = stored_checkpoint(checkpoint)
+    return stored if isinstance(stored, RankCheckpoint) else None

@@ -14,20 +14,20 @@ is one, and reads it alike: it looks at every file of the step that is there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles, Step, StepFiles
-from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.forms.form import Written
 from reshard.plan.coverage import Lost, cure, explain, lost_slices, unread_parameters
 from reshard.plan.cuts import Cuts
-from reshard.plan.edits import Edits, edited, same_layouts
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.source import SourceStep
-from reshard.strategies import SAME, Stage, Strategy
+from reshard.strategies import Stage, Strategy
 from reshard.target import Section, stage_sections
 from reshard.text.messages import block, joined, listing
 from reshard.text.name_filters import Filters
@@ -81,21 +81,6 @@ class _Taken(NamedTuple):
     lacks: Optional[Incomplete]
 
 
-class _Written(NamedTuple):
-    """What a conversion would write of a step.
-
-    Attributes:
-        tensors: by the names that are written.
-        target: how these are laid out.
-        unseen: per parameter that the strategy lists and no file holds, the name that it would get; None where that is
-            unknown.
-    """
-
-    tensors: Mapping[str, GlobalTensor]
-    target: Strategy
-    unseen: Mapping[str, Optional[str]]
-
-
 class StepSelector:
     """Finds the step to convert.
 
@@ -107,7 +92,7 @@ class StepSelector:
         filters: which names will be written.
         handles: open source files.
         report: told of steps passed over and files that count as absent.
-        edits: what is asked of names and types, if anything.
+        written: what edits make of a checkpoint; None where names and types stay.
     """
 
     def __init__(
@@ -118,9 +103,9 @@ class StepSelector:
         filters: Filters,
         handles: FileHandles,
         report: Report,
-        edits: Optional[Edits] = None,
+        written: Optional[Callable[[Checkpoint], Written]] = None,
     ) -> None:
-        self._edits = edits
+        self._made = written
         self._source = source
         self._target = target
         self._ranks = ranks
@@ -216,22 +201,19 @@ class StepSelector:
             found[scope] = lacks
         return found
 
-    def _written(self, checkpoint: RankCheckpoint) -> _Written:
+    def _written(self, checkpoint: RankCheckpoint) -> Written:
         """What would be written of a step that is not complete.
 
         Raises:
             _Unwritable: edits do not fit a part of a checkpoint.
         """
-        if self._edits is None:
-            unseen = checkpoint.listed - checkpoint.tensors.keys()
-            return _Written(checkpoint.tensors, self._target, {name: name for name in unseen})
+        if self._made is None:
+            unseen = checkpoint.laid_out - checkpoint.tensors.keys()
+            return Written(checkpoint.tensors, self._target, {name: name for name in unseen})
         try:
-            # What is to be told of edits is told when they are made of the step that is taken.
-            made = edited(checkpoint, self._edits, Report(), complete=False)
-            target = same_layouts(self._target, made) if self._target.path == SAME else self._target
+            return self._made(checkpoint)
         except InputError as error:
             raise _Unwritable from error
-        return _Written(made.tensors, target, made.unseen)
 
     def _lacks(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
         step, parameters = checkpoint.source, checkpoint.tensors
@@ -253,7 +235,7 @@ class StepSelector:
             causes.append(f"no file of {rank_ranges(absent)} is there ({self._source.device_count} in the strategy)")
         return Incomplete(step.label, step.place, [*causes, *stages], lost)
 
-    def _wanted(self, scope: Scope, written: _Written) -> Optional[set[str]]:
+    def _wanted(self, scope: Scope, written: Written) -> Optional[set[str]]:
         """Parameters of the source that a scope asks for; None for all that there are."""
         if self._source.is_none:
             return None
@@ -266,7 +248,7 @@ class StepSelector:
 
     def _empty_stages(self, checkpoint: RankCheckpoint, wanted: Optional[set[str]]) -> list[str]:
         """Why a step lacks a whole stage of which something is wanted, or everything."""
-        step, parameters, listed = checkpoint.source, checkpoint.tensors, checkpoint.listed
+        step, parameters, listed = checkpoint.source, checkpoint.tensors, checkpoint.laid_out
         stages = [stage for stage in self._source.stages if stage.layouts or self._source.is_none]
         empty = {stage.number: line for stage in stages for line in self._nothing_of(stage, step)}
         lines = []
@@ -305,7 +287,7 @@ class StepSelector:
         step.load(step.files)
         listed = listed_by_source(self._source, step)
         written = listed
-        if self._edits is None:
+        if self._made is None:
             stages = self._stages_of(self._target)
             everything = self._target.is_none
             written = {
@@ -326,7 +308,7 @@ class StepSelector:
         stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
-    def _lost_to_asked(self, checkpoint: RankCheckpoint, written: _Written) -> Iterator[Lost]:
+    def _lost_to_asked(self, checkpoint: RankCheckpoint, written: Written) -> Iterator[Lost]:
         """Parameters of which the targets asked for need a slice that no file has."""
         cuts = Cuts()
         sections = stage_sections(written.target, written.tensors)

@@ -22,7 +22,7 @@ from reshard.checkpoints.rank_tree.naming import NamedFile
 from reshard.errors import InputError, LayoutError
 from reshard.layout import Layout
 from reshard.strategies import Stage, Strategy
-from reshard.target.checkpoint2_metadata import Described, metadata_json, tracker_text
+from reshard.target.checkpoint2_metadata import Described, check_described, metadata_json, tracker_text
 from reshard.target.form import FinishingFile, Section, TargetForm
 from reshard.target.layouts import layout_in
 from reshard.target.rank_files import stage_sections
@@ -54,6 +54,7 @@ class Checkpoint2Files(TargetForm):
     name = "checkpoint2"
     by_rank = False
     format = "safetensors"
+    limits_layouts = True
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class Checkpoint2Files(TargetForm):
         self._section_numbers = [section.number for section in self.sections for _ in section.files]
         self._values = frozenset(values)
         self._value_file = self._first[OPTIMIZER] if counts[OPTIMIZER] else 0
+
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """Refuse what metadata.json cannot say."""
+        check_described(name, layout)
 
     def _add_files(self, kind: str, stage: Stage, section: Section, tensors: Sequence[GlobalTensor]) -> None:
         """Share out the slices of some tensors of a stage among its ranks."""

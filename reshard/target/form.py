@@ -61,13 +61,14 @@ class TargetForm(Protocol):
     """A form of checkpoint to be written.
 
     Attributes:
-        name: ``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``.
+        name: that of the form, as `forms.registry` lists them.
         by_rank: a file's number is the rank that will read it, and all that rank reads.
         takes_everything: it takes whatever the source holds, and asks for nothing else.
         format: ``ckpt`` or ``safetensors``.
         names: what the files are called, by number.
         sections: all sections, in the order of their files; every file is in one.
         metadata: of every safetensors file, instead of the usual.
+        limits_layouts: not every layout can be recorded, so that `check_layout` has to be asked.
     """
 
     name: str
@@ -77,6 +78,15 @@ class TargetForm(Protocol):
     names: FileNames
     sections: Sequence[Section]
     metadata: Optional[Mapping[str, str]]
+    limits_layouts: bool = False
+
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """Refuse a layout of a tensor that the form cannot record.
+
+        Raises:
+            InputError: it is such a one.
+        """
+        return
 
     @property
     def count(self) -> int:

@@ -18,8 +18,8 @@ from reshard.checkpoints import (
     reading_error,
 )
 from reshard.checkpoints.checkpoint2.names import parse_iteration
-from reshard.checkpoints.forms import RANKS
 from reshard.errors import CheckpointError
+from reshard.forms.registry import RANKS
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, status_at
 from reshard.verification.difference import Difference

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.checkpoint2 import find_iterations
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, read_checkpoint
 from reshard.checkpoints.full import HUGGINGFACE
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, TargetError
+from reshard.forms.registry import CHECKPOINT2, RANKS, read_checkpoint
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of

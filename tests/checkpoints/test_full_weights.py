@@ -69,7 +69,7 @@ def test_what_mindspore_and_hugging_face_wrote(case: str) -> None:
     expected = json.loads((CASES[case] / "expected.json").read_text())
     found = read(directory)
     assert found.form == ("unified" if case.startswith("u") else "huggingface")
-    assert set(found.tensors) == set(found.order) == set(expected["tensors"])
+    assert set(found.tensors) == set(found.order()) == set(expected["tensors"])
     for name, tensor in found.tensors.items():
         said = expected["tensors"][name]
         assert (STORED[tensor.dtype], tensor.shape) == (said["dtype"], tuple(said["shape"]))
@@ -103,7 +103,7 @@ def test_hyper_parameters_without_a_scalar_are_no_tensors(tmp_path: Path) -> Non
     (tmp_path / "param_name_map.json").write_text('{"w": "part0.safetensors"}')
     report = Report()
     found = read(tmp_path, report)
-    assert found.order == ["w"] and found.holders("w") == [0] and not found.values()
+    assert found.order() == ["w"] and found.holders("w") == [0] and not found.values()
     assert len(report.warnings) == 1 and "left out" in report.warnings[0]
 
 
@@ -117,7 +117,7 @@ def test_files_and_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     found = read(tmp_path)
     assert [os.path.basename(found.files[number]) for number in range(12)] == list(files)
     layers = [name for number in range(12) for name in (f"layers.{number}.w", f"layers.{number}.b")]
-    assert found.order == [*layers, "embedding"]
+    assert found.order() == [*layers, "embedding"]
     assert found.files[3] == str(tmp_path / "part3.safetensors") and found.holders("layers.10.w") == [10]
 
 
@@ -153,7 +153,7 @@ def test_files_of_another_save_are_warned_of(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
     write_safetensors(directory / "model-00003-of-00003.safetensors", {"c": W})
     report = Report()
-    assert read(directory, report).order == ["a", "b"]
+    assert read(directory, report).order() == ["a", "b"]
     assert "model-00003-of-00003.safetensors; they may be left from another save" in report.warnings[0]
 
 
@@ -211,7 +211,7 @@ def test_a_value_that_is_a_tensor_as_well_is_an_error(tmp_path: Path) -> None:
 def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) -> None:
     directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V, "c": W}}, {"a": ONE, "b": TWO})
     report = Report()
-    assert read(directory, report).order == ["a", "b", "c"]
+    assert read(directory, report).order() == ["a", "b", "c"]
     assert "does not list 1 tensor of its files: 'c'; they are taken all the same" in report.warnings[0]
 
 
@@ -259,13 +259,13 @@ def test_files_without_an_index(tmp_path: Path) -> None:
     one = tmp_path / "one"
     write_safetensors(one / "model.safetensors", {"a": W, "b": V})
     (one / "config.json").write_text("{}")
-    assert read(one).order == ["a", "b"] and read(one).others == ("config.json",)
+    assert read(one).order() == ["a", "b"] and read(one).others == ("config.json",)
     several = tmp_path / "several"
     write_safetensors(several / ONE, {"a": W})
     refused(several, "has 1 file of the 2 that their names speak of", "no model.safetensors.index.json")
     write_safetensors(several / TWO, {"b": V})
     report = Report()
-    assert read(several, report).order == ["a", "b"]
+    assert read(several, report).order() == ["a", "b"]
     assert "its 2 files are read, which are all there" in report.notes[0]
     write_safetensors(several / "model-00001-of-999999999.safetensors", {"c": V})
     refused(several, "its files may be of several models")
@@ -281,12 +281,12 @@ def test_two_models_in_one_directory_are_told_apart_by_their_index(tmp_path: Pat
     write_safetensors(directory / "model.safetensors", {"a": W})
     index = directory / "model.safetensors.index.json"
     refused(directory, "two models", str(index))
-    assert read(index).order == ["a", "b"]
+    assert read(index).order() == ["a", "b"]
     (directory / "model.safetensors").unlink()
     write_safetensors(directory / "half.safetensors", {"a": V})
     other = directory / "half.safetensors.index.json"
     other.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "half.safetensors"}}))
-    assert read(directory).order == ["a", "b"] and read(other).tensors["a"].dtype == "Float16"
+    assert read(directory).order() == ["a", "b"] and read(other).tensors["a"].dtype == "Float16"
     index.rename(directory / "full.safetensors.index.json")
     refused(directory, "holds several models", str(directory / "full.safetensors.index.json"))
 
@@ -325,4 +325,4 @@ def test_a_directory_of_links_is_read_as_what_they_lead_to(tmp_path: Path) -> No
     links.mkdir()
     for path in kept.iterdir():
         (links / path.name).symlink_to(path)
-    assert read(links).order == ["a", "b"]
+    assert read(links).order() == ["a", "b"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
+from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, order_in_files
 from reshard.checkpoints.checkpoint2.placing import Placement
 from reshard.checkpoints.checkpoint2.ranks import RankList, disjoint
 from reshard.checkpoints.formats.tensors import CheckpointIndex
@@ -77,6 +77,30 @@ class Checkpoint2:
     listed: Optional[frozenset[str]] = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     form: str = field(default="checkpoint2", init=False)
+
+    @property
+    def laid_out(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.tensors.keys()
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """None: metadata says what there is."""
+        return ()
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """What common.json says."""
+        return self.common
+
+    @property
+    def others(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def order(self) -> list[str]:
+        """Names of all tensors, in the order in which files hold them."""
+        return order_in_files(self)
 
     def equal(self) -> Sequence[Equal]:
         """Unlisted tensors that are taken as whole: each file's copy by itself."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
@@ -73,6 +73,20 @@ class FullWeights:
     label: str = step_words(None)
 
     @property
+    def laid_out(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.tensors.keys()
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """None: a directory that lacks a file is refused."""
+        return ()
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
     def order(self) -> list[str]:
         """The names of all tensors in the order in which to write them."""
         return list(self.tensors)

@@ -10,10 +10,8 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
-from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import CheckpointError
-from reshard.plan.edits import Edits
+from reshard.forms.form import Wanted
 from reshard.storage import UnfitError, for_each, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.target import FinishingFile
@@ -29,43 +27,26 @@ _LARGEST_CONFIG = 1 << 22
 _PART = 1 << 20
 
 
-def files_beside(
-    to: str,
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, GlobalTensor],
-    edits: Optional[Edits],
-    handles: FileHandles,
-    report: Report,
-) -> list[FinishingFile]:
+def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wanted: Wanted) -> list[FinishingFile]:
     """What a Hugging Face directory takes over from another, and the configuration that was named for the rules.
 
     Args:
-        to: the form that is written; no other takes any.
         checkpoint: what is written.
         tensors: those of its tensors that are.
-        edits: what is asked of names and types, if anything.
-        handles: open source files; these are sources, too, and stay what they are at this moment.
-        report: told what is not taken over, and what is changed.
+        wanted: what is asked for; the files are sources, too, and stay what they are at this moment.
 
     Raises:
         ReshardError: one cannot be read.
     """
-    stored = stored_checkpoint(checkpoint)
-    others = stored.others if isinstance(stored, FullWeights) else ()
-    if to != HUGGINGFACE:
-        if others:
-            report.note("files beside the weights are not taken over: " + ", ".join(others[:8]))
-        return []
-    paths = {name: os.path.join(stored.place, name) for name in others}
-    if CONFIG not in paths:
-        named = None if edits is None else getattr(edits.config, "path", None)
-        if named is not None:
-            report.note(f"{CONFIG} is taken over from {named}")
-            paths[CONFIG] = named
+    handles, report = wanted.handles, wanted.report
+    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.others}
+    if CONFIG not in paths and wanted.config is not None:
+        report.note(f"{CONFIG} is taken over from {wanted.config}")
+        paths[CONFIG] = wanted.config
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
-        content = _of_other_types(paths[CONFIG], tensors, edits is not None and bool(edits.casts), report)
+        content = _of_other_types(paths[CONFIG], tensors, wanted.cast, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]

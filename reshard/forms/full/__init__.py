@@ -1,0 +1,1 @@
+"""Directories of full weights: MindSpore's unified safetensors and Hugging Face's."""

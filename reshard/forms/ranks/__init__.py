@@ -1,0 +1,1 @@
+"""Files of ranks, as MindSpore saves and loads them."""
