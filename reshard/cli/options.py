@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
@@ -49,16 +50,24 @@ class Form(Choice):
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 
     def __init__(self) -> None:
-        super().__init__(["ranks", "checkpoint2", "unified", "huggingface"])
+        super().__init__(())
+
+    @property
+    def choices(self) -> Sequence[str]:  # type: ignore[override, unused-ignore]
+        """The names of all forms."""
+        # Loaded only here: most commands start without --to.
+        from reshard.forms.registry import FORMS
+
+        return tuple(form.name for form in FORMS)
+
+    @choices.setter
+    def choices(self, names: Sequence[str]) -> None:
+        """Names are those of the registry, whatever click sets."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
-        # Loaded only here: whoever starts without --to does without.
-        from reshard.forms.registry import FORMS
-
-        self.choices = tuple(form.name for form in FORMS)
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
