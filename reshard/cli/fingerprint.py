@@ -8,9 +8,8 @@ from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.compared_edits import EDITS, compared_edits
@@ -21,6 +20,8 @@ from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.execute import ExecutionOptions
+from reshard.forms.ranks import SourceTree, find_checkpoints
+from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.registry import check_holds_ranks, form_named, form_of
 from reshard.opened.engine import Engine
 from reshard.opened.equal import check_equal, equal_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar
 
 import click
@@ -53,7 +52,7 @@ class Form(Choice):
         super().__init__(())
 
     @property
-    def choices(self) -> Sequence[str]:  # type: ignore[override, unused-ignore]
+    def choices(self) -> tuple[str, ...]:
         """The names of all forms."""
         # Loaded only here: most commands start without --to.
         from reshard.forms.registry import FORMS
@@ -61,7 +60,7 @@ class Form(Choice):
         return tuple(form.name for form in FORMS)
 
     @choices.setter
-    def choices(self, names: Sequence[str]) -> None:
+    def choices(self, names: tuple[str, ...]) -> None:
         """Names are those of the registry, whatever click sets."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
@@ -78,7 +77,7 @@ class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
         """The number of bytes."""
-        from reshard.target.full_files import parse_size
+        from reshard.forms.full.written_files import parse_size
 
         return value if isinstance(value, int) else parse_size(str(value))
 

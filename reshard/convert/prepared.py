@@ -11,7 +11,6 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
@@ -21,13 +20,14 @@ from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
+from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.engine import CHUNK_BYTES, Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
-from reshard.plan.rank_checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.plan.request import Request
 from reshard.plan.shares import share_of
 from reshard.plan.totals import totals_of

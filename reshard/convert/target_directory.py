@@ -19,6 +19,7 @@ from reshard.checkpoints.edited import EditedCheckpoint
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
 from reshard.forms.registry import form_named, forms_among
+from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.records import (
@@ -58,8 +59,6 @@ from reshard.storage import (
     write_whole,
     writing_error,
 )
-from reshard.target import TargetForm
-from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 

@@ -14,8 +14,8 @@ from typing import Callable, NamedTuple, Optional, Protocol, Union
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError
+from reshard.forms.target import TargetForm
 from reshard.strategies import Strategy
-from reshard.target import TargetForm
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 

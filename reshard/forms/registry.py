@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Callable
 
-from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
-from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.form import Checkpoint2Form
 from reshard.forms.form import Form, Reading
 from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
+from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.form import RanksForm
+from reshard.forms.ranks.path_pattern import RANK
 from reshard.storage import asks_once, exists
 from reshard.strategies import Strategy
 from reshard.text.near_names import path_meant

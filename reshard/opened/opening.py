@@ -13,13 +13,13 @@ from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Layouts, Reading
 from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
+from reshard.forms.target import FileId
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
-from reshard.target import FileId
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural

@@ -8,9 +8,9 @@ from reshard.checkpoints import can_hold, mindspore_reads
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
 from reshard.forms.registry import form_named
+from reshard.forms.target import Section
 from reshard.plan.plan import Plan
 from reshard.plan.values import CopiedValues
-from reshard.target import Section
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight

@@ -9,19 +9,19 @@ from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
+from reshard.forms.cuts import Cuts
 from reshard.forms.form import Reading, Wanted, Written
+from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
+from reshard.forms.target import TargetForm
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.cuts import Cuts
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
-from reshard.plan.rank_checkpoint import rank_checkpoint_of
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
 from reshard.strategies import SAME
-from reshard.target import TargetForm
 from reshard.text.report import Report
 from reshard.text.wording import plural
 

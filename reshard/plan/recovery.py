@@ -17,13 +17,14 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.forms.ranks.form import format_asked, rank_names
+from reshard.forms.ranks.rank_files import RankFiles
+from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
 from reshard.strategies import Stage
-from reshard.target import RankFiles, TargetForm
 from reshard.text.messages import listing
 from reshard.text.names import belongs_to_rank
 from reshard.text.report import Report

@@ -8,9 +8,9 @@ from typing import Optional, Union
 
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
+from reshard.forms.target import FileId
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
-from reshard.target import FileId
 from reshard.text.name_filters import Filters
 
 

@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints import Step
 from reshard.checkpoints.formats.open import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.forms.ranks import Step
 from reshard.forms.registry import FORMS
 from reshard.records.identity import short_digest
 from reshard.records.record_files import opened

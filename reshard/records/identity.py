@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
-from reshard.checkpoints import FileNames, Literal, OutputLayout
+from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.open import FORMATS
 from reshard.defaults import MOST_DEVICES
+from reshard.forms.ranks import FileNames
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Strategy

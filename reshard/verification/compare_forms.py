@@ -15,9 +15,9 @@ from typing import Callable, Optional
 import numpy as np
 
 from reshard.checkpoints import can_hold
-from reshard.checkpoints.checkpoint2 import Checkpoint2
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
+from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.full import HUGGINGFACE, FullWeights
 from reshard.layout import whole
 from reshard.strategies import Stage, Strategy
 from reshard.text.wording import number_ranges

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import find_checkpoints
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.checkpoint2 import find_iterations
-from reshard.checkpoints.full import HUGGINGFACE
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, TargetError
+from reshard.forms.checkpoint2 import find_iterations
+from reshard.forms.full import HUGGINGFACE
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.registry import CHECKPOINT2, RANKS, read_checkpoint
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in

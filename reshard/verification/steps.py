@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, StepFiles
+from reshard.checkpoints import FileHandles
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.forms.ranks import SourceTree, StepFiles
 from reshard.strategies import Strategy
 from reshard.text.messages import Message, block, joined
 from reshard.text.report import Report

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator
 from typing import Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint2 import Checkpoint2
-from reshard.checkpoints.checkpoint2.iterations import read_tracker
-from reshard.checkpoints.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
-from reshard.checkpoints.full import HYPER_PARAMETERS, MAP_FILES, UNIFIED, FullWeights
-from reshard.checkpoints.full.weight_map import read_weight_map
 from reshard.errors import InputError
+from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.checkpoint2.iterations import read_tracker
+from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
+from reshard.forms.full import HYPER_PARAMETERS, MAP_FILES, UNIFIED, FullWeights
+from reshard.forms.full.directory import read_weight_map
 from reshard.forms.registry import read_checkpoint
 from reshard.storage import is_regular_file
 from reshard.text.report import Report

@@ -12,7 +12,7 @@ from reshard.forms import registry
 from tests.corpus import ROOT
 from tests.forms import FORMS, to
 from tests.forms.toy import LIST, ToyForm
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.small import World, tensors
 from tests.trees import read_tree, same_ranks
 
@@ -21,9 +21,9 @@ FULL = tensors()
 # Verification is to follow.
 OWN = ("forms", "verification")
 ASKS = re.compile(
-    r"""[!=]= ?["'](?:ranks|checkpoint2|unified|huggingface)["']
-    |["'](?:ranks|checkpoint2|unified|huggingface)["'] ?[!=]=
-    |\b(?:[!=]=|in|not\ in)\ \(?(?:RANKS|CHECKPOINT2|UNIFIED|HUGGINGFACE)\b
+    r"""[!=]=\s?["'](?:ranks|checkpoint2|unified|huggingface)["']
+    |["'](?:ranks|checkpoint2|unified|huggingface)["']\s?[!=]=
+    |(?:[!=]=|\bin)\ \(?(?:RANKS|CHECKPOINT2|UNIFIED|HUGGINGFACE)\b
     |isinstance\([^)]*\b(?:Checkpoint2|FullWeights|RankCheckpoint)\b""",
     re.VERBOSE,
 )
@@ -46,7 +46,8 @@ def test_a_registered_form_converts_both_ways(form: str, world: World, toy: ToyF
     one, two, other, ranks = (world.root / name for name in ("one", "two", "other", "ranks"))
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "toy", "--format", "safetensors")
     done("convert", one, other, "--format", "safetensors", *to(form, world))
-    done("convert", other, two, *(["--src-strategy", world.new] if form == "ranks" else []), "--to", "toy")
+    source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
+    done("convert", other, two, *source, "--to", "toy")
     done("convert", two, ranks, "--dst-strategy", world.new, "--format", "ckpt")
     same_ranks(read_tree(ranks), world.expected(FULL))
     assert (one / LIST).is_file() and len([*one.glob("*.safetensors")]) == 4
@@ -55,14 +56,14 @@ def test_a_registered_form_converts_both_ways(form: str, world: World, toy: ToyF
 def test_commands_know_a_registered_form(world: World, toy: ToyForm) -> None:
     world.save(FULL)
     out = world.root / "out"
-    words = ["--src-strategy", world.old, "--to", "toy", "--format", "safetensors"]
+    words: list[Argument] = ["--src-strategy", world.old, "--to", "toy", "--format", "safetensors"]
     for number in reversed(range(4)):
         assert not (out / LIST).exists()
         done("by-rank", number, world.src, out, *words)
     assert "4 files" in done("status", out).out
     found = done("inspect", out, "--json").json
     assert found["form"] == "toy" and {tensor["name"] for tensor in found["tensors"]} == set(FULL)
-    assert "w" in done("get", out).out
+    assert "[8,6]" in done("get", out, "w").out
     one, other = (done("fingerprint", *source).out for source in ([out], [world.src, "--strategy", world.old]))
     assert one == other
     done("diff", out, world.src, "--b-strategy", world.old)

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from reshard.checkpoints import FileNames
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.full.contents import Contents
-from reshard.checkpoints.full.weights import FullWeights
-from reshard.checkpoints.rank_tree.naming import NamedFile
 from reshard.forms.form import Form, FormOptions, Reading, Wanted
+from reshard.forms.full.contents import Contents, FullWeights
+from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import NamedFile
+from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
 from reshard.forms.writing import selected
 from reshard.storage import is_directory, names_in
-from reshard.target import FinishingFile, Section, TargetForm, WholeLayouts
 
 LIST = "tensors.json"
 

@@ -8,16 +8,16 @@ from typing import Any, Optional, cast
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.checkpoint2 import Checkpoint2, find_iterations, recognise
-from reshard.checkpoints.checkpoint2.iterations import choose, read_tracker
-from reshard.checkpoints.checkpoint2.names import COMMON, METADATA, TRACKER
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
+from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
+from reshard.forms.checkpoint2.iterations import choose, read_tracker
+from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
+from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
 from reshard.storage import is_directory, read_range
 from reshard.strategies import Strategy
-from reshard.target import FinishingFile, TargetForm
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
@@ -38,7 +38,7 @@ class Checkpoint2Form(Form):
 
     def read(self, reading: Reading) -> Checkpoint2:
         """The last finished iteration, or the one that is asked for."""
-        from reshard.checkpoints.checkpoint2 import read_checkpoint2, read_iteration
+        from reshard.forms.checkpoint2 import read_checkpoint2, read_iteration
 
         src, handles, report = reading.path, reading.handles, reading.report
         if not reading.complete:
@@ -47,14 +47,14 @@ class Checkpoint2Form(Form):
 
     def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
         """As metadata.json describes the tensors."""
-        from reshard.checkpoints.checkpoint2 import strategy_of
+        from reshard.forms.checkpoint2 import strategy_of
 
         return strategy_of(cast(Checkpoint2, checkpoint))
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """One iteration, each slice once."""
-        from reshard.target.checkpoint2_common import common_json
-        from reshard.target.checkpoint2_files import Checkpoint2Files
+        from reshard.forms.checkpoint2.written_files import Checkpoint2Files
+        from reshard.forms.checkpoint2.written_metadata import common_json
 
         report = wanted.report
         tensors, values, _ = selected(checkpoint, wanted)

@@ -12,9 +12,9 @@ from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import Wanted
+from reshard.forms.target import FinishingFile
 from reshard.storage import UnfitError, for_each, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.target import FinishingFile
 from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import quoted

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.full import MAP_FILES, full_weights_form
 from reshard.errors import UsageError
 from reshard.forms.form import Form, FormOptions, Reading, Wanted
+from reshard.forms.full import MAP_FILES, full_weights_form
+from reshard.forms.target import TargetForm
 from reshard.forms.writing import Selected, note_left_beside, selected
-from reshard.target import TargetForm
 from reshard.text.names import as_pattern, is_weight, state_prefix
 from reshard.text.report import Report
 from reshard.text.wording import plural
@@ -36,14 +36,14 @@ class UnifiedForm(_FullForm):
 
     def read(self, reading: Reading) -> Checkpoint:
         """By its map."""
-        from reshard.checkpoints.full import read_unified
+        from reshard.forms.full import read_unified
 
         check_latest(self, reading)
         return read_unified(reading.path, reading.handles, reading.report, reading.damaged)
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """Parts of about the same size, and the map."""
-        from reshard.target.full_directory import FullDirectory
+        from reshard.forms.full.written_directory import FullDirectory
 
         chosen = selected(checkpoint, wanted)
         note_left_beside(checkpoint, wanted.report)
@@ -58,7 +58,7 @@ class HuggingFaceForm(_FullForm):
 
     def read(self, reading: Reading) -> Checkpoint:
         """By its index, if it has one."""
-        from reshard.checkpoints.full import read_huggingface
+        from reshard.forms.full import read_huggingface
 
         check_latest(self, reading)
         return read_huggingface(reading.path, reading.handles, reading.report, reading.damaged)
@@ -66,7 +66,7 @@ class HuggingFaceForm(_FullForm):
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """Numbered files, the index, and what lies beside the weights in another such directory."""
         from reshard.forms.full.beside import files_beside
-        from reshard.target.full_directory import FullDirectory
+        from reshard.forms.full.written_directory import FullDirectory
 
         chosen = selected(checkpoint, wanted)
         _warn_of_training(chosen, checkpoint.names(), wanted.report)

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Optional, cast
 
-from reshard.checkpoints import FileNames, Step, StepFiles, find_checkpoints, format_of
+from reshard.checkpoints import format_of
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.rank_tree.path_pattern import RANK
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import Form, FormOptions, Layouts, Reading, Wanted
+from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
+from reshard.forms.ranks.path_pattern import RANK
+from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
+from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
-from reshard.target import RankFiles, TargetForm
-from reshard.target.marks import STRATEGY_FILE
-from reshard.target.resume_training import resume_files
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
@@ -39,7 +39,7 @@ class RanksForm(Form):
     def read(self, reading: Reading) -> Checkpoint:
         """The newest complete step, or the one that is asked for."""
         # Loaded only here: strategies alone are read in loops.
-        from reshard.plan.selection import StepSelector
+        from reshard.forms.ranks.selection import StepSelector
 
         selector = StepSelector(
             reading.source,
@@ -55,8 +55,8 @@ class RanksForm(Form):
 
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
+        from reshard.forms.ranks.checkpoint import RankCheckpoint
         from reshard.forms.ranks.unlisted import problems_of_unlisted
-        from reshard.plan.rank_checkpoint import RankCheckpoint
 
         return problems_of_unlisted(cast(RankCheckpoint, checkpoint), source, strict, report)
 
@@ -85,7 +85,7 @@ class RanksForm(Form):
 
 def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
     """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
-    from reshard.checkpoints.rank_tree.source_ranks import check_ranks
+    from reshard.forms.ranks.source_ranks import check_ranks
 
     if not isinstance(reading.src, str):
         beyond = [rank for rank in reading.src if not 0 <= rank < reading.source.device_count]

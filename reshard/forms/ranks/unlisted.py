@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.errors import CheckpointError, InputError
-from reshard.plan.rank_checkpoint import RankCheckpoint
+from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.report import Report
