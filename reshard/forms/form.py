@@ -6,7 +6,7 @@ Nothing outside of this room compares the name of a form or asks of which class 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Callable, NamedTuple, Optional, Protocol, Union
@@ -256,6 +256,14 @@ class Form(Protocol):
             files: names of its files of tensors, relative to the directory.
         """
         return []
+
+    def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+        """What in a directory that was written here the reader of the form had to forgive.
+
+        Yields:
+            The name of a file relative to the directory, and what is wrong with it.
+        """
+        return iter(())
 
     def check_step(self, src: str, step: str) -> None:
         """Refuse a step that is asked for and that a source does not have, before anything is read.

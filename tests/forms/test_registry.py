@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from reshard.forms import registry
 from tests.corpus import ROOT
 from tests.forms import FORMS, to
+from tests.forms import toy as toy_form
 from tests.forms.toy import LIST, ToyForm
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
@@ -77,3 +80,18 @@ def test_nothing_else_asks_which_form_a_checkpoint_has() -> None:
         if path.relative_to(ROOT / "reshard").parts[0] not in OWN:
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 assert not ASKS.search(line), f"{path}:{number}: ask the options or a method of the form: {line}"
+
+
+def test_contributing_shows_the_toy_form() -> None:
+    shown = re.search(r"  ```python\n(  class ToyForm.*?)  ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert shown is not None
+    [page] = ast.parse(textwrap.dedent(shown[1])).body
+    form = next(
+        node
+        for node in ast.parse(Path(toy_form.__file__).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "ToyForm"
+    )
+    for node in ast.walk(form):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    assert ast.dump(page) == ast.dump(form)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, cast
 
 from reshard.checkpoints import FileHandles, reading_error
@@ -12,16 +13,16 @@ from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
 from reshard.forms.checkpoint2.iterations import choose, read_tracker
-from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER
+from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
-from reshard.storage import is_directory, read_range
+from reshard.storage import is_directory, is_regular_file, read_range
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.wording import plural, quoted, some_names
 
 _INTEGERS = {"Int32": "<i", "Int64": "<q", "UInt32": "<I", "UInt64": "<Q"}
 
@@ -86,6 +87,26 @@ class Checkpoint2Form(Form):
         """Metadata, common.json and the tracker."""
         iteration = files[0].rpartition("/")[0]
         return [f"{iteration}/{METADATA}", f"{iteration}/{COMMON}", TRACKER]
+
+    def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+        """In what metadata and tracker say something else than what is there."""
+        place = os.path.relpath(checkpoint.place, directory)
+        number = parse_iteration(place)
+        tracked = read_tracker(directory)
+        if tracked is None:
+            yield TRACKER, "is missing: nothing says that the iteration is complete"
+        elif tracked != number:
+            yield TRACKER, f"names iteration {tracked}, not {number}"
+        if not is_regular_file(os.path.join(checkpoint.place, COMMON)):
+            yield os.path.join(place, COMMON), "is missing"
+        healed = [
+            name
+            for name, placement in cast(Checkpoint2, checkpoint).placements.items()
+            if placement.misnumbered or placement.outside or placement.said != placement.held
+        ]
+        if healed:
+            told = some_names([quoted(name) for name in healed], 3)
+            yield os.path.join(place, METADATA), f"does not say in which files {told} are"
 
     def check_step(self, src: str, step: str) -> None:
         """Refuse a number that no iteration has."""

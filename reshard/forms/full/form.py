@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Iterator, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import UsageError
 from reshard.forms.form import Form, FormOptions, Reading, Wanted
-from reshard.forms.full import MAP_FILES, full_weights_form
+from reshard.forms.full.directory import HYPER_PARAMETERS, MAP_FILES, UNIFIED, full_weights_form, read_weight_map
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import Selected, note_left_beside, selected
+from reshard.storage import is_regular_file
 from reshard.text.names import as_pattern, is_weight, state_prefix
 from reshard.text.report import Report
-from reshard.text.wording import plural
+from reshard.text.wording import plural, quoted, some_names
 
 
 class _FullForm(Form):
@@ -26,6 +28,25 @@ class _FullForm(Form):
     def marks(self, files: Sequence[str]) -> list[str]:
         """The map or index."""
         return [MAP_FILES[self.name]]
+
+    def check_written(self, directory: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+        """In what the map or index does not say what the files hold."""
+        name = MAP_FILES[self.name]
+        held: dict[str, str] = {}
+        for number, path in checkpoint.files.items():
+            file = os.path.relpath(path, directory)
+            if self.name != UNIFIED or file != HYPER_PARAMETERS:
+                held.update(dict.fromkeys(checkpoint.indexes[number].tensors, file))
+        path = os.path.join(directory, name)
+        if not is_regular_file(path):
+            if self.name == UNIFIED or len(checkpoint.files) > 1:
+                yield name, "is missing: nothing says which tensor is in which file"
+            return
+        listed = read_weight_map(path)
+        wrong = [tensor for tensor, file in held.items() if listed.get(tensor) != file]
+        if wrong:
+            told = some_names([quoted(tensor) for tensor in wrong], 3)
+            yield name, f"does not say in which file {plural(len(wrong), 'tensor')} are: {told}"
 
 
 class UnifiedForm(_FullForm):
