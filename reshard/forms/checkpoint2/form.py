@@ -9,6 +9,7 @@ from typing import Any, Optional, cast
 
 from reshard.checkpoints import FileHandles, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.edited import stored_checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
@@ -151,6 +152,8 @@ class Checkpoint2Form(Form):
 
 def _said_of_training(checkpoint: Checkpoint, handles: FileHandles) -> Mapping[str, Any]:
     """What a checkpoint says of the training that saved it, as common.json does."""
+    # Values may be left out of what is made; the source still tells the step.
+    checkpoint = stored_checkpoint(checkpoint)
     if checkpoint.training:
         return checkpoint.training
     said: dict[str, Optional[int]] = {
