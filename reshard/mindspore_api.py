@@ -7,14 +7,14 @@ import os
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.checkpoints.rank_tree.naming import as_prefix
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
+from reshard.forms.ranks.naming import as_prefix
+from reshard.forms.target import FileId
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
-from reshard.target import FileId
 from reshard.text.report import Report
 
 LOG = logging.getLogger("reshard")

@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Callable, Optional, Union
 
-from reshard.checkpoints.forms import form_of
-from reshard.checkpoints.full import HUGGINGFACE, UNIFIED
 from reshard.convert import Options, transform, usable_cpus
 from reshard.errors import UsageError
+from reshard.forms.full import UNIFIED
+from reshard.forms.registry import form_named, form_of
+from reshard.forms.target import FileId
 from reshard.mindspore_api import LOG, checked_format, logged, path_of
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import Strategy, read_strategy
-from reshard.target import FileId
 from reshard.text.globs import pattern_of
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
@@ -144,7 +144,7 @@ def load_distributed_checkpoint(
         )
     src, target = str(unified_safetensors_dir), read_strategy(path_of(predict_strategy))
     form = form_of(src)
-    if form not in (UNIFIED, HUGGINGFACE):
+    if form_named(form).options.cut:
         raise UsageError(
             f"{src}: holds no unified weights",
             file=src,

@@ -1,9 +1,8 @@
 """Checkpoint files: per name the type, the shape and the byte ranges, and how files are laid out.
 
-Reading: `find_checkpoints` finds which rank has a file of which step, by names alone; `read_index`
-tells what one file holds, from headers alone. Writing: `lay_out_ckpt` and `lay_out_safetensors` say
-where every byte of a new file goes, before a tensor is at hand. Nothing here knows of layouts,
-strategies or ranks' parts in a parameter, and nothing holds a tensor in memory.
+Reading: `read_index` tells what one file holds, from headers alone. Writing: `lay_out_ckpt` and
+`lay_out_safetensors` say where every byte of a new file goes, before a tensor is at hand. Nothing here knows
+of strategies or forms, and nothing holds a tensor in memory.
 """
 
 from reshard.checkpoints.decryption import Decryption
@@ -23,9 +22,6 @@ from reshard.checkpoints.formats.output import (
 )
 from reshard.checkpoints.formats.table import tensors_named
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
-from reshard.checkpoints.rank_tree.naming import FileNames
-from reshard.checkpoints.rank_tree.steps import Step
-from reshard.checkpoints.rank_tree.tree import SourceTree, StepFiles, find_checkpoints
 from reshard.storage import cut_short
 
 __all__ = [
@@ -34,21 +30,16 @@ __all__ = [
     "Data",
     "Decryption",
     "FileHandles",
-    "FileNames",
     "KnownStructures",
     "Literal",
     "OutputLayout",
     "OutputTensor",
-    "SourceTree",
-    "Step",
-    "StepFiles",
     "Tensor",
     "can_hold",
     "check_crc",
     "check_crcs",
     "crc_of_file",
     "cut_short",
-    "find_checkpoints",
     "format_of",
     "lay_out_ckpt",
     "lay_out_copy",

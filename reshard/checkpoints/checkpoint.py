@@ -7,7 +7,7 @@ of a grid is held by any number of files: replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -168,18 +168,22 @@ class Checkpoint(Protocol):
     """One step of a source, as its headers and its metadata tell.
 
     Attributes:
-        form: ``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``.
+        form: the name of its form, as `forms.registry` lists them.
         step: the step in words of its form, such as ``3_10`` or ``20``; None where nothing tells.
         label: how the step is called in messages.
         place: the directory that all of its files lie below.
         files: path of every file that counts, by holder number.
         indexes: what is in each of them.
         tensors: what is laid out, by name.
+        laid_out: names whose layout is known, whether files hold them or not.
+        unseen: those of them that may be in files that are not there.
+        training: what metadata tells of the training that saved it, as common.json of Checkpoint 2.0 does.
+        others: files beside the weights that belong to the model, relative to the directory.
     """
 
     @property
     def form(self) -> str:
-        """``ranks``, ``checkpoint2``, ``unified`` or ``huggingface``."""
+        """The name of its form, as `forms.registry` lists them."""
 
     @property
     def step(self) -> Optional[str]:
@@ -205,6 +209,25 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, GlobalTensor]:
         """What is laid out, by name."""
 
+    @property
+    def laid_out(self) -> Collection[str]:
+        """Names whose layout is known, whether files hold them or not."""
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """Those of them that may be in files that are not there."""
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """What metadata tells of the training that saved it."""
+
+    @property
+    def others(self) -> Sequence[str]:
+        """Files beside the weights that belong to the model, relative to the directory."""
+
+    def order(self) -> list[str]:
+        """Names of all tensors, in the order in which files hold them."""
+
     def equal(self) -> Sequence[Equal]:
         """Tensors that stand for others; headers do not show that these are equal."""
 
@@ -225,3 +248,15 @@ class Checkpoint(Protocol):
 
     def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
         """The files that do hold a tensor, per way of holding it."""
+
+
+def order_in_files(checkpoint: Checkpoint) -> list[str]:
+    """Names of all tensors, in the order in which files hold them."""
+    found: dict[str, None] = {}
+    known: set[int] = set()
+    for holder in sorted(checkpoint.indexes):
+        tensors = checkpoint.indexes[holder].tensors
+        if id(tensors) not in known:
+            known.add(id(tensors))
+            found.update(dict.fromkeys(tensors))
+    return [name for name in found if name in checkpoint.tensors]

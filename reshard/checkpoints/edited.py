@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Optional
+from typing import Any, Optional
 
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading
@@ -130,6 +130,26 @@ class EditedCheckpoint:
     def indexes(self) -> Mapping[int, CheckpointIndex]:
         """Those of the base."""
         return self.base.indexes
+
+    @property
+    def laid_out(self) -> Collection[str]:
+        """Names of its tensors."""
+        return self.tensors.keys()
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """That of the base."""
+        return self.base.training
+
+    @property
+    def others(self) -> Sequence[str]:
+        """Those of the base."""
+        return self.base.others
+
+    def order(self) -> list[str]:
+        """As the first of what each is made of stands in the base."""
+        places = {name: place for place, name in enumerate(self.base.order())}
+        return sorted(self.made, key=lambda name: places[self.made[name].sources[0]])
 
     def equal(self) -> Sequence[Equal]:
         """Those of the base, and those that rules take for one."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli.edits import edits_of
 from reshard.errors import ReshardError, TargetError, UsageError
+from reshard.forms.registry import form_named, form_of
 from reshard.plan.edits import Edits
 from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
@@ -64,7 +64,10 @@ def strategies_of_target(
     Raises:
         UsageError: a strategy that they name is not there any more, or was changed.
     """
-    needed = {"src_strategy": form_of(src) == RANKS, "dst_strategy": to in (RANKS, CHECKPOINT2)}
+    needed = {
+        "src_strategy": form_named(form_of(src)).options.needs_strategy,
+        "dst_strategy": form_named(to).options.cut,
+    }
     missing = [name for name, path in typed.items() if path is None and needed[name]]
     if plan is None or not missing:
         return dict(typed)

@@ -42,8 +42,8 @@ def tables(_: click.Context, __: click.Parameter, typed: str) -> list[Completion
 
 def steps(ctx: click.Context, _: click.Parameter, typed: str) -> list[CompletionItem]:
     """The steps of the checkpoint that was typed, newest first, from names alone."""
-    from reshard.checkpoints import find_checkpoints
     from reshard.errors import ReshardError
+    from reshard.forms.ranks import find_checkpoints
 
     found = ["latest"]
     path = ctx.params.get("src") or ctx.params.get("out") or ctx.params.get("path")
@@ -81,11 +81,12 @@ def tensors(ctx: click.Context, _: click.Parameter, typed: str) -> list[Completi
 
 
 def _names_in(src: str, strategy: Optional[str]) -> list[str]:
-    from reshard.checkpoints import FileHandles, find_checkpoints, read_index
-    from reshard.checkpoints.forms import RANKS, form_of
+    from reshard.checkpoints import FileHandles, read_index
+    from reshard.forms.ranks import find_checkpoints
+    from reshard.forms.registry import form_named, form_of
     from reshard.opened import open
 
-    if strategy is None and form_of(src) == RANKS:
+    if strategy is None and form_named(form_of(src)).options.needs_strategy:
         tree = find_checkpoints(src)
         files = next(tree.candidates()).files
         with FileHandles() as handles:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
@@ -19,6 +18,7 @@ from reshard.cli.shard import Share
 from reshard.convert import Options, Summary, prepare
 from reshard.errors import UsageError
 from reshard.execute import Progress
+from reshard.forms.registry import counted_as, form_named
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.text.report import Report
@@ -108,7 +108,7 @@ def _convert(
 ) -> None:
     request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
-    if how.verify and request.to != RANKS and (ranks is not None or share is not None):
+    if how.verify and not form_named(request.to).options.by_rank and (ranks is not None or share is not None):
         raise UsageError(
             f"--verify goes with all files of {request.to}, which are verified together",
             hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
@@ -183,7 +183,7 @@ def _verify(
     with FileHandles(decryption=how.decryption) as handles:
         means = Means(handles, how.jobs, how.max_memory, progress)
         step = recorded_step(request.src, request.form, summary.step)
-        by_rank = request.to == RANKS
+        by_rank = form_named(request.to).options.by_rank
         files = summary.target_files
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}

@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.edits import edits_of
@@ -16,6 +15,7 @@ from reshard.cli.opened import location_json, location_words, number_json, numbe
 from reshard.cli.output import alarming, echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
+from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, Pair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import Edits
@@ -183,10 +183,10 @@ def _opened(
     edits: Optional[Edits] = None,
 ) -> OpenedCheckpoint:
     """One of the two; what is said of both does not count for a form that has no such thing."""
-    form = form_of(src)
-    if form != RANKS:
+    form = form_named(form_of(src))
+    if not form.options.by_rank:
         typed = {**typed, "file_suffix": None}
         shared = None
-    if form not in (RANKS, CHECKPOINT2):
+    if not form.options.steps:
         typed = {**typed, "step": "latest"}
     return opened(src, own or shared, typed, report, step, share=2, edits=edits)

@@ -8,10 +8,8 @@ from typing import Any, Optional
 
 import click
 
-from reshard.checkpoints import FileHandles, SourceTree, find_checkpoints
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.forms import RANKS, check_holds_ranks, form_of
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.compared_edits import EDITS
@@ -22,6 +20,9 @@ from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
+from reshard.forms.ranks import SourceTree, find_checkpoints
+from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.registry import check_holds_ranks, form_named, form_of
 from reshard.opened.engine import Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.storage import storage_of
@@ -101,27 +102,28 @@ def fingerprint(
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-            if place.form == RANKS and ranks is not None:
+            by_rank = form_named(place.form).options.by_rank
+            if by_rank and ranks is not None:
                 source = _some_ranks(place, ranks, filters, handles, crcs, report)
             else:
                 # What is needed is known only when it is known what is made of it.
                 wanted = Filters() if edited else filters
                 source = read_sound(Reader(place, handles, report, filters=wanted, files=ranks).read, crcs)
                 _check_files(source, ranks, place)
-                if place.form != RANKS:
+                if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
             written = source if edits is None else EditedSource(source, edits, report)
             known = () if edited else place.strategy.parameters
             warn_of_unmatched(filters, (known, written.names), report)
             result = fingerprints(written, means, filters.admit)
-            if place.form == RANKS:
+            if by_rank:
                 result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
             else:
                 result.groups = {(file, file + 1) for file in source.checkpoint.files}
             if ranks is None:
                 # All of it was found complete, whichever files are there.
                 result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
-            elif place.form == RANKS:
+            elif by_rank:
                 result.read = {rank: digest_of(source.checkpoint.indexes[rank].tensors) for rank in ranks}
             else:
                 result.read = dict.fromkeys(ranks, "")
@@ -148,7 +150,7 @@ def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: 
     """
     form = form_of(src)
     step, suffix = typed["step"], typed["file_suffix"]
-    if form == RANKS:
+    if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
             raise UsageError(

@@ -7,22 +7,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import (
-    CHECKPOINT2,
-    RANKS,
+from reshard.cli import options
+from reshard.errors import UsageError
+from reshard.forms.form import Form, Layouts
+from reshard.forms.registry import (
+    FORMS,
     check_holds_ranks,
     check_there,
+    form_named,
     form_of,
     read_checkpoint,
     strategy_of,
 )
-from reshard.cli import options
-from reshard.errors import UsageError
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.report import Report
-
-_WITH_STRATEGY = (RANKS, CHECKPOINT2)
 
 
 class Ends(NamedTuple):
@@ -49,27 +48,32 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
         UsageError: options are missing, or do not go together.
         ReshardError: a strategy cannot be read.
     """
-    form = form_of(src)
+    form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
-    to = typed["to"] or (RANKS if target_path is not None or form == RANKS else None)
-    if to is None:
+    name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    if name is None:
+        *others, last = (each.name for each in FORMS[1:])
         raise UsageError(
-            f"--dst-strategy or --to is missing: {src} is of the form {form}",
-            hint="add --dst-strategy FILE for rank files, or --to checkpoint2, unified or huggingface",
+            f"--dst-strategy or --to is missing: {src} is of the form {form.name}",
+            hint=f"add --dst-strategy FILE for rank files, or --to {', '.join(others)} or {last}",
         )
+    to = form_named(name)
     _check(src, form, to, typed)
+    needs_strategy = form.options.needs_strategy
     if source_path is None:
-        (check_holds_ranks if form == RANKS else check_there)(src)
-    if to in _WITH_STRATEGY:
-        source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
-    elif form == RANKS:
+        (check_holds_ranks if needs_strategy else check_there)(src)
+    if to.options.cut:
+        source_path, target_path = options.required_strategies(source_path if needs_strategy else NONE, target_path)
+    elif needs_strategy:
         source_path, _ = options.required_strategies(source_path, NONE)
-    source = typed_strategy(source_path, report) if form == RANKS else Strategy.none()
-    if to not in _WITH_STRATEGY:
-        return Ends(form, source, to, Strategy.none())
-    if target_path != SAME:
-        return Ends(form, source, to, typed_strategy(target_path, report))
-    return Ends(form, source, to, replace(source, path=SAME) if form == RANKS else Strategy.same())
+    source = typed_strategy(source_path, report) if needs_strategy else Strategy.none()
+    if not to.options.cut:
+        target = Strategy.none()
+    elif target_path != SAME:
+        target = typed_strategy(target_path, report)
+    else:
+        target = replace(source, path=SAME) if needs_strategy else Strategy.same()
+    return Ends(form.name, source, to.name, target)
 
 
 def told_by(src: str, ends: Ends, step: str) -> Ends:
@@ -91,26 +95,29 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
         return ends._replace(target=strategy_of(checkpoint))
 
 
-def _check(src: str, form: str, to: str, typed: Mapping[str, Any]) -> None:
+def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
     """Refuse options that make no sense with a form."""
     source, target = typed["src_strategy"], typed["dst_strategy"]
-    if form == CHECKPOINT2 and source is not None:
-        raise UsageError(f"{src}: is Checkpoint 2.0, whose metadata says the layouts", hint="leave out --src-strategy")
-    if form not in _WITH_STRATEGY and source not in (None, NONE, "None"):
+    if form.options.layouts is Layouts.RECORDED and source is not None:
+        raise UsageError(
+            f"{src}: is {form.options.title}, whose metadata says the layouts", hint="leave out --src-strategy"
+        )
+    if not form.options.cut and source not in (None, NONE, "None"):
         raise UsageError(f"{src}: holds full weights, which have no strategy", hint="leave out --src-strategy")
-    if form != RANKS and typed["file_suffix"] is not None:
+    if not form.options.by_rank and typed["file_suffix"] is not None:
         raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
-    if to not in _WITH_STRATEGY and target not in (None, NONE, "None"):
-        raise UsageError(f"--to {to} writes full weights, which have no strategy", hint="leave out --dst-strategy")
-    if target == SAME and form not in _WITH_STRATEGY:
+    if not to.options.cut and target not in (None, NONE, "None"):
+        raise UsageError(f"--to {to.name} writes full weights, which have no strategy", hint="leave out --dst-strategy")
+    if target == SAME and not form.options.cut:
         raise UsageError(
             f"{src}: holds full weights, so there is no strategy to take for the target",
             hint="name one: --dst-strategy FILE or DIR",
         )
-    if to != RANKS and typed["format"] == "ckpt":
-        raise UsageError(f"--to {to} writes .safetensors files", hint="leave out --format")
-    if to in _WITH_STRATEGY and typed["max_shard_size"] is not None:
-        raise UsageError("--max-shard-size goes with --to unified and --to huggingface", hint="leave it out")
+    if typed["format"] not in (None, "same", *to.options.formats):
+        raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
+    if not to.options.shard_size and typed["max_shard_size"] is not None:
+        sized = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shard_size)
+        raise UsageError(f"--max-shard-size goes with {sized}", hint="leave it out")
 
 
 def typed_strategy(path: str, report: Report) -> Strategy:

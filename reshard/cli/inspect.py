@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Optional
 
 import click
 
-from reshard.checkpoints.forms import RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say, show_notes, totals_json, totals_words
 from reshard.cli.tables import table
 from reshard.errors import UsageError
+from reshard.forms.registry import form_named, form_of
 from reshard.storage import absolute, asked_once, exists, is_directory
 from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
@@ -71,7 +71,7 @@ def inspect(
     with asked_once():
         form = form_of(path)
         several = "{rank}" in path or not exists(path) or is_directory(path)
-    if form != RANKS:
+    if not form_named(form).options.by_rank:
         if strategy is not None or file_suffix is not None:
             raise UsageError(
                 f"{path} is of the form {form}; --strategy and --file-suffix go with a rank tree", hint="leave them out"

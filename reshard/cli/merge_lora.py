@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import options_of, request_between
 from reshard.cli.convert import carry_out
 from reshard.cli.opened import effort_of
 from reshard.errors import UsageError
+from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
@@ -86,9 +86,9 @@ def merge_lora(
 
     form = form_of(base)
     if typed["to"] is None:
-        typed["to"] = form if typed["dst_strategy"] is None else RANKS
-    if typed["to"] in (RANKS, CHECKPOINT2) and typed["dst_strategy"] is None:
-        if form not in (RANKS, CHECKPOINT2):
+        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
+    if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
+        if not form_named(form).options.cut:
             raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
         typed["dst_strategy"] = SAME
     # NaN is between no numbers.

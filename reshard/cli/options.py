@@ -49,7 +49,19 @@ class Form(Choice):
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 
     def __init__(self) -> None:
-        super().__init__(["ranks", "checkpoint2", "unified", "huggingface"])
+        super().__init__(())
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names of all forms."""
+        # Loaded only here: most commands start without --to.
+        from reshard.forms.registry import FORMS
+
+        return tuple(form.name for form in FORMS)
+
+    @choices.setter
+    def choices(self, names: tuple[str, ...]) -> None:
+        """Names are those of the registry, whatever click sets."""
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The form."""
@@ -65,7 +77,7 @@ class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> int:
         """The number of bytes."""
-        from reshard.target.full_files import parse_size
+        from reshard.forms.full.written_files import parse_size
 
         return value if isinstance(value, int) else parse_size(str(value))
 

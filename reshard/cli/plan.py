@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Optional
 
-from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
@@ -18,6 +17,7 @@ from reshard.convert import Prepared, Summary, prepare
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
+from reshard.forms.registry import counted_as, form_named
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
@@ -190,7 +190,7 @@ def _absent(prepared: Prepared) -> list[int]:
 def _sources(prepared: Prepared) -> int:
     """Ranks of the source, or its files where its form has no ranks."""
     plan = prepared.plan
-    if plan.request.form == RANKS:
+    if form_named(plan.request.form).options.by_rank:
         return plan.request.source.device_count
     return max(plan.checkpoint.files, default=-1) + 1
 
@@ -261,8 +261,10 @@ def _draw(prepared: Prepared, moved: Transfers, path: str) -> None:
         plan.form.count,
         title,
         copied=moved.copied,
-        source_stages=[stage.first_rank for stage in request.source.stages] if request.form == RANKS else (),
-        target_stages=[stage.first_rank for stage in request.target.stages] if request.to == RANKS else (),
+        source_stages=[stage.first_rank for stage in request.source.stages]
+        if form_named(request.form).options.by_rank
+        else (),
+        target_stages=[stage.first_rank for stage in request.target.stages] if plan.form.by_rank else (),
         source_noun=counted_as(request.form),
         target_noun=counted_as(request.to),
     )

@@ -129,14 +129,14 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     """
     # Loaded only here: strategies alone are read in loops.
     from reshard.checkpoints import FileHandles
-    from reshard.checkpoints.forms import RANKS
     from reshard.cli.conversion import request_between
     from reshard.convert import check_target_ranks
+    from reshard.forms.registry import form_named
     from reshard.plan.planner import make_plan
 
     others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False}
     request, report = request_between(src, "", (rank,), {**typed, **others})
-    if request.to == RANKS and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     with FileHandles(decryption=decryption) as handles:

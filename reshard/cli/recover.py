@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import Any, Optional
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_of, summary_json
@@ -14,6 +13,7 @@ from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
 from reshard.errors import UsageError
+from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words
 
@@ -51,11 +51,11 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
     copied back into SRC; with --prefix they are named as in a conversion.
     """
     form = form_of(src)
-    if form != RANKS:
+    if not form_named(form).options.by_rank:
         raise UsageError(
             f"{src}: is of the form {form}; recover works on rank directories",
             hint=f"use: reshard convert {shlex.quote(src)} {shlex.quote(dst)} --to {form}"
-            + (" --dst-strategy same" if form == CHECKPOINT2 else ""),
+            + (" --dst-strategy same" if form_named(form).options.cut else ""),
         )
     if strategy is None:
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")

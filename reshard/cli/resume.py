@@ -12,8 +12,6 @@ from typing import Any, Optional
 import click
 from click.core import ParameterSource
 
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, counted_as, form_of
-from reshard.checkpoints.rank_tree.path_pattern import RANK, fixed_directory
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.conversion import summary_json
@@ -22,6 +20,8 @@ from reshard.cli.shard import Share
 from reshard.convert import Phases, Summary
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError, TargetError
+from reshard.forms.ranks.path_pattern import RANK, fixed_directory
+from reshard.forms.registry import FORMS, counted_as, form_named, form_of
 from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
@@ -202,10 +202,10 @@ def _words(given: Given, dst: str) -> list[str]:
         words = ["recover", given.src, target, f"--strategy={given.source_strategy}"]
     else:
         words = ["convert", given.src, target]
-        if form_of(given.src) == RANKS:
+        if form_named(form_of(given.src)).options.needs_strategy:
             words.append(f"--src-strategy={given.source_strategy}")
-        words += [f"--to={given.to}"] if given.to != RANKS else []
-        if given.to in (RANKS, CHECKPOINT2):
+        words += [f"--to={given.to}"] if given.to != FORMS[0].name else []
+        if form_named(given.to).options.cut:
             words.append(f"--dst-strategy={given.target_strategy}")
         words += [f"--max-shard-size={given.max_shard_size}"] if given.max_shard_size is not None else []
         words.append(f"--format={given.format}")

@@ -6,11 +6,11 @@ import shlex
 
 import click
 
-from reshard.checkpoints.forms import RANKS, counted_as
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
 from reshard.convert.beside import beside
+from reshard.forms.registry import counted_as, form_named
 from reshard.records.status import Status, status_of
 from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names
 
@@ -60,7 +60,7 @@ def _lines(dst: str, found: Status) -> list[str]:
     recovery = found.plan.task == "recover"
     noun = counted_as(found.plan.form)
     what = f"{'recovery' if recovery else 'conversion'} of {step} to {plural(found.plan.ranks, noun)}"
-    if found.plan.form != RANKS:
+    if not form_named(found.plan.form).options.by_rank:
         what += f" of the form {found.plan.form}"
     if found.lost_only:
         what += f", of which only the lost {counted_ranks(found.wanted)} are wanted"

@@ -250,7 +250,7 @@ def _sources(src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any
 
 def _shapes(sources: Sequence[Source], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
     """Full shapes, from where they are said, or from the strategies; None where nothing tells them."""
-    from reshard.checkpoints.model_shapes import strategy_shapes
+    from reshard.forms.model_shapes import strategy_shapes
 
     if path is not None:
         return shapes_of(path, sources[0].strategy, typed)

@@ -10,6 +10,7 @@ from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.layouts import layout_row, strategy_words
 from reshard.cli.output import echo_json, say, show_notes
+from reshard.forms.ranks.holding import Holding
 from reshard.plan.changes import (
     CONTRADICTING,
     CUT_DIFFERENTLY,
@@ -21,7 +22,6 @@ from reshard.plan.changes import (
     Span,
     changes_between,
 )
-from reshard.plan.holding import Holding
 from reshard.strategies import Strategy, read_strategy
 from reshard.text.messages import listing
 from reshard.text.name_patterns import pattern_lines

@@ -126,7 +126,7 @@ def target_of(sizes: Any, typed: dict[str, Any]) -> Target:
 def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
     """The tensors that --shapes names."""
     from reshard.checkpoints import FileHandles
-    from reshard.checkpoints.model_shapes import read_shapes
+    from reshard.forms.model_shapes import read_shapes
     from reshard.text.report import Report
 
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])

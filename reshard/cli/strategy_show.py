@@ -15,9 +15,9 @@ from reshard.cli.output import echo_json, paint, say, show_notes, terminal_width
 from reshard.cli.strategy_making import SIZES, SizesType
 from reshard.cli.tables import table
 from reshard.errors import LayoutError, StrategyError, UsageError
+from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout
 from reshard.pictures.slices import Arrangement
-from reshard.plan.holding import Holding
 from reshard.storage import exists
 from reshard.strategies import Stage, Strategy, read_strategy
 from reshard.text.name_filters import Filters

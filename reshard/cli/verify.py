@@ -11,7 +11,6 @@ from typing import Any, Optional
 import click
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
 from reshard.cli.compared_edits import EDITS, edits_of_target, strategies_of_target
@@ -20,6 +19,7 @@ from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import CheckpointError, InputError, TargetError, UsageError
+from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
@@ -113,13 +113,13 @@ def verify(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
     unchecked: list[int] = []
-    noun = counted_as(RANKS)
+    noun = "rank"
     verdict = ""
     with FileHandles(decryption=decryption) as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
         means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
         crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-        if replicas and form_of(out) != RANKS:
+        if replicas and not form_named(form_of(out)).options.by_rank:
             if strategy is not None or typed["file_suffix"] is not None:
                 raise UsageError(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
@@ -148,7 +148,8 @@ def verify(
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
             plan = recorded_plan(out, manifest, report)
             to = form_of(out) if plan is None else plan.form
-            if to != RANKS and ranks is not None:
+            by_rank = form_named(to).options.by_rank
+            if not by_rank and ranks is not None:
                 raise UsageError(
                     f"--ranks goes with files of ranks; files of {to} are compared with the source together",
                     hint="leave out --ranks, or --src",
@@ -172,18 +173,22 @@ def verify(
                 if not (filters.include or filters.exclude):
                     filters = Filters(plan.include, plan.exclude)
             ends = told_by(src, ends, step)
-            if to == RANKS and ranks is None and manifest is None:
+            if by_rank and ranks is None and manifest is None:
                 ranks = recovered_ranks(out)
                 if ranks is not None:
                     report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
-            if to == RANKS:
+            if by_rank:
                 files, others = converted_files(out, manifest, ranks)
                 found += others
             else:
                 files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
             edits, recorded = edits_of_target(out, src, typed, plan, report)
             told = SwapTest(ends.source, ends.target, handles).told(src, step, typed["file_suffix"])
-            with told if ends.form == to == RANKS and edits is None else contextlib.nullcontext():
+            with (
+                told
+                if form_named(ends.form).options.by_rank and by_rank and edits is None
+                else contextlib.nullcontext()
+            ):
                 found += verify_conversion(
                     Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
                     Target(out, to, ends.target, files, ranks, ends.target.path == SAME),

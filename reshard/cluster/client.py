@@ -15,13 +15,13 @@ from distributed.comm.core import FatalCommClosedError
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
-from reshard.checkpoints.forms import counted_as
 from reshard.cluster.address import check_address
 from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
 from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
+from reshard.forms.registry import counted_as
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request

@@ -11,9 +11,6 @@ from typing import Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.checkpoints.edited import stored_checkpoint
-from reshard.checkpoints.forms import RANKS, counted_as
-from reshard.checkpoints.rank_tree.naming import check_prefix
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
@@ -23,12 +20,14 @@ from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
+from reshard.forms.ranks.naming import check_prefix
+from reshard.forms.registry import counted_as, form_named
 from reshard.opened.engine import CHUNK_BYTES, Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.request import Request
 from reshard.plan.shares import share_of
 from reshard.plan.totals import totals_of
@@ -82,7 +81,7 @@ def prepare(
     Raises:
         ReshardError: the conversion cannot be made; nothing has been written.
     """
-    if request.to == RANKS and not request.target.is_untold:
+    if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
     if request.prefix is not None:
         check_prefix(request.prefix)
@@ -149,7 +148,8 @@ class _Preparation:
 
     def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block say so if the two strategies are swapped."""
-        if self.request.form != RANKS or self.request.to != RANKS or self.request.edits is not None:
+        by_rank = all(form_named(form).options.by_rank for form in (self.request.form, self.request.to))
+        if not by_rank or self.request.edits is not None:
             return contextlib.nullcontext()
         return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
 
@@ -427,8 +427,8 @@ class Prepared:
             CheckpointError: they do not.
         """
         preparation, options, plan = self._preparation, self._options, self.plan
-        request, checkpoint = plan.request, stored_checkpoint(plan.checkpoint)
-        if not isinstance(checkpoint, RankCheckpoint) or request.source.is_none:
+        request, checkpoint = plan.request, rank_checkpoint_of(plan.checkpoint)
+        if checkpoint is None or request.source.is_none:
             return None
         if options.part is not None or not self.state.work:
             return None
@@ -452,7 +452,7 @@ class Prepared:
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
-        if request.to == RANKS and request.edits is None:
+        if plan.form.by_rank and request.edits is None:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 

@@ -17,9 +17,10 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints import crc_of_file
 from reshard.checkpoints.edited import EditedCheckpoint
-from reshard.checkpoints.forms import RANKS, forms_among
 from reshard.errors import RetryableError, TargetError
 from reshard.execute import Destination
+from reshard.forms.registry import form_named, forms_among
+from reshard.forms.target import UNFINISHED, UNFINISHED_CONTENT, TargetForm
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.records import (
@@ -60,8 +61,6 @@ from reshard.storage import (
     writing_error,
 )
 from reshard.strategies import SAME
-from reshard.target import TargetForm
-from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT, marks_of, unfinished_mark
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
@@ -141,7 +140,7 @@ class TargetDirectory:
         made = plan.checkpoint
         # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
         # differs between runs that have different source ranks, although they write the same.
-        same = request.form == RANKS and request.target.path == SAME
+        same = form_named(request.form).options.by_rank and request.target.path == SAME
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=strategy_digest(request.source if same else request.target),
@@ -201,7 +200,7 @@ class TargetDirectory:
         if not seen.going_on:
             self._check_other_forms(seen.others)
         self._versions = self._destination.check(writing)
-        if self._plan.form.name != RANKS:
+        if not self._plan.form.by_rank:
             self._destination.check(_marks(self._ledger.identity))
         if not seen.going_on and not self._overwrite:
             marks = self._there(_marks(self._ledger.identity))
@@ -495,7 +494,7 @@ class TargetDirectory:
         complete = self.manifest is not None
         for identity in identities:
             # Every rank may have a mark: one of many runs does not look for all of them where there are none.
-            if complete or identity.form != RANKS:
+            if complete or not form_named(identity.form).options.by_rank:
                 marks = [os.path.join(self._root, name) for name in reversed(_marks(identity))]
                 there = status_of_each(marks, through_links=False)
                 if identity == self._ledger.identity and any(there):
@@ -532,7 +531,7 @@ class TargetDirectory:
             except OSError as error:
                 raise writing_error(path, error) from error
             # Trainings go on writing in rank directories.
-            if file.name in marks and self._plan.form.name != RANKS:
+            if file.name in marks and not self._plan.form.by_rank:
                 written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
         return tuple(written)
 
@@ -659,13 +658,14 @@ class TargetDirectory:
 
 def _marks(identity: Identity) -> list[str]:
     """Files that make the directory of a conversion complete, relative to it."""
-    return marks_of(identity.form, [identity.file_of(file) for file in range(identity.ranks)])
+    return form_named(identity.form).marks([identity.file_of(file) for file in range(identity.ranks)])
 
 
 def _unfinished(root: str, identity: Identity) -> Optional[str]:
-    """The path of what tells loaders that a conversion's directory is not complete."""
-    name = unfinished_mark(identity.form, identity.file_of(0))
-    return None if name is None else os.path.join(root, name)
+    """The path of what tells loaders that a conversion's directory is not complete; None where each rank has a file."""
+    if form_named(identity.form).options.by_rank:
+        return None
+    return os.path.join(root, os.path.dirname(identity.file_of(0)), UNFINISHED)
 
 
 def _remove(path: Optional[str]) -> None:
@@ -690,7 +690,7 @@ def _holds(path: str, size: int, parts: Iterable[bytes]) -> bool:
 
 def _division(form: TargetForm) -> str:
     """Which tensors are in which file of a form, in a few characters."""
-    if form.name == RANKS:
+    if form.by_rank:
         return ""
     told = []
     for file in range(form.count):

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, FileHandles
-from reshard.checkpoints.forms import counted_as
 from reshard.convert.target_directory import TargetDirectory
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions, Progress, convert
+from reshard.forms.registry import counted_as
 from reshard.plan.pieces import TargetFile
 from reshard.plan.plan import Plan
 from reshard.text.messages import listing

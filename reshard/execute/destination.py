@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
+from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     FileStatus,
     directories,
@@ -32,7 +33,6 @@ from reshard.storage import (
     store_of,
     writing_error,
 )
-from reshard.target.marks import UNFINISHED
 
 _RANK_DIRECTORY = re.compile(r"rank_?\d+|\d+")
 _CHECKPOINT_ENDINGS = (".ckpt", ".safetensors")

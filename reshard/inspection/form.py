@@ -9,33 +9,13 @@ from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.checkpoint2 import Checkpoint2, find_iterations, read_iteration
-from reshard.checkpoints.checkpoint2.iterations import choose, read_tracker
-from reshard.checkpoints.forms import CHECKPOINT2, read_checkpoint
-from reshard.checkpoints.full import FullWeights
 from reshard.errors import InputError
+from reshard.forms.form import Description, Reading, SavedStep
+from reshard.forms.registry import form_named
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.storage import asks_once, is_directory, names_in, status_at
-from reshard.text.messages import listing
 from reshard.text.names import kind_of
 from reshard.text.report import Report
-from reshard.text.wording import plural
-
-
-class InspectedIteration(NamedTuple):
-    """An iteration of a root of Checkpoint 2.0.
-
-    Attributes:
-        number: its number.
-        path: its directory.
-        finished: whether it is not newer than the last finished one; None where nothing tells which that is.
-        latest: whether it is the last finished one.
-    """
-
-    number: int
-    path: str
-    finished: Optional[bool]
-    latest: bool
 
 
 class FormFile(NamedTuple):
@@ -101,7 +81,7 @@ class InspectedForm:
     form: str
     step: Optional[str] = None
     complete: bool = False
-    iterations: list[InspectedIteration] = field(default_factory=list)
+    iterations: list[SavedStep] = field(default_factory=list)
     files: list[FormFile] = field(default_factory=list)
     tensors: list[LaidOut] = field(default_factory=list)
     values: tuple[str, ...] = ()
@@ -131,18 +111,14 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
         RetryableError: reading failed in a way that may pass.
     """
     found = InspectedForm(path, form)
+    reader = form_named(form)
     report = Report()
     with FileHandles() as handles:
-        if form == CHECKPOINT2:
-            found.iterations = _iterations(path)
-        if form == CHECKPOINT2 and step != "latest":
-            # An iteration that was asked for and is not there is no finding.
-            choose(path, step, Report())
+        found.iterations = reader.steps(path)
+        # A step that was asked for and is not there is no finding.
+        reader.check_step(path, step)
         try:
-            if form == CHECKPOINT2:
-                checkpoint: Checkpoint = read_iteration(choose(path, step, report).iterations[0], handles, report)
-            else:
-                checkpoint = read_checkpoint(form, path, step, handles, report, {}, lambda name: True)
+            checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
         except InputError as error:
             found.files = _files_in(path)
             if not found.files and not found.iterations:
@@ -150,40 +126,21 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
                 raise
             found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:
-            _describe(found, checkpoint)
+            _describe(found, checkpoint, reader.describe(checkpoint))
     found.findings += [Finding("warning", text) for text in report.warnings]
     return found
 
 
-def _iterations(path: str) -> list[InspectedIteration]:
-    iterations = find_iterations(path)
-    if not iterations:
-        return []
-    try:
-        tracked = read_tracker(path)
-    except InputError:
-        # Whoever chooses an iteration says so.
-        tracked = None
-    return [
-        InspectedIteration(number, place, None if tracked is None else number <= tracked, number == tracked)
-        for number, place in iterations
-        if number is not None
-    ]
-
-
-def _describe(found: InspectedForm, checkpoint: Checkpoint) -> None:
+def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
     found.step = checkpoint.step
     found.complete = True
     found.files = [
         FormFile(number, path, checkpoint.indexes[number].size, len(checkpoint.indexes[number].tensors))
         for number, path in sorted(checkpoint.files.items())
     ]
-    placements = checkpoint.placements if isinstance(checkpoint, Checkpoint2) else {}
-    lost = checkpoint.lost if isinstance(checkpoint, Checkpoint2) else {}
     contents = found.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
-        placement = placements.get(name)
         files = frozenset().union(*checkpoint.present(tensor))
         found.tensors.append(
             LaidOut(
@@ -192,26 +149,20 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint) -> None:
                 tensor.shape,
                 kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
                 tensor.shardings[0].grid.cuts,
-                None if placement is None else len(placement.ranks),
+                told.ranks.get(name),
                 len(files),
-                lost[name].slices if name in lost else 0,
+                told.lost.get(name, 0),
             )
         )
         found.full_bytes += math.prod(tensor.shape) * tensor.item_size
     found.values = tuple(checkpoint.values())
-    if isinstance(checkpoint, FullWeights):
-        found.others = checkpoint.others
-    if isinstance(checkpoint, Checkpoint2):
-        try:
-            checkpoint.check()
-        except InputError as error:
-            found.complete = False
-            found.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
-        if checkpoint.unplaced:
-            names = listing(sorted(checkpoint.unplaced))
-            found.findings.append(
-                Finding("unplaced", f"{plural(len(checkpoint.unplaced), 'tensor')} of unknown layout left out: {names}")
-            )
+    found.others = tuple(checkpoint.others)
+    if told.incomplete is not None:
+        error = told.incomplete
+        found.complete = False
+        found.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
+    if told.unplaced is not None:
+        found.findings.append(Finding("unplaced", told.unplaced))
     found.findings += conversion_findings(contents)
 
 

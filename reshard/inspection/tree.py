@@ -17,18 +17,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Optional
 
-from reshard.checkpoints import Decryption, FileHandles, SourceTree, Step, find_checkpoints, reading_error
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
-from reshard.checkpoints.rank_tree.steps import saved_at_fault
-from reshard.checkpoints.rank_tree.tree import find_rank, passed_over
+from reshard.checkpoints import Decryption, FileHandles, reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.forms.ranks import SourceTree, Step, find_checkpoints
+from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
+from reshard.forms.ranks.coverage import Lost
+from reshard.forms.ranks.selection import Incomplete, StepSelector
+from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.ranks.steps import saved_at_fault
+from reshard.forms.ranks.tree import find_rank, passed_over
 from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
 from reshard.inspection.file import told_by_name
-from reshard.plan.coverage import Lost
-from reshard.plan.rank_checkpoint import RankCheckpoint
-from reshard.plan.selection import Incomplete, StepSelector
-from reshard.plan.source import SourceStep
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
@@ -355,7 +355,7 @@ def _note_verdict(step: InspectedStep, checkpoint: RankCheckpoint, missing: Opti
     if missing is not None:
         step.missing, step.lost = missing.lines(_MOST_PATTERNS), missing.lost
     found = checkpoint.tensors
-    step.not_saved = sorted(checkpoint.listed - found.keys())
+    step.not_saved = sorted(checkpoint.laid_out - found.keys())
     step.full_bytes = sum(math.prod(item.shape) * item.item_size for item in found.values())
 
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from typing import Optional, Union
 
 from reshard.checkpoints import Decryption, FileHandles
-from reshard.checkpoints.checkpoint2 import read_checkpoint2, strategy_of
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS, check_holds_ranks, check_there, form_of
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
+from reshard.forms.form import Layouts, Reading
+from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
+from reshard.forms.target import FileId
 from reshard.opened.checkpoint import Effort, OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
-from reshard.target import FileId
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
@@ -142,7 +142,7 @@ def reading_request(
         file_suffix=file_suffix,
         filters=filters,
         form=form,
-        to=RANKS,
+        to=FORMS[0].name,
         edits=edits,
     )
 
@@ -170,7 +170,7 @@ def _source(
         UsageError: rank directories need one, other forms have none.
     """
     check_there(src)
-    if form == RANKS:
+    if form_named(form).options.needs_strategy:
         if strategy is None:
             check_holds_ranks(src)
             raise UsageError(
@@ -201,10 +201,11 @@ def _target(
         return Strategy.none(), 0
     if strategy != SAME:
         target = _read(strategy, report)
-    elif form == CHECKPOINT2:
+    elif form_named(form).options.layouts is Layouts.RECORDED:
         with FileHandles() as handles:
-            target = strategy_of(read_checkpoint2(src, step, handles, Report(), wanted=lambda name: False))
-    elif form == RANKS:
+            reading = Reading(src, handles, Report(), step, wanted=lambda name: False)
+            target = form_named(form).strategy_of(form_named(form).read(reading))
+    elif form_named(form).options.needs_strategy:
         # As the source is cut, under whatever names.
         target = replace(source, path=SAME)
     else:

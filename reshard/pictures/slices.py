@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Optional
 
+from reshard.forms.ranks.holding import Holding
 from reshard.layout import Box
-from reshard.plan.holding import Holding
 from reshard.text.wording import some_numbers, stepped_rank_ranges
 
 #: Neighbouring slices, and the optimizer shards of a slice, get different ones of so many colours.

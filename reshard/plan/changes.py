@@ -14,8 +14,8 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape
-from reshard.plan.holding import Holding
 from reshard.plan.replicas import choose, common_dimensions
 from reshard.strategies import Strategy
 

@@ -6,22 +6,16 @@ from collections.abc import Sequence
 
 from reshard.checkpoints import can_hold, mindspore_reads
 from reshard.checkpoints.formats.dtypes import MAP_TENSOR, TEXT
-from reshard.checkpoints.forms import CHECKPOINT2
-from reshard.checkpoints.full import HUGGINGFACE
 from reshard.errors import CheckpointError, InputError, one_error
+from reshard.forms.registry import form_named
+from reshard.forms.target import Section
 from reshard.plan.plan import Plan
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.values import CopiedValues
-from reshard.target import Section
-from reshard.target.checkpoint2_metadata import check_described
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_weight
 from reshard.text.report import Report
-from reshard.text.wording import number_ranges, plural, quoted
-
-# Pairs of pipeline stages that are told of one by one.
-_MOST_STAGES = 2
+from reshard.text.wording import plural, quoted
 
 
 def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report: Report) -> None:
@@ -134,61 +128,21 @@ def _plain(plan: Plan, name: str, section: Section) -> bool:
 
 def problems_of_form(plan: Plan) -> list[InputError]:
     """Tensors that the target form cannot say."""
-    if plan.form.name != CHECKPOINT2:
+    if not plan.form.limits_layouts:
         return []
     problems: list[InputError] = []
     for section in plan.sections:
         for name in plan.names_of(section):
             try:
-                check_described(name, plan.cut_of(name, section).target)
+                plan.form.check_layout(name, plan.cut_of(name, section).target)
             except InputError as error:
                 problems.append(error)
     return problems
 
 
-def problems_of_unlisted(plan: Plan, checkpoint: RankCheckpoint, report: Report) -> list[InputError]:
-    """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
-    stages = plan.request.source.stages
-    step = checkpoint.source
-    if len(stages) < 2:
-        return []
-    by_stages: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    everywhere = step.names().intersection(name for stage in stages for name in stage.layouts)
-    whole = 0
-    for stage in stages:
-        held: set[str] = set()
-        for names in {frozenset(step.indexes[rank].tensors) for rank in step.loaded(stage)}:
-            held |= names
-        whole += everywhere <= held
-        for name in sorted((held & everywhere) - stage.layouts.keys()):
-            listed_by = tuple(other.number for other in stages if name in other.layouts)
-            by_stages.setdefault((stage.number, listed_by), []).append(name)
-    told: list[tuple[str, str]] = []
-    if whole == len({number for number, _ in by_stages}) == len(stages):
-        text = (
-            f"ranks of every pipeline stage hold all {len(everywhere)} parameters, which the source strategy shares "
-            f"out among {len(stages)} stages: is it the strategy of another run?"
-        )
-        told.append((text, next(iter(by_stages.values()))[0]))
-    elif len(by_stages) > _MOST_STAGES:
-        # Said for each pair of stages it would fill a screen.
-        unlisted = sorted({name for names in by_stages.values() for name in names})
-        numbers = f"stages {number_ranges(number for number, _ in by_stages)}"
-        told.append((_said_of_unlisted(checkpoint, numbers, "other stages", unlisted), unlisted[0]))
-    else:
-        for (number, listed_by), unlisted in by_stages.items():
-            elsewhere = f"stage {', '.join(map(str, listed_by))}"
-            told.append((_said_of_unlisted(checkpoint, f"stage {number}", elsewhere, unlisted), unlisted[0]))
-    if plan.request.strict:
-        return [CheckpointError(text, parameter=name, hint="without --strict this is a warning") for text, name in told]
-    for text, _ in told:
-        report.warn(text)
-    return []
-
-
 def _warn_of_types(plan: Plan, report: Report) -> None:
     """Say which files MindSpore, and MindFormers with it, will not read, whatever it wants of them."""
-    if plan.form.format != "safetensors" or plan.form.name == HUGGINGFACE:
+    if plan.form.format != "safetensors" or not form_named(plan.form.name).options.mindspore:
         return
     tensors = plan.checkpoint.tensors
     unread = [name for name in plan.sorted.resharded if not mindspore_reads(tensors[name].dtype)]
@@ -198,19 +152,6 @@ def _warn_of_types(plan: Plan, report: Report) -> None:
             f"MindSpore and MindFormers read no .safetensors file that holds {types}: they will not load those with "
             + listing(unread)
         )
-
-
-def _said_of_unlisted(checkpoint: RankCheckpoint, stage: str, elsewhere: str, unlisted: Sequence[str]) -> str:
-    text = f"ranks of pipeline {stage} hold " + listing(unlisted)
-    taken, them = ("it is taken", "it") if len(unlisted) == 1 else ("they are taken", "them")
-    text += (
-        f", which the source strategy lists only for {elsewhere}; {taken} from there, and the target's last stage may "
-        f"be expecting {them} too"
-    )
-    nowhere = [name for name in unlisted if name not in checkpoint.tensors]
-    if nowhere:
-        text += f"; in no file of {elsewhere} is " + listing(nowhere) + ", so that is not converted"
-    return text
 
 
 def _cannot_hold(name: str, dtype: str, format: str) -> CheckpointError:

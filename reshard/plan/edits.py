@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
-from reshard.plan.rank_checkpoint import RankCheckpoint
+from reshard.forms.form import Written
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
-from reshard.strategies import Strategy
+from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
@@ -155,9 +155,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
-    unseen: dict[str, Optional[str]] = {}
-    if isinstance(checkpoint, RankCheckpoint):
-        unseen = {name: name for name in checkpoint.unseen}
+    unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
         added = edits.additions.fit(checkpoint.tensors)
         is_part = edits.additions.is_part
@@ -199,6 +197,20 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+
+
+def written_by(edits: Edits, target: Strategy) -> Callable[[Checkpoint], Written]:
+    """What edits make of a step that need not be complete, and how a target strategy lays it out.
+
+    The function raises InputError where the edits do not fit that step.
+    """
+
+    def written(checkpoint: Checkpoint) -> Written:
+        # Notes and warnings come with the edits of the step that is taken.
+        made = edited(checkpoint, edits, Report(), complete=False)
+        return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+
+    return written
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:

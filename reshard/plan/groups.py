@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from reshard.forms.cuts import Cut
+from reshard.forms.target import Section
 from reshard.layout import Overlap
-from reshard.plan.cuts import Cut
-from reshard.target import Section
 
 # Every member has a file open and a share of the buffers.
 MOST_MEMBERS = 16

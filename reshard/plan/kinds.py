@@ -6,8 +6,8 @@ from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.forms.cuts import Cut
 from reshard.layout import Box, Cell
-from reshard.plan.cuts import Cut
 
 
 class Kind(NamedTuple):

@@ -16,10 +16,11 @@ from typing import Callable, Optional, Protocol
 
 from reshard.checkpoints import lay_out_copy
 from reshard.checkpoints.checkpoint import Addition, Checkpoint
-from reshard.checkpoints.forms import counted_as
 from reshard.errors import IncompleteSourceError
+from reshard.forms.cuts import Cut, Cuts
+from reshard.forms.registry import counted_as
+from reshard.forms.target import FileId, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
-from reshard.plan.cuts import Cut, Cuts
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
 from reshard.plan.kinds import Kind
 from reshard.plan.orders import Orders
@@ -29,7 +30,6 @@ from reshard.plan.request import Request
 from reshard.plan.target_tensors import Alike, Take, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
-from reshard.target import FileId, Section, TargetForm
 from reshard.text.wording import quoted
 
 

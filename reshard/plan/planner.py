@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Callable, Optional
 
-from reshard.checkpoints import FileHandles, FileNames, Step, StepFiles, can_hold, find_checkpoints
+from reshard.checkpoints import FileHandles, can_hold
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.formats.dtypes import TEXT
-from reshard.checkpoints.forms import RANKS, counted_as, read_checkpoint, strategy_of
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
-from reshard.errors import CheckpointError, UsageError
-from reshard.plan.checks import check, problems_of_form, problems_of_unlisted
-from reshard.plan.cuts import Cuts
-from reshard.plan.edits import Edits, edited, same_layouts
+from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
+from reshard.errors import UsageError
+from reshard.forms.cuts import Cuts
+from reshard.forms.form import Reading, Wanted
+from reshard.forms.ranks.checkpoint import rank_checkpoint_of
+from reshard.forms.registry import counted_as, form_named
+from reshard.forms.target import TargetForm
+from reshard.plan.checks import check, problems_of_form
+from reshard.plan.edits import edited, same_layouts, written_by
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
-from reshard.plan.selection import StepSelector
 from reshard.plan.values import CopiedValues
-from reshard.plan.written_form import format_asked, rank_names, written_form
-from reshard.storage import exists
 from reshard.strategies import SAME
-from reshard.target import TargetForm
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import plural
 
 
 def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
@@ -37,78 +32,80 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     Raises:
         ReshardError: the request cannot be met; nothing has been written.
     """
-    if request.recover:
-        return _recovery(request, handles, report)
+    source = form_named(request.form)
+    checkpoint = base = source.read(_reading(request, handles, report))
+    if request.target.is_untold:
+        request = replace(request, target=source.strategy_of(base))
     if request.edits is not None:
-        return _of_edits(request, request.edits, handles, report)
-    if request.form == RANKS:
-        return _of_ranks(request, handles, report)
-    checkpoint = read_checkpoint(
-        request.form, str(request.src), request.step, handles, report, request.damaged, _wanted_by(request)
-    )
-    if request.target.is_untold:
-        request = replace(request, target=strategy_of(checkpoint))
-    form = written_form(request, checkpoint, handles, report)
-    # What such a source does not lay out is known to be whole.
-    values = CopiedValues(checkpoint, form, request.filters, False, handles)
-    plan = _plan(request, checkpoint, checkpoint.tensors.keys(), form, values, values, None, report)
-    check(plan, values, problems_of_form(plan), report)
-    return plan
-
-
-def _of_ranks(request: Request, handles: FileHandles, report: Report) -> Plan:
-    """The plan where the source is a tree of ranks."""
-    checkpoint = _rank_checkpoint(request, handles, report)
-    form = written_form(request, checkpoint, handles, report)
-    values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    choice = ReplicaChoice(request.source, request.target) if request.to == RANKS else None
-    plan = _plan(request, checkpoint, checkpoint.listed, form, values, values, choice, report)
-    check(plan, values, [*problems_of_unlisted(plan, checkpoint, report), *problems_of_form(plan)], report)
-    return plan
-
-
-def _of_edits(request: Request, edits: Edits, handles: FileHandles, report: Report) -> Plan:
-    """The plan where tensors are written under other names, packed otherwise, or of other types."""
-    base: Checkpoint
-    if request.form == RANKS:
-        base = _rank_checkpoint(request, handles, report)
+        checkpoint = made = edited(base, request.edits, report)
+        if request.target.path == SAME:
+            request = replace(request, target=same_layouts(request.target, made))
+    recovery: Optional[Recovery] = None
+    if request.recover:
+        ranks = rank_checkpoint_of(base)
+        assert ranks is not None
+        recovery = Recovery(request, ranks, handles)
+        form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        base = read_checkpoint(
-            request.form, str(request.src), request.step, handles, report, request.damaged, lambda name: True
-        )
-    if request.target.is_untold:
-        request = replace(request, target=strategy_of(base))
-    checkpoint = edited(base, edits, report)
-    if request.target.path == SAME:
-        told = strategy_of(base) if request.target.is_untold else request.target
-        request = replace(request, target=same_layouts(told, checkpoint))
-    form = written_form(request, checkpoint, handles, report)
-    sliced = request.form == RANKS and request.source.device_count > 1
-    values = CopiedValues(checkpoint, form, request.filters, sliced, handles)
-    plan = _plan(request, checkpoint, checkpoint.tensors.keys(), form, values, values, None, report)
-    check(plan, values, problems_of_form(plan), report)
-    return plan
-
-
-def _recovery(request: Request, handles: FileHandles, report: Report) -> Plan:
-    """The plan of a recovery: the same ranks again, intact ones as they are."""
-    checkpoint = _rank_checkpoint(request, handles, report)
-    format = format_asked(request, checkpoint)
-    recovery = Recovery(request, checkpoint, format, handles)
-    form = RecoveredFiles(request, checkpoint, format, _names(request, checkpoint), recovery)
+        form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    copied = RecoveredValues(values, recovery)
-    choice = ReplicaChoice(request.source, request.target)
-    plan = _plan(request, checkpoint, checkpoint.listed, form, values, copied, choice, report)
-    check(plan, values, recovery.problems(plan.asked), report)
-    recovery.tell(plan.asked, form, values, report)
+    copied = values if recovery is None else RecoveredValues(values, recovery)
+    between_ranks = source.options.by_rank and form.by_rank and request.edits is None
+    choice = ReplicaChoice(request.source, request.target) if between_ranks else None
+    plan = _plan(request, checkpoint, form, values, copied, choice, report)
+    if recovery is not None:
+        problems = recovery.problems(plan.asked)
+    elif request.edits is None:
+        problems = source.problems(base, request.source, request.strict, report) + problems_of_form(plan)
+    else:
+        problems = problems_of_form(plan)
+    check(plan, values, problems, report)
+    if recovery is not None:
+        recovery.tell(plan.asked, form, values, report)
     return plan
+
+
+def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
+    """What is to be read for a request."""
+    return Reading(
+        request.src,
+        handles,
+        report,
+        request.step,
+        request.damaged,
+        _wanted_by(request),
+        source=request.source,
+        target=request.target,
+        ranks=request.target_ranks,
+        filters=request.filters,
+        file_suffix=request.file_suffix,
+        fallback=request.fallback,
+        written=None if request.edits is None else written_by(request.edits, request.target),
+    )
+
+
+def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
+    """What is to be written for a request."""
+    edits = request.edits
+    return Wanted(
+        request.dst,
+        request.source,
+        request.target,
+        handles,
+        report,
+        request.filters.admit,
+        request.format,
+        request.prefix,
+        request.max_shard_size,
+        not (request.exact_file or request.format == MEMORY),
+        None if edits is None else getattr(edits.config, "path", None),
+        edits is not None and bool(edits.casts),
+    )
 
 
 def _plan(
     request: Request,
     checkpoint: Checkpoint,
-    listed: Collection[str],
     form: TargetForm,
     values: CopiedValues,
     copied: Values,
@@ -124,11 +121,13 @@ def _plan(
             rank=beyond[0] if form.by_rank else None,
         )
     values.warn_of_differing(report)
-    return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values, listed), Cuts(), choice)
+    return Plan(request, checkpoint, form, copied, sort(request, checkpoint, form, values), Cuts(), choice)
 
 
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
+    if request.edits is not None:
+        return lambda name: True
     listed = set(request.target.parameters)
     everything = request.target.is_none or request.target.is_untold
 
@@ -138,9 +137,7 @@ def _wanted_by(request: Request) -> Callable[[str], bool]:
     return wanted
 
 
-def sort(
-    request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues, listed: Collection[str]
-) -> Sorted:
+def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:
     """What becomes of every tensor.
 
     Args:
@@ -148,7 +145,6 @@ def sort(
         checkpoint: the source.
         form: what is written.
         values: what is copied as it is.
-        listed: names that the source's strategy or metadata lists.
     """
     admit = request.filters.admit
     sections = sections_of(form, asked_files(request, form))
@@ -156,7 +152,7 @@ def sort(
     resharded = sorted(name for name in checkpoint.tensors if admit(name) and name in wanted)
     left_out: list[str] = []
     copied = set(values.names)
-    there = checkpoint.names().intersection(listed) - copied
+    there = checkpoint.names().intersection(checkpoint.laid_out) - copied
     if form.takes_everything:
         wanted = there
     else:
@@ -168,48 +164,3 @@ def sort(
     )
     excluded = sorted(name for name in there if not admit(name))
     return Sorted(resharded, excluded, left_out, missing, sorted(copied.difference(unholdable)), unholdable)
-
-
-def _rank_checkpoint(request: Request, handles: FileHandles, report: Report) -> RankCheckpoint:
-    """The step of a rank tree that is converted."""
-    selector = StepSelector(
-        request.source, request.target, request.target_ranks, request.filters, handles, report, request.edits
-    )
-    candidates, steps = _candidates(request, handles)
-    return selector.select(_with_damage(candidates, request.damaged), steps)
-
-
-def _candidates(request: Request, handles: FileHandles) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
-    """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
-    if not isinstance(request.src, str):
-        beyond = [rank for rank in request.src if not 0 <= rank < request.source.device_count]
-        if beyond:
-            raise CheckpointError(
-                f"{rank_ranges(beyond)} given, but the source strategy has {request.source.device_count} devices",
-                rank=beyond[0],
-            )
-        for rank, path in request.src.items():
-            if not exists(path):
-                raise CheckpointError(f"{path}: does not exist (rank {rank})", file=path, rank=rank)
-        return [StepFiles(None, dict(request.src))], ()
-    tree = find_checkpoints(request.src, request.file_suffix)
-    check_ranks(tree, request.source, handles)
-    candidates = tree.candidates(request.step)
-    if request.step != "latest":
-        return candidates, ()
-    return candidates if request.fallback else itertools.islice(candidates, 1), tree.steps
-
-
-def _with_damage(candidates: Iterable[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
-    """Candidates that know which of their files are damaged, given why, by path."""
-    for candidate in candidates:
-        known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
-        yield replace(candidate, damaged=known)
-
-
-def _names(request: Request, checkpoint: RankCheckpoint) -> FileNames:
-    """Of the files of a recovery: as in the source, unless others were asked for."""
-    found = checkpoint.source.found.names
-    if request.prefix is None and found is not None:
-        return found
-    return rank_names(request, checkpoint)

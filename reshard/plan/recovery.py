@@ -15,14 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from reshard.checkpoints import FileHandles, FileNames
+from reshard.checkpoints import FileHandles
 from reshard.errors import IncompleteSourceError, InputError
+from reshard.forms.ranks.checkpoint import RankCheckpoint
+from reshard.forms.ranks.form import format_asked, rank_names
+from reshard.forms.ranks.rank_files import RankFiles
+from reshard.forms.target import TargetForm
 from reshard.layout.candidates import cuts_of, possible_holders
-from reshard.plan.rank_checkpoint import RankCheckpoint
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValue, CopiedValues, same_value
 from reshard.strategies import Stage
-from reshard.target import RankFiles
 from reshard.text.messages import listing
 from reshard.text.names import belongs_to_rank
 from reshard.text.report import Report
@@ -35,15 +37,17 @@ class Recovery:
     Args:
         request: what was asked for; source and target strategy are the same.
         checkpoint: the files that are left.
-        format: of the files to be written.
         handles: open source files.
+
+    Attributes:
+        format: of the files to be written.
     """
 
-    def __init__(self, request: Request, checkpoint: RankCheckpoint, format: str, handles: FileHandles) -> None:
+    def __init__(self, request: Request, checkpoint: RankCheckpoint, handles: FileHandles) -> None:
         self._strategy = request.source
         self._checkpoint = checkpoint
         self._step = checkpoint.source
-        self._format = format
+        self.format = format_asked(request.format, checkpoint, recover=True)
         self._handles = handles
         self._admit = request.filters.admit
         self._lacked: dict[tuple[int, int], list[str]] = {}
@@ -53,7 +57,7 @@ class Recovery:
     def intact(self, rank: int) -> bool:
         """Whether a rank's own file holds all that its stage's ranks have to hold at this step."""
         index = self._step.indexes.get(rank)
-        if index is None or index.format != self._format:
+        if index is None or index.format != self.format:
             return False
         if self._strategy.is_none:
             return True
@@ -96,7 +100,7 @@ class Recovery:
             )
         ]
 
-    def tell(self, ranks: Sequence[int], form: RankFiles, values: CopiedValues, report: Report) -> None:
+    def tell(self, ranks: Sequence[int], form: TargetForm, values: CopiedValues, report: Report) -> None:
         """Say how lost ranks' files are named, and what only the lost ranks knew."""
         lost = [rank for rank in ranks if not self.intact(rank)]
         unnamed = [rank for rank in lost if rank not in self._step.found.files]
@@ -223,15 +227,14 @@ class RecoveredFiles(RankFiles):
     Args:
         request: what was asked for.
         checkpoint: the files that are left.
-        format: of the files.
-        names: of the files.
         recovery: which of them are intact.
     """
 
-    def __init__(
-        self, request: Request, checkpoint: RankCheckpoint, format: str, names: FileNames, recovery: Recovery
-    ) -> None:
-        super().__init__(request.target, checkpoint.tensors, format, names)
+    def __init__(self, request: Request, checkpoint: RankCheckpoint, recovery: Recovery) -> None:
+        # Named as in the source, unless another prefix was asked for.
+        names = checkpoint.source.found.names if request.prefix is None else None
+        names = rank_names(request.prefix, checkpoint) if names is None else names
+        super().__init__(request.target, checkpoint.tensors, recovery.format, names)
         self._recovery = recovery
 
     def taken_over(self, file: int) -> Optional[int]:

@@ -21,8 +21,8 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 from reshard.errors import IncompleteSourceError, LayoutError, StrategyError
+from reshard.forms.ranks.holding import Holding
 from reshard.layout import Layout, Overlap, stand_in_shape, whole
-from reshard.plan.holding import Holding
 from reshard.strategies import Stage, Strategy
 from reshard.text.messages import block, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
-from reshard.checkpoints.forms import RANKS
 from reshard.defaults import DEFAULT_PREFIX
+from reshard.forms.registry import form_named
+from reshard.forms.target import FileId
 from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
-from reshard.target import FileId
 from reshard.text.name_filters import Filters
 
 
@@ -34,7 +34,7 @@ class Request:
         exact_file: ``dst`` is the file itself.
         damaged: source files that count as absent whatever their headers say, and why, by path.
         recover: source and target are the same strategy, and intact files stay as they are.
-        form: of the source; see `checkpoints.forms`.
+        form: of the source; see `forms.registry`.
         to: form that is written.
         max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
         edits: what is asked of names and types; None where they stay as they are.
@@ -63,4 +63,4 @@ class Request:
     @property
     def target_ranks(self) -> Optional[tuple[int, ...]]:
         """The target ranks asked for, ascending; None for all, and where target files are no ranks."""
-        return self.files if self.to == RANKS else None
+        return self.files if form_named(self.to).options.by_rank else None

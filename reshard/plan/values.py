@@ -14,8 +14,8 @@ from typing import NamedTuple
 from reshard.checkpoints import FileHandles, Tensor, reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import CheckpointError, InputError
+from reshard.forms.target import TargetForm
 from reshard.storage import read_range
-from reshard.target import TargetForm
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.names import as_pattern, belongs_to_rank

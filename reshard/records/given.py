@@ -18,11 +18,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints import Step
 from reshard.checkpoints.formats.open import FORMATS
-from reshard.checkpoints.forms import FORMS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
+from reshard.forms.ranks import Step
+from reshard.forms.registry import FORMS
 from reshard.records.identity import short_digest
 from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
@@ -44,7 +44,6 @@ _CHOICES = {
     "crc": ("auto", "never"),
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
-    "to": FORMS,
 }
 _OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config")
 _FLAGS = ("strict", "verify", "lost_only", "reverse", "optimizer")
@@ -196,6 +195,8 @@ def _parsed(said: Any) -> Given:
             fits = isinstance(value, bool)
         elif name in _CHOICES:
             fits = value in _CHOICES[name]
+        elif name == "to":
+            fits = any(value == form.name for form in FORMS)
         elif name in _NUMBERS:
             fits = value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63)
         elif name in _PATTERNS:

@@ -15,9 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
-from reshard.checkpoints import FileNames, Literal, OutputLayout
+from reshard.checkpoints import Literal, OutputLayout
 from reshard.checkpoints.formats.open import FORMATS
 from reshard.defaults import MOST_DEVICES
+from reshard.forms.ranks import FileNames
+from reshard.forms.registry import FORMS
 from reshard.layout import Layout
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.strategies import Strategy
@@ -106,6 +108,8 @@ class Identity:
         made = cls(**found)
         if made.format not in FORMATS.values():
             raise JsonError(f"{quoted(made.format)} is no format")
+        if all(form.name != made.form for form in FORMS):
+            raise JsonError(f"{quoted(made.form)} is no form")
         return made
 
 

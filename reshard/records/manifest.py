@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints.rank_tree.naming import check_inside
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, RetryableError
+from reshard.forms.ranks.naming import check_inside
 from reshard.records.identity import Identity
 from reshard.records.ledger import ledgers_in
 from reshard.storage import UnfitError, is_directory, read_small, remove_file, too_long, write_whole, writing_error

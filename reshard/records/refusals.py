@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Optional
 
-from reshard.checkpoints import FileNames
 from reshard.errors import TargetError
+from reshard.forms.ranks import FileNames
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 

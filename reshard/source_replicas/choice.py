@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import Box, Grid, Overlap, volume_of
-from reshard.plan.holding import stage_shardings
-from reshard.plan.source import SourceStep
 from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 
 # Ranks of a group to compare, if there are as many.

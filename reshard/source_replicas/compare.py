@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import volume_of
-from reshard.plan.holding import stage_shardings
-from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import ReplicaFiles
 from reshard.source_replicas.outcome import Comparison

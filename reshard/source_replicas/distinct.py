@@ -17,9 +17,9 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import shape_of, volume_of
-from reshard.plan.holding import stage_shardings
-from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
 from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
 from reshard.source_replicas.samples import MOST_PLACES, sample_box

@@ -10,9 +10,9 @@ from typing import Any, Callable
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute.reading import ExplicitReader
+from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box
 from reshard.plan.pieces import StoredSlice
-from reshard.plan.source import SourceStep
 from reshard.source_replicas.choice import Holder, offset_in
 from reshard.storage.costs import Storage
 

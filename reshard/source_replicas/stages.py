@@ -7,7 +7,7 @@ be put together wrongly.
 
 from __future__ import annotations
 
-from reshard.plan.source import SourceStep
+from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.strategies import Strategy
 
 # Tied parameters, at the most.

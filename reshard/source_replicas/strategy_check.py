@@ -12,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, StepFiles, Tensor, find_checkpoints
+from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, InputError
 from reshard.execute import ExecutionOptions, Progress
+from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.holding import StageSharding
+from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.layout import Layout
-from reshard.plan.holding import StageSharding
-from reshard.plan.parameters import listed_by_source, read_parameters
-from reshard.plan.source import SourceStep
 from reshard.source_replicas import (
     Comparison,
     SameSlices,

@@ -14,14 +14,15 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, Optional, Union
 
-from reshard.checkpoints import FileHandles, StepFiles, find_checkpoints
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError, IncompleteSourceError, InputError, ReshardError
 from reshard.execute import ExecutionOptions, Progress
+from reshard.forms.ranks import StepFiles, find_checkpoints
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.coverage import lost_slices
+from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.layout import Layout
-from reshard.plan.coverage import lost_slices
-from reshard.plan.parameters import listed_by_source, read_parameters
-from reshard.plan.source import SourceStep
 from reshard.source_replicas import (
     Comparison,
     Distinctness,

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from typing import Optional
 
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.plan.source import SourceStep
+from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.source_replicas.choice import Alike
 from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight

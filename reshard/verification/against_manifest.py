@@ -9,17 +9,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.checkpoints import (
-    CheckpointIndex,
-    FileHandles,
-    crc_of_file,
-    find_checkpoints,
-    read_index,
-    reading_error,
-)
-from reshard.checkpoints.checkpoint2.names import parse_iteration
-from reshard.checkpoints.forms import RANKS
+from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index, reading_error
 from reshard.errors import CheckpointError
+from reshard.forms.checkpoint2.names import parse_iteration
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.registry import RANKS
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, status_at
 from reshard.verification.difference import Difference

@@ -7,7 +7,7 @@ from typing import Optional
 
 from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.full import FullWeights
+from reshard.forms.full import FullWeights
 from reshard.storage import UnfitError, is_regular_file, opened_regular, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.names import is_weight

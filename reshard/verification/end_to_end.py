@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, cast
 
-from reshard.checkpoints import find_checkpoints
-from reshard.checkpoints.checkpoint2 import find_iterations
-from reshard.checkpoints.forms import CHECKPOINT2, RANKS
-from reshard.checkpoints.full import HUGGINGFACE
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.errors import CheckpointError, InputError, TargetError
+from reshard.forms.checkpoint2 import find_iterations
+from reshard.forms.full import HUGGINGFACE
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.registry import CHECKPOINT2, RANKS
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of

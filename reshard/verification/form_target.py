@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Callable, Optional
 
 from reshard.checkpoints import can_hold
-from reshard.checkpoints.checkpoint2 import Checkpoint2
-from reshard.checkpoints.full import HUGGINGFACE, FullWeights
 from reshard.errors import LayoutError
+from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.full import HUGGINGFACE, FullWeights
 from reshard.strategies import Strategy
 from reshard.text.wording import number_ranges
 from reshard.verification.boxes import Box, device_boxes, target_boxes, whole_box

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Optional
 
 from reshard.checkpoints import FileHandles, read_index
-from reshard.checkpoints.forms import RANKS, read_checkpoint
 from reshard.errors import CheckpointError, InputError
+from reshard.forms.registry import RANKS, read_checkpoint
 from reshard.text.names import WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
 from reshard.verification.edited import Casts, EditedSource, Edits

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles, SourceTree, StepFiles, find_checkpoints
-from reshard.checkpoints.forms import RANKS, read_checkpoint
-from reshard.checkpoints.rank_tree.source_ranks import check_ranks
+from reshard.checkpoints import FileHandles
 from reshard.errors import InputError
-from reshard.plan.parameters import listed_by_source, read_parameters
-from reshard.plan.rank_checkpoint import RankCheckpoint
-from reshard.plan.selection import StepSelector
-from reshard.plan.source import SourceStep
+from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
+from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
+from reshard.forms.ranks.parameters import listed_by_source, read_parameters
+from reshard.forms.ranks.selection import StepSelector
+from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.registry import RANKS, read_checkpoint
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.names import ACCUMULATED_GRADIENTS
@@ -97,8 +97,13 @@ class Reader:
                 place.form, place.path, place.step, self._handles, self._report, damaged, self._is_wanted
             )
             return Source(checkpoint, place.strategy, self._files)
+        written = None
+        if self._edits is not None:
+            from reshard.plan.edits import written_by
+
+            written = written_by(self._edits, self._target)
         selector = StepSelector(
-            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, self._edits
+            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, written
         )
         steps = self._tree.steps if place.step == "latest" else ()
         candidates = with_damage(self._tree.candidates(place.step), damaged)

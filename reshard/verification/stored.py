@@ -21,9 +21,9 @@ import numpy.typing as npt
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
-from reshard.checkpoints.checkpoint2 import Checkpoint2
 from reshard.errors import CheckpointError, IncompleteSourceError
-from reshard.plan.rank_checkpoint import RankCheckpoint
+from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.storage import ReadableFile, fill, storage_of
 from reshard.strategies import Strategy
 from reshard.text.messages import listing

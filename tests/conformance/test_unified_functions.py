@@ -40,7 +40,7 @@ def test_parameters_are_mindspores(function: str, version: str) -> None:
 def test_tensors_lie_in_the_files_in_which_mindspore_puts_them(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.target.full_files.UNIFIED_SIZE", SIZE)
+    monkeypatch.setattr("reshard.forms.full.written_files.UNIFIED_SIZE", SIZE)
     jobs, cases = [], []
     for seed in SEEDS:
         world = counted(worlds.world(seed), version)

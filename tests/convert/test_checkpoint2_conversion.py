@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint2_writing import Laid, numbered, saving
-from tests.checkpoints.test_checkpoint2 import cases, expected_of, hash_of
+from tests.forms.test_checkpoint2 import cases, expected_of, hash_of
 from tests.running import Argument, done, fails, warns
 from tests.trees import layout, read_checkpoint, read_tree, scalar, single, value, write_checkpoint, write_strategy
 

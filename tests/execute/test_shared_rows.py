@@ -9,11 +9,11 @@ from typing import Optional
 import pytest
 
 from reshard.execute import parts, reading
+from reshard.forms.cuts import Cut
+from reshard.forms.target import Section
 from reshard.layout import Layout, Overlap
-from reshard.plan.cuts import Cut
 from reshard.plan.groups import reading_groups
 from reshard.storage import ReadableFile, fill
-from reshard.target import Section
 from tests.reference import Strategy
 from tests.running import Argument, done
 from tests.trees import cut_ranks, layout, read_tree, same_ranks, single, text, value, write_strategy, write_tree

@@ -13,8 +13,9 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, find_checkpoints, read_index
-from reshard.checkpoints.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
+from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, read_index
+from reshard.forms.full import HUGGINGFACE_INDEX, UNIFIED_MAP, read_huggingface, read_unified
+from reshard.forms.ranks import find_checkpoints
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
 from reshard.strategies.replicas import replicas_of_group_infos, replicas_of_strategy
 from reshard.text.report import Report
@@ -27,8 +28,8 @@ from tests.checkpoint_writing import (
     text,
     write_safetensors,
 )
-from tests.checkpoints.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 from tests.encryption import KEY, MODES, encrypted
+from tests.forms.test_hostile_checkpoint2 import SAVED, see_that_it_is_right
 from tests.strategy_writing import group_info, json_content, layout, protobuf
 
 

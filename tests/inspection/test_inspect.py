@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import pytest
 
-from reshard.checkpoints import find_checkpoints
+from reshard.forms.ranks import find_checkpoints
 from tests.checkpoint_writing import write_sparse
 from tests.running import LAUNCHER, Argument, done, fails, flat, say_on_terminal, warns
 from tests.small import World, tensors

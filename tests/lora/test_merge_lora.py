@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from reshard import execute
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.forms import RANKS
-from reshard.checkpoints.full import HUGGINGFACE
 from reshard.convert.writing import Counted
+from reshard.forms.full import HUGGINGFACE
+from reshard.forms.registry import RANKS
 from reshard.lora import scale_of
 from reshard.lora.low_rank import LowRank, Products
 from reshard.strategies import Strategy

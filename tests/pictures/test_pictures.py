@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.cli.slice_picture import picture_lines
+from reshard.forms.ranks.holding import Holding
 from reshard.pictures.slices import Arrangement
 from reshard.pictures.tensor import parameter_picture
 from reshard.pictures.transfers import transfer_map
-from reshard.plan.holding import Holding
 from reshard.strategies import RecordedLayout, Stage
 from reshard.text.wording import byte_size, stepped_ranges
 from tests.layouts import layouts, shapes

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.checkpoints.rank_tree.naming import FileNames, names_of
-from reshard.checkpoints.rank_tree.tree import find_checkpoints
+from reshard.forms.ranks.naming import FileNames, names_of
+from reshard.forms.ranks.tree import find_checkpoints
 from reshard.storage.json_text import Fields
 from tests.running import Argument, Result, done, fails, warns
 from tests.small import COPIED, PLAIN_TARGET, World

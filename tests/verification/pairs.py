@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Callable, Optional
 
-from reshard.checkpoints import StepFiles
-from reshard.plan.selection import StepSelector
+from reshard.forms.ranks import StepFiles
+from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report

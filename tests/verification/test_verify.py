@@ -16,8 +16,8 @@ from reshard.checkpoints import FileHandles, read_index
 from reshard.execute import filling
 from reshard.execute import run as run_module
 from reshard.execute.boxes import boxes_of_range
+from reshard.forms.cuts import Cut
 from reshard.plan import plan
-from reshard.plan.cuts import Cut
 from reshard.plan.pieces import TargetTensor
 from tests.mistakes import another_rank, off_by_one
 from tests.reference import Strategy

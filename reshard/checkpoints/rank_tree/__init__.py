@@ -1,1 +1,0 @@
-"""Trees of rank directories: which rank has a file of which step, by names alone."""

@@ -1,0 +1,21 @@
+"""Checkpoint 2.0: what MindFormers from 1.8 on saves, a directory per iteration.
+
+Each iteration has files of tensors, of models and of optimizers, and a metadata.json that says how tensors
+are cut and which file holds which slice. Reading goes from `recognise` and `find_iterations` (names alone) to
+`read_checkpoint2` (metadata and headers). Nothing of what metadata says is believed before it was checked.
+"""
+
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2, Lost
+from reshard.forms.checkpoint2.iterations import Iteration, find_iterations, recognise
+from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration, strategy_of
+
+__all__ = [
+    "Checkpoint2",
+    "Iteration",
+    "Lost",
+    "find_iterations",
+    "read_checkpoint2",
+    "read_iteration",
+    "recognise",
+    "strategy_of",
+]

@@ -1,0 +1,249 @@
+"""What an iteration holds: its metadata and the headers of its files held together.
+
+A tensor is taken where both agree. What they contradict each other in is a fault of that tensor alone, so that
+it matters only to whoever wants it; known defects of MindFormers' writers are healed where the data is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Optional
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.tensors import Tensor
+from reshard.errors import CheckpointError, InputError
+from reshard.forms.checkpoint2.checkpoint import Lost
+from reshard.forms.checkpoint2.elsewhere import Elsewhere
+from reshard.forms.checkpoint2.files import IterationFiles
+from reshard.forms.checkpoint2.placing import Placement, Placer
+from reshard.forms.checkpoint2.ranks import RankList, disjoint, rank_lists
+from reshard.forms.checkpoint2.records import Metadata
+from reshard.forms.checkpoint2.unlisted import judge
+from reshard.text.messages import listing
+from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern, is_value, is_weight
+from reshard.text.report import Report
+from reshard.text.wording import plural, quoted, some_names
+
+
+class Remark(Enum):
+    """What is said of tensors that are not as metadata says."""
+
+    WITHOUT_DATA = "listed, but in no file, as MindFormers up to 2.0 does in a pipeline; passed over"
+    MOVED = (
+        "looked for in the files of another pipeline stage, as MindFormers does with FusedAdamW; taken from the files "
+        "of the stage of the parameters that they belong to"
+    )
+    MISNUMBERED = "slices numbered wrongly, as MindFormers does where the ranks of a layout have gaps; read by rank"
+    OUTSIDE = "said to be in files of ranks that the layout does not name; these copies are passed over"
+    REPLACED = "taken from files that are not listed for them, as those that are cannot be read"
+    STATE = "states of the optimizer that are not listed; cut as the parameters that they belong to"
+    WHOLE = "not listed, but in the files of all ranks with the same values; taken as whole"
+
+
+@dataclass
+class Contents:
+    """What an iteration holds; the attributes are as those of `Checkpoint2`."""
+
+    tensors: dict[str, GlobalTensor] = field(default_factory=dict)
+    plain: set[str] = field(default_factory=set)
+    unlaid: set[str] = field(default_factory=set)
+    lost: dict[str, Lost] = field(default_factory=dict)
+    faults: dict[str, InputError] = field(default_factory=dict)
+    unplaced: dict[str, str] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Tensor, placement: Placement) -> None:
+        """A tensor that files hold, be it with gaps."""
+        grid = placement.grid
+        if placement.layout is None and is_loose(name, grid.shape):
+            self.plain.add(name)
+            return
+        self.placements[name] = placement
+        self.tensors[name] = GlobalTensor(name, tensor.dtype, tensor.item_size, grid.shape, (placement.sharding,))
+
+
+def is_loose(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor that nobody lays out is a value such as ``global_step`` and no parameter."""
+    return math.prod(shape) == 1 and is_value(name, 1)
+
+
+def whole_contents(files: IterationFiles) -> Contents:
+    """What the files of a single rank hold: whole tensors.
+
+    Args:
+        files: all of one save that needs no metadata.
+    """
+    found = Contents()
+    for number, index in files.indexes.items():
+        for name, tensor in index.tensors.items():
+            if name in found.placements:
+                other = files.paths[found.placements[name].held[0][0]]
+                found.faults[name] = CheckpointError(
+                    f"{quoted(name)} is in two files, and nothing tells which counts: {other}, {index.path}",
+                    file=index.path,
+                    parameter=name,
+                    hint=f"leave it out with --exclude {as_pattern(name)}",
+                )
+                continue
+            found.add(name, tensor, Placement.whole(tensor.shape, [number], [0]))
+    for name in found.faults:
+        del found.tensors[name], found.placements[name]
+    return found
+
+
+def laid_out_contents(metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> Contents:
+    """What the files hold by their metadata.
+
+    Args:
+        metadata: what is said.
+        files: the files, their headers read.
+        handles: where to borrow them from.
+        report: told of what is healed and of what is left out.
+    """
+    return _Reading(metadata, files, handles, report).read()
+
+
+class _Reading:
+    def __init__(self, metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> None:
+        self._metadata = metadata
+        self._files = files
+        self._handles = handles
+        self._report = report
+        self._placer = Placer(metadata, files)
+        self._elsewhere = Elsewhere(metadata, files, self._placer)
+        self._found = Contents()
+        # Names by what was found of them, in the words of the user.
+        self._remarks: dict[Remark, list[str]] = {}
+
+    def read(self) -> Contents:
+        for name in self._metadata.tensors:
+            try:
+                self._read(name)
+            except InputError as error:
+                self._found.faults[name] = error
+        for name, holders in sorted(self._unlisted().items()):
+            try:
+                self._read_unlisted(name, holders)
+            except InputError as error:
+                self._found.faults[name] = error
+        self._tell()
+        found = self._found.placements
+        self._found.unlaid = {name for name in found if found[name].layout is None and is_weight(name, found)}
+        return self._found
+
+    def _read(self, name: str) -> None:
+        placement = self._placer.place(name)
+        tensor = self._placer.tensor(name, placement.contents, placement.grid)
+        lacking = [file for file in placement.contents if name not in self._files.indexes[file].tensors]
+        if lacking and tensor is None and name.startswith(ACCUMULATED_GRADIENTS):
+            self._remark(Remark.WITHOUT_DATA, name)
+            return
+        moved = self._elsewhere.moved(name) if tensor is None else None
+        if moved is not None:
+            placement = moved
+            tensor = self._placer.tensor(name, placement.contents, placement.grid)
+            self._remark(Remark.MOVED, name)
+        elif lacking:
+            raise self._not_in_there(name, lacking)
+        if placement.misnumbered:
+            self._remark(Remark.MISNUMBERED, name)
+        if placement.lost:
+            placement, tensor = self._replaced(name, placement, tensor)
+        elif placement.outside:
+            self._remark(Remark.OUTSIDE, name)
+        if tensor is not None:
+            self._found.add(name, tensor, placement)
+
+    def _not_in_there(self, name: str, lacking: Sequence[int]) -> CheckpointError:
+        paths = [self._files.paths[file] for file in lacking]
+        return CheckpointError(
+            f"{some_names(paths, 2)}: {self._metadata.path} says that {quoted(name)} is in there, and it is not",
+            file=paths[0],
+            parameter=name,
+            hint="the files are not of one save, or were changed; take another iteration, or leave it out with "
+            f"--exclude {as_pattern(name)}",
+        )
+
+    def _replaced(
+        self, name: str, placement: Placement, tensor: Optional[Tensor]
+    ) -> tuple[Placement, Optional[Tensor]]:
+        """A placement of which some slices are in no file that is listed and there, with what other files hold."""
+        found = self._elsewhere.replacements(name, placement)
+        if found:
+            files = [file for holders in found.values() for file in holders]
+            other = self._placer.tensor(name, files, placement.grid)
+            assert other is not None
+            if tensor is not None and not tensor.same_type(other):
+                raise self._not_in_there(name, files)
+            tensor = tensor or other
+            held = tuple(tuple(found.get(number, files)) for number, files in enumerate(placement.held))
+            more = () if placement.layout is None else ((file, self._elsewhere.rank_of[file]) for file in files)
+            placement = replace(placement, held=held, rank_of=(*placement.rank_of, *more))
+            self._remark(Remark.REPLACED, name)
+        lost = placement.lost
+        if lost:
+            said = {file for number in lost for file in placement.said[number]}
+            self._found.lost[name] = Lost(name, len(lost), tuple(self._files.names[file] for file in sorted(said)))
+        return placement, tensor
+
+    def _unlisted(self) -> dict[str, list[int]]:
+        """The files that hold a tensor that metadata does not list, by its name."""
+        found: dict[str, list[int]] = {}
+        names: dict[int, list[str]] = {}
+        for file, index in self._files.indexes.items():
+            contents = id(index.tensors)
+            if contents not in names:
+                names[contents] = [name for name in index.tensors if name not in self._metadata.tensors]
+            for name in names[contents]:
+                found.setdefault(name, []).append(file)
+        return found
+
+    def _read_unlisted(self, name: str, holders: Sequence[int]) -> None:
+        tensor = self._files.indexes[holders[0]].tensors[name]
+        if math.prod(tensor.shape) == 1:
+            self._found.plain.add(name)
+            return
+        placement = self._elsewhere.unlisted(name, holders)
+        whole = placement is None
+        if placement is not None:
+            if placement.lost:
+                placement, _ = self._replaced(name, placement, tensor)
+            self._remark(Remark.STATE, name)
+        else:
+            cut = judge(name, holders, self._files, self._elsewhere.rank_of, self._stages, self._handles)
+            if not cut.whole:
+                self._found.unplaced[name] = cut.why
+                return
+            placement = Placement.whole(tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders))
+            self._remark(Remark.WHOLE, name)
+        self._placer.tensor(name, holders, placement.grid)
+        self._found.add(name, tensor, placement)
+        if whole:
+            self._found.unlisted[name] = tuple(holders)
+
+    @cached_property
+    def _stages(self) -> list[RankList]:
+        return disjoint(rank_lists(self._metadata))
+
+    def _remark(self, remark: Remark, name: str) -> None:
+        self._remarks.setdefault(remark, []).append(name)
+
+    def _tell(self) -> None:
+        path = self._metadata.path
+        for remark, names in self._remarks.items():
+            text = f"{path}: {remark.value} ({plural(len(names), 'parameter')}): " + listing(names)
+            (self._report.note if remark is Remark.WITHOUT_DATA else self._report.warn)(text)
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self._found.unplaced.items():
+            by_reason.setdefault(why, []).append(name)
+        for why, names in by_reason.items():
+            self._report.warn(
+                f"{path}: not listed, so nothing tells how it is cut, and {why}; left out "
+                f"({plural(len(names), 'parameter')}): " + listing(names)
+            )

@@ -1,0 +1,244 @@
+"""Finding Checkpoint 2.0: its roots, its iterations, and the one that is meant.
+
+A root holds a directory per iteration and a file that names the last finished one, the *tracker*. It is
+the only mark of completeness: an asynchronous save may look complete before it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional
+
+from reshard.checkpoints.files import reading_error
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, iteration_name, parse_file_name, parse_iteration
+from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.report import Report
+from reshard.text.wording import some_names
+
+_HEAD = 4096
+_LONGEST_TRACKER = 256
+_LARGEST_COMMON = 1 << 20
+_SECTION = re.compile(rb'\s*\{\s*"(state_dict_metadata|storage_data)"')
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_WHICH = "name one with --step, or give its directory"
+
+
+class Iteration(NamedTuple):
+    """The directory of one iteration.
+
+    Attributes:
+        number: of the iteration; None where the directory's name does not tell.
+        path: the directory.
+    """
+
+    number: Optional[int]
+    path: str
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return "the checkpoint" if self.number is None else f"iteration {self.number}"
+
+
+class Choice(NamedTuple):
+    """The iterations that come into question.
+
+    Attributes:
+        iterations: in the order in which they are to be tried; the first that is complete is taken.
+        settled: whether nothing but the first will do.
+    """
+
+    iterations: list[Iteration]
+    settled: bool
+
+
+def recognise(path: str, names: Optional[Sequence[str]] = None) -> bool:
+    """Whether a directory is a root of Checkpoint 2.0 or holds one iteration.
+
+    Args:
+        path: the directory.
+        names: what of its contents counts; by default everything.
+
+    Raises:
+        ReshardError: the directory cannot be listed, or what is in it cannot be looked at.
+    """
+    if not is_directory(path):
+        return False
+    names = names_in(path) if names is None else names
+    return TRACKER in names or _is_iteration(path, names) or any(_iterations_in(path, names))
+
+
+def find_iterations(root: str) -> list[Iteration]:
+    """The iterations of a root, oldest first.
+
+    Raises:
+        ReshardError: the directory cannot be listed.
+    """
+    return sorted(_iterations_in(root, names_in(root)))
+
+
+def choose(path: str, step: Optional[str], report: Report) -> Choice:
+    """The iterations that come into question.
+
+    Args:
+        path: a root, or the directory of an iteration.
+        step: the iteration that is asked for; ``latest`` or None is the one that the tracker names.
+        report: told of iterations that are passed over.
+
+    Raises:
+        UsageError: ``step`` is no iteration's number, or not that of the directory.
+        CheckpointError: there is no such iteration.
+        RetryableError: reading failed in a way that may pass.
+    """
+    asked = _parse_step(step)
+    names = names_in(path)
+    if _is_iteration(path, names):
+        return Choice([_given(path, asked, report)], True)
+    found = find_iterations(path)
+    if not found:
+        raise CheckpointError(
+            f"{path}: holds no {iteration_name(0)[:-8]}* directory",
+            file=path,
+            hint="a root of Checkpoint 2.0 has one for each iteration that was saved",
+        )
+    tracked = read_tracker(path)
+    if asked is not None:
+        chosen = _numbered(found, asked, f"--step {asked}: {path} holds no {iteration_name(asked)}")
+        _warn_of_unfinished(chosen, tracked, report)
+        return Choice([chosen], True)
+    if tracked is None:
+        report.warn(
+            f"{os.path.join(path, TRACKER)} is not there, so nothing tells which iterations are finished: "
+            "the newest that is complete is taken"
+        )
+        return Choice(found[::-1], False)
+    told = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
+    chosen = _numbered(found, tracked, told)
+    newer = [str(iteration.number) for iteration in found if (iteration.number or 0) > tracked]
+    if newer:
+        plural = "iterations" if len(newer) > 1 else "iteration"
+        report.warn(
+            f"{path}: {plural} {some_names(newer)} {'are' if len(newer) > 1 else 'is'} newer than the last finished "
+            f"one, {tracked} ({TRACKER}), and passed over"
+        )
+    return Choice([chosen], True)
+
+
+def read_tracker(root: str) -> Optional[int]:
+    """The iteration that the tracker of a root names; None where there is no tracker.
+
+    Raises:
+        CheckpointError: it names none.
+        RetryableError: reading failed in a way that may pass.
+    """
+    path = os.path.join(root, TRACKER)
+    try:
+        text = read_small(path, _LONGEST_TRACKER).decode("ascii").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise reading_error(path, error) from error
+    except (UnicodeError, UnfitError):
+        text = ""
+    if not _NUMBER.fullmatch(text):
+        raise CheckpointError(f"{path}: names no iteration", file=path, hint=_WHICH)
+    return int(text)
+
+
+def read_common(directory: str) -> dict[str, Any]:
+    """What common.json says; nothing where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+        RetryableError: reading failed in a way that may pass.
+    """
+    path = os.path.join(directory, COMMON)
+    try:
+        found = parse_json(read_small(path, _LARGEST_COMMON))
+        if not isinstance(found, dict):
+            raise JsonError("it is no JSON object")
+        return found
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise reading_error(path, error) from error
+    except UnfitError as error:
+        raise CheckpointError(f"{path}: {error}", file=path) from error
+    except JsonError as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}",
+            file=path,
+            hint="copy it again from where it was saved; to do without what it says (epoch, step), remove it",
+        ) from error
+
+
+def _iterations_in(root: str, names: Sequence[str]) -> Iterator[Iteration]:
+    for name in names:
+        number = parse_iteration(name)
+        path = os.path.join(root, name)
+        if number is not None and is_directory(path):
+            yield Iteration(number, path)
+
+
+def _is_iteration(path: str, names: Sequence[str]) -> bool:
+    """Whether a directory holds the files of an iteration, finished or not."""
+    if METADATA in names and _begins_as_metadata(os.path.join(path, METADATA)):
+        return True
+    return any(parse_file_name(name) for name in names)
+
+
+def _begins_as_metadata(path: str) -> bool:
+    """Whether a file begins as a metadata.json of Checkpoint 2.0; others give that name to other things."""
+    try:
+        with opened_regular(path) as file:
+            return _SECTION.match(file.read(0, _HEAD)) is not None
+    except (FileNotFoundError, UnfitError):
+        return False
+    except OSError as error:
+        raise reading_error(path, error) from error
+
+
+def _parse_step(step: Optional[str]) -> Optional[int]:
+    if step is None or step == "latest":
+        return None
+    if not _NUMBER.fullmatch(step):
+        raise UsageError(
+            f"--step {step}: is no iteration of Checkpoint 2.0",
+            hint="name it by its number, such as --step 1000, or give --step latest",
+        )
+    return int(step)
+
+
+def _numbered(found: list[Iteration], number: int, otherwise: str) -> Iteration:
+    for iteration in found:
+        if iteration.number == number:
+            return iteration
+    there = some_names([str(iteration.number) for iteration in reversed(found)])
+    raise CheckpointError(otherwise, hint=f"{_WHICH}; there are iterations {there}")
+
+
+def _given(path: str, asked: Optional[int], report: Report) -> Iteration:
+    """The iteration whose directory is the source itself."""
+    whole = absolute(path)
+    number = parse_iteration(os.path.basename(whole))
+    if asked is not None and asked != number:
+        raise UsageError(
+            f"--step {asked}: {path} is the directory of one checkpoint, and not named {iteration_name(asked)}",
+            hint="leave out --step, or give the directory above",
+        )
+    given = Iteration(number, path)
+    if number is not None:
+        _warn_of_unfinished(given, read_tracker(os.path.dirname(whole)), report)
+    return given
+
+
+def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Report) -> None:
+    if tracked is not None and chosen.number is not None and chosen.number > tracked:
+        report.warn(
+            f"{chosen.path}: {TRACKER} beside it names iteration {tracked} as the last finished one: this one may have "
+            "been cut short while it was saved"
+        )

@@ -1,0 +1,244 @@
+"""Reading what metadata.json says as typed records; nothing of it is believed but its types and ranges.
+
+The file of a large job has hundreds of megabytes: each rank that holds a slice is listed with all ranks
+that hold it. So it is walked entry by entry, and what recurs (layouts, lists of ranks, groups of files that
+hold a slice) is kept once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, Callable, Optional
+
+from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
+from reshard.defaults import MOST_DEVICES
+from reshard.errors import CheckpointError
+from reshard.forms.checkpoint2.names import METADATA, parse_key
+from reshard.forms.checkpoint2.records import (
+    Chunks,
+    Description,
+    Metadata,
+    RankGroup,
+    RecordedLayout,
+    StoredSlice,
+    StoredSlices,
+)
+from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
+from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
+from reshard.text.wording import quoted
+
+_AGAIN = "copy the directory again from where it was saved, or take another iteration"
+_DESCRIPTIONS, _STORED = "state_dict_metadata", "storage_data"
+_ONE_READ = 4 << 20
+# The description of a tensor that is cut into a hundred thousand slices, indented.
+_MOST_ITEM = 32 << 20
+_MOST_DIMENSIONS = 64
+_INT64 = 1 << 63
+_LONGEST_NAME = 255
+_ENDING = ".safetensors"
+
+# An entry of a stored slice as it is always written, compact or indented; parsed as JSON in general where it is not.
+_ENTRY = re.compile(
+    r'\{~"file_name"~:~"([^"\\\x00-\x1f]*)"~,~"storage_rank"~:~(0|[1-9][0-9]{0,6})~'
+    r'(?:,~"rank_group"~:~(\[[0-9, \t\n\r]*\])~)?\}'.replace("~", r"[ \t\n\r]*")
+)
+
+MOST_BYTES = 1 << 36
+"""Bytes that a metadata.json may have: ten minutes of reading. Each slice of a tensor takes 16 bytes of memory."""
+
+
+def read_metadata(directory: str) -> Optional[Metadata]:
+    """Read the metadata.json of an iteration; None where there is none.
+
+    Raises:
+        CheckpointError: it is damaged, or says what no such file can say.
+        RetryableError: reading failed in a way that may pass.
+    """
+    path = os.path.join(directory, METADATA)
+    try:
+        with opened_regular(path) as file:
+            if file.size() > MOST_BYTES:
+                raise UnfitError(f"is larger than any {METADATA} that is read ({MOST_BYTES >> 30} GiB)")
+            return _Reader(path, JsonStream(_windows(file), _MOST_ITEM)).read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise reading_error(path, error) from error
+    except UnfitError as error:
+        raise CheckpointError(f"{path}: {error}", file=path) from error
+    except JsonError as error:
+        raise CheckpointError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
+
+
+def _windows(file: ReadableFile) -> Callable[[], bytes]:
+    """What gives a file's bytes piece by piece, as many as it has now."""
+    size = file.size()
+    position = 0
+
+    def read() -> bytes:
+        nonlocal position
+        data = read_range(file, position, min(_ONE_READ, size - position))
+        position += len(data)
+        return data
+
+    return read
+
+
+class _Reader:
+    def __init__(self, path: str, stream: JsonStream) -> None:
+        self._stream = stream
+        self._found = Metadata(path)
+        self._files: dict[str, int] = {}
+        self._places: dict[StoredSlice, int] = {}
+        # Whatever was met before, so that it is kept once.
+        self._known: dict[Any, Any] = {}
+        self._groups: dict[str, RankGroup] = {}
+        self._group: tuple[str, RankGroup] = ("", ())
+
+    def read(self) -> Metadata:
+        sections = {_DESCRIPTIONS: self._read_descriptions, _STORED: self._read_stored}
+        for section in self._stream.members():
+            if section in sections:
+                sections.pop(section)()
+            else:
+                self._stream.skip()
+        self._stream.end()
+        for section in sections:
+            raise JsonError(f"{section} is missing")
+        self._check_numbers()
+        return self._found
+
+    def _read_descriptions(self) -> None:
+        for name in self._stream.members(self._found.tensors):
+            if not name:
+                raise JsonError(f"{_DESCRIPTIONS} holds an empty name")
+            self._found.tensors[name] = self._description(Fields(self._stream.value(), quoted(name)), quoted(name))
+
+    def _description(self, said: Fields, where: str) -> Description:
+        shape = _sizes(said, "global_shape")
+        dtype = said.fields("properties").optional_text("dtype") or ""
+        cuts = None if said.is_null("axis_fragmentations") else _sizes(said, "axis_fragmentations")
+        layout = None if said.is_null("layout") else self._layout(said.fields("layout"), where)
+        numbers, shapes = [], []
+        for chunk in said.entries("chunk"):
+            fields = Fields(chunk, f"{where}: chunk")
+            offset = fields.integers("global_offset", 0, _INT64)
+            if len(offset) != 1:
+                raise JsonError(f"{where}: global_offset is not the number of a slice")
+            numbers.append(offset[0])
+            shapes.append(_sizes(fields, "local_shape"))
+        chunks = Chunks(tuple(numbers), tuple(dict.fromkeys(shapes)))
+        return Description(self._once(dtype.lower()), self._once(shape), self._once(cuts), layout, self._once(chunks))
+
+    def _layout(self, said: Fields, where: str) -> RecordedLayout:
+        axes = []
+        for entry in said.entries("tensor_map"):
+            several = entry if isinstance(entry, list) else [entry]
+            found = integers(several, f"{where}: tensor_map", -1, _MOST_DIMENSIONS)
+            axes.append(tuple(axis for axis in found if axis >= 0))
+        ranks = said.integers("rank_list", 0, MOST_DEVICES)
+        matrix = said.integers("device_matrix", 1, MOST_DEVICES + 1)
+        if max(len(axes), len(matrix)) > _MOST_DIMENSIONS:
+            raise JsonError(f"{where}: its layout has more than {_MOST_DIMENSIONS} dimensions")
+        interleaved = "interleaved_parallel" in said and said.flag("interleaved_parallel")
+        layout: RecordedLayout = self._once(
+            RecordedLayout(self._once(matrix), self._once(tuple(axes)), self._once(ranks), interleaved)
+        )
+        return layout
+
+    def _once(self, found: Any) -> Any:
+        return self._known.setdefault(found, found)
+
+    def _read_stored(self) -> None:
+        stored = self._found.stored
+        # The keys are not kept: that a slice comes twice is seen in the end.
+        for key in self._stream.members(frozenset()):
+            said = parse_key(key)
+            if said is None:
+                raise JsonError(f"{_STORED} holds {quoted(key)}, which is no name and number of a slice")
+            name, number = said
+            slices = stored.get(name)
+            if slices is None:
+                slices = stored[name] = StoredSlices()
+            slices.add(number, self._stored_slice(key))
+
+    def _stored_slice(self, key: str) -> int:
+        """The place of the stored slice that comes next."""
+        entries: list[tuple[int, int]] = []
+        groups: dict[RankGroup, None] = {}
+        for _ in self._stream.elements():
+            file, rank, group = self._entry(key)
+            entries.append((file, rank))
+            groups[group] = None
+        if not entries:
+            raise JsonError(f"{quoted(key)}: no file is listed")
+        if len(groups) == 1:
+            (ranks,) = groups
+        else:
+            ranks = self._ranks({rank for group in groups for rank in group})
+        found = StoredSlice(tuple(sorted(entries)), ranks)
+        place = self._places.get(found)
+        if place is None:
+            if len(set(found.entries)) < len(entries):
+                raise JsonError(f"{quoted(key)}: a file is listed twice")
+            place = self._places[found] = len(self._found.places)
+            self._found.places.append(found)
+        return place
+
+    def _entry(self, key: str) -> tuple[int, int, RankGroup]:
+        """File, storage rank and rank group of the entry that comes next."""
+        usual = self._stream.matching(_ENTRY)
+        if usual is None:
+            said = Fields(self._stream.value(), quoted(key))
+            group: RankGroup = ()
+            if "rank_group" in said and not said.is_null("rank_group"):
+                group = self._ranks(said.integers("rank_group", 0, MOST_DEVICES))
+            return self._file(said.text("file_name"), key), said.integer("storage_rank", 0, MOST_DEVICES), group
+        name, digits, text = usual.groups()
+        rank = int(digits)
+        if rank >= MOST_DEVICES:
+            raise JsonError(f"{quoted(key)}: storage_rank holds a number out of range")
+        # The entries of one slice repeat the group, thousands of ranks long.
+        if text is not None and text != self._group[0]:
+            group = self._groups.get(text, ())
+            if not group:
+                ranks = integers(parse_json(text.encode()), f"{quoted(key)}: rank_group", 0, MOST_DEVICES)
+                group = self._groups[text] = self._ranks(ranks)
+            self._group = (text, group)
+        return self._file(name, key), rank, () if text is None else self._group[1]
+
+    def _ranks(self, ranks: Iterable[int]) -> RankGroup:
+        group: RankGroup = self._once(tuple(sorted(set(ranks))))
+        return group
+
+    def _file(self, name: str, key: str) -> int:
+        number = self._files.get(name)
+        if number is None:
+            # A name in the directory, which never leads out of it.
+            fits = name.endswith(_ENDING) and name != _ENDING and "/" not in name and "\0" not in name
+            if not fits or len(name.encode()) > _LONGEST_NAME:
+                raise JsonError(f"{quoted(key)}: {quoted(name)} is no name of a {_ENDING} file in this directory")
+            number = self._files[name] = len(self._found.files)
+            self._found.files.append(name)
+        return number
+
+    def _check_numbers(self) -> None:
+        """See that the sections tell of the same tensors and no slice comes twice."""
+        for name, slices in self._found.stored.items():
+            if name not in self._found.tensors:
+                raise JsonError(f"{_STORED} lists {quoted(name)}, which {_DESCRIPTIONS} does not")
+            if len(set(slices.numbers)) < len(slices):
+                raise JsonError(f"{_STORED} lists a slice of {quoted(name)} twice")
+
+
+def _sizes(said: Fields, key: str) -> tuple[int, ...]:
+    sizes = said.integers(key, 0, _INT64)
+    if len(sizes) > MAX_DIMENSIONS:
+        raise JsonError(f"{key} has more than {MAX_DIMENSIONS} dimensions")
+    if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise JsonError(f"{key} has more than {MAX_ELEMENTS:,} elements")
+    return sizes

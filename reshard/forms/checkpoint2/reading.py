@@ -1,0 +1,141 @@
+"""Reading an iteration: its metadata, the headers of its files, and what comes of holding the two together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Callable, Optional
+
+from reshard.checkpoints.files import FileHandles
+from reshard.errors import CheckpointError, InputError
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2
+from reshard.forms.checkpoint2.contents import laid_out_contents, whole_contents
+from reshard.forms.checkpoint2.files import IterationFiles
+from reshard.forms.checkpoint2.iterations import Iteration, choose, read_common
+from reshard.forms.checkpoint2.metadata import read_metadata
+from reshard.forms.checkpoint2.names import ADAPTER
+from reshard.storage import exists
+from reshard.strategies import SAME, Stage, Strategy
+from reshard.text.messages import listing
+from reshard.text.report import Report
+from reshard.text.wording import plural, rank_ranges
+
+
+def read_checkpoint2(
+    path: str,
+    step: Optional[str],
+    handles: FileHandles,
+    report: Report,
+    damaged: Optional[Mapping[str, str]] = None,
+    wanted: Optional[Callable[[str], bool]] = None,
+) -> Checkpoint2:
+    """Read the iteration that is meant.
+
+    Args:
+        path: a root, or the directory of an iteration.
+        step: its number; ``latest`` or None is the last finished one.
+        handles: where to borrow files from.
+        report: told of iterations and files that are passed over, and of faults that do no harm.
+        damaged: files that count as absent, and why, by path; the text names the file.
+        wanted: says of a name whether the tensor has to be readable; by default all have to.
+
+    Raises:
+        UsageError: ``step`` names no iteration.
+        IncompleteSourceError: of a tensor that is wanted some slice is in no readable file.
+        InputError: there is no such iteration, or its metadata is damaged or contradicts the files.
+        RetryableError: reading failed in a way that may pass.
+    """
+    choice = choose(path, step, report)
+    refused: Optional[InputError] = None
+    for iteration in choice.iterations:
+        try:
+            found = read_iteration(iteration, handles, report, damaged)
+            found.check(wanted)
+        except InputError as error:
+            if choice.settled:
+                raise
+            refused = refused or error
+            report.warn(f"{iteration.label} is not complete and is passed over: {error.message}")
+            continue
+        return found
+    assert refused is not None
+    raise refused
+
+
+def read_iteration(
+    iteration: Iteration, handles: FileHandles, report: Report, damaged: Optional[Mapping[str, str]] = None
+) -> Checkpoint2:
+    """Read an iteration, complete or not; the arguments and errors are as those of `read_checkpoint2`."""
+    metadata = read_metadata(iteration.path)
+    listed = None if metadata is None else metadata.files
+    files = IterationFiles(iteration.path, listed, handles, report, damaged or {})
+    contents = whole_contents(files) if metadata is None else laid_out_contents(metadata, files, handles, report)
+    common = read_common(iteration.path)
+    adapter = os.path.join(iteration.path, ADAPTER)
+    if exists(adapter):
+        report.note(
+            f"{adapter} binds these LoRA parameters to the files of their base model by a fingerprint; it belongs to "
+            "this form only and is not carried over"
+        )
+    step = iteration.number
+    if step is None and isinstance(common.get("global_step"), int):
+        step = common["global_step"]
+    return Checkpoint2(
+        step=None if step is None else str(step),
+        label=iteration.label,
+        place=iteration.path,
+        files=files.paths,
+        indexes=files.indexes,
+        tensors=contents.tensors,
+        plain=tuple(sorted(contents.plain)),
+        unlaid=tuple(sorted(contents.unlaid)),
+        absent=files.absent,
+        lost=contents.lost,
+        faults=contents.faults,
+        unplaced=contents.unplaced,
+        common=common,
+        placements=contents.placements,
+        listed=None if metadata is None else frozenset(metadata.tensors),
+        unlisted=contents.unlisted,
+    )
+
+
+_HINT = "pass the target's strategy instead of same"
+
+
+def strategy_of(checkpoint: Checkpoint2) -> Strategy:
+    """How tensors are laid out over the ranks that an iteration was saved by.
+
+    Raises:
+        CheckpointError: metadata does not tell, or not of every tensor, or its stages are no runs of ranks that
+            follow each other.
+    """
+    stages: list[Stage] = []
+    first = 0
+    for ranks, layouts in checkpoint.layouts().items():
+        if ranks != tuple(range(first, first + len(ranks))):
+            raise CheckpointError(
+                f"{checkpoint.place}: lays tensors out over {rank_ranges(ranks)}; a stage would begin at rank {first} "
+                "and have no gaps",
+                file=checkpoint.place,
+                hint=_HINT,
+            )
+        stages.append(Stage(len(stages), first, len(ranks), layouts, (checkpoint.place,)))
+        first += len(ranks)
+    if not stages:
+        raise CheckpointError(
+            f"{checkpoint.place}: does not say how tensors are laid out",
+            file=checkpoint.place,
+            hint=f"{_HINT}, or none",
+        )
+    laid_out = set().union(*(stage.layouts.keys() for stage in stages))
+    scattered = sorted(checkpoint.tensors.keys() - laid_out)
+    if scattered:
+        raise CheckpointError(
+            f"{checkpoint.place}: lays {plural(len(scattered), 'parameter')} out over a part of a stage's ranks, which "
+            "no strategy can: " + listing(scattered),
+            file=checkpoint.place,
+            parameter=scattered[0],
+            hint=_HINT,
+        )
+    return Strategy(tuple(stages), SAME)

@@ -1,0 +1,127 @@
+"""Files beside the weights of a Hugging Face directory: the model's configuration, its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Optional
+
+from reshard.checkpoints import FileHandles, reading_error
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
+from reshard.errors import CheckpointError
+from reshard.forms.form import Wanted
+from reshard.forms.target import FinishingFile
+from reshard.storage import UnfitError, for_each, read_range, read_small
+from reshard.storage.json_text import JsonError, parse_json
+from reshard.text.names import is_weight
+from reshard.text.report import Report
+from reshard.text.wording import quoted
+
+CONFIG = "config.json"
+TYPE_KEYS = ("dtype", "torch_dtype")
+"""Keys of config.json for the type in which loaders hold the weights, the newer first."""
+
+_LARGEST_CONFIG = 1 << 22
+_PART = 1 << 20
+
+
+def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wanted: Wanted) -> list[FinishingFile]:
+    """What a Hugging Face directory takes over from another, and the configuration that was named for the rules.
+
+    Args:
+        checkpoint: what is written.
+        tensors: those of its tensors that are.
+        wanted: what is asked for; the files are sources, too, and stay what they are at this moment.
+
+    Raises:
+        ReshardError: one cannot be read.
+    """
+    handles, report = wanted.handles, wanted.report
+    paths = {name: os.path.join(checkpoint.place, name) for name in checkpoint.others}
+    if CONFIG not in paths and wanted.config is not None:
+        report.note(f"{CONFIG} is taken over from {wanted.config}")
+        paths[CONFIG] = wanted.config
+    copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
+    files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
+    if CONFIG in paths:
+        content = _of_other_types(paths[CONFIG], tensors, wanted.cast, report)
+        if content is not None:
+            files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
+    return [*files.values()]
+
+
+def _copied(path: str, handles: FileHandles) -> FinishingFile:
+    """A file that is taken over as it is.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    try:
+        with contextlib.closing(handles.open_file(path)) as file:
+            status = file.status()
+    except OSError as error:
+        raise reading_error(path, error) from error
+    if not status.regular:
+        raise CheckpointError(f"{path}: is not a regular file", file=path, hint="remove it, or put the file there")
+
+    def parts() -> Iterator[bytes]:
+        handles.check_unchanged([path])
+        try:
+            with contextlib.closing(handles.open_file(path)) as file:
+                for offset in range(0, status.size, _PART):
+                    yield read_range(file, offset, min(_PART, status.size - offset))
+        except OSError as error:
+            raise reading_error(path, error) from error
+        # Before what is made of it gets its name.
+        handles.check_unchanged([path])
+
+    return FinishingFile(os.path.basename(path), parts, status.size, path)
+
+
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, report: Report) -> Optional[bytes]:
+    """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+
+    Args:
+        path: the configuration.
+        tensors: what is written.
+        cast: whether casts are asked for; only then the configuration is changed.
+        report: told of another type than that of the weights.
+
+    Raises:
+        RetryableError: it cannot be read.
+    """
+    try:
+        config = parse_json(read_small(path, _LARGEST_CONFIG))
+    except (UnfitError, JsonError) as error:
+        report.warn(f"{path} {error}; it is taken over as it is: see that it names the type of the weights")
+        return None
+    except OSError as error:
+        raise reading_error(path, error) from error
+    said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
+    types = sorted(
+        {
+            tensor.dtype.lower()
+            for name, tensor in tensors.items()
+            if is_weight(name, tensors) and "Float" in tensor.dtype
+        }
+    )
+    if not said or not types or all(types == [value] for value in said.values()):
+        return None
+    key, value = next(iter(said.items()))
+    if not cast:
+        if value not in types:
+            report.note(
+                f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
+                f"--cast DTYPE writes them in another type and corrects {CONFIG}"
+            )
+        return None
+    if len(types) > 1:
+        report.warn(
+            f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
+            f"({', '.join(types)}): see that it is the one in which they are to be loaded"
+        )
+        return None
+    report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
+    return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()

@@ -1,0 +1,272 @@
+"""What is in the files of a directory of full weights, and whether its map says the same."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from reshard.checkpoints.by_name import ByName
+from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor
+from reshard.checkpoints.files import FileHandles
+from reshard.checkpoints.formats.alike import KnownStructures
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.checkpoints.formats.tensors import CheckpointIndex
+from reshard.checkpoints.name_order import layers_in_order, natural_order
+from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, one_error
+from reshard.forms.full.directory import ONE_COPY, file_names
+from reshard.layout import Grid
+from reshard.storage import is_regular_file
+from reshard.text.messages import listing
+from reshard.text.report import Report
+from reshard.text.wording import one_line, plural, quoted, some_names, step_words
+
+_ONE_SAVE = "the files and this list are not of one save: copy or download the directory again"
+
+
+class Contents:
+    """Files of a directory, and what is in them.
+
+    Attributes:
+        paths: every file, by number.
+        indexes: what is in each.
+    """
+
+    def __init__(self, directory: str, files: Sequence[str], indexes: Mapping[int, CheckpointIndex]) -> None:
+        self.paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
+        self.indexes = indexes
+        self._files = files
+
+    @classmethod
+    def read(cls, directory: str, files: Sequence[str], handles: FileHandles, damaged: Mapping[str, str]) -> Contents:
+        """Read the headers of all files.
+
+        Raises:
+            CheckpointError: some are missing or damaged; all of them are named.
+        """
+        paths = {number: os.path.join(directory, name) for number, name in enumerate(files)}
+        there = {number: path for number, path in paths.items() if is_regular_file(path)}
+        problems: list[InputError] = []
+        missing = [name for number, name in enumerate(files) if number not in there]
+        if missing:
+            problems.append(
+                CheckpointError(
+                    f"{directory}: {plural(len(missing), 'file')} of {len(files)} missing: {file_names(missing)}",
+                    file=paths[files.index(missing[0])],
+                    hint=ONE_COPY,
+                )
+            )
+        sound = {number: path for number, path in there.items() if path not in damaged}
+        problems += [
+            DamagedCheckpointError(damaged[path], file=path, hint=ONE_COPY)
+            for number, path in there.items()
+            if number not in sound
+        ]
+        indexes: dict[int, CheckpointIndex] = {}
+        for number, header in read_headers(handles, sound, KnownStructures(handles), "file"):
+            if isinstance(header, DamagedCheckpointError):
+                problems.append(DamagedCheckpointError(header.message, file=header.file, hint=ONE_COPY))
+            else:
+                indexes[number] = header
+        if problems:
+            raise one_error(problems, f"{directory} is not complete")
+        return cls(directory, files, indexes)
+
+    def check(
+        self,
+        place: str,
+        weight_map: Optional[Mapping[str, str]],
+        count: int,
+        scalars: Mapping[str, int],
+        report: Report,
+    ) -> None:
+        """Compare the map with the files.
+
+        Args:
+            place: the map, or the directory, for messages.
+            weight_map: what the map says; None where there is none.
+            count: the first so many files are those that it speaks of.
+            scalars: what is taken of the others, and the file that holds each.
+            report: told of tensors that the map does not list.
+
+        Raises:
+            CheckpointError: a tensor is in several files, or in none, or not in the one that the map says.
+        """
+        found: dict[str, int] = {}
+        twice: dict[str, list[int]] = {}
+        for number in range(count):
+            for name in self.indexes[number].tensors:
+                if found.setdefault(name, number) != number:
+                    twice.setdefault(name, [found[name]]).append(number)
+        unlisted = [name for name in found if weight_map is not None and name not in weight_map]
+        for name, number in scalars.items():
+            if name in found:
+                twice.setdefault(name, [found[name]]).append(number)
+        numbers = {name: number for number, name in enumerate(self._files)}
+        expected = weight_map or {}
+        nowhere = [name for name in expected if name not in found]
+        elsewhere = {
+            name: [found[name]]
+            for name, file in expected.items()
+            if name in found and numbers[file] not in twice.get(name, [found[name]])
+        }
+        problems: list[InputError] = []
+        if twice:
+            problems.append(
+                CheckpointError(
+                    f"{place}: in several files, which need not agree: {self._places(twice)}",
+                    file=place,
+                    parameter=next(iter(twice)),
+                    hint="take the files of one save only",
+                )
+            )
+        if nowhere:
+            files = natural_order({expected[name] for name in nowhere})
+            problems.append(
+                CheckpointError(
+                    f"{place}: lists {plural(len(nowhere), 'tensor')} that its files do not hold: "
+                    + listing(nowhere)
+                    + f" (in {file_names(files)}, it says)",
+                    file=place,
+                    parameter=nowhere[0],
+                    hint=_ONE_SAVE,
+                )
+            )
+        if elsewhere:
+            problems.append(
+                CheckpointError(
+                    f"{place}: names another file than the one that holds them: {self._places(elsewhere)}",
+                    file=place,
+                    parameter=next(iter(elsewhere)),
+                    hint=_ONE_SAVE,
+                )
+            )
+        if problems:
+            raise one_error(problems, f"{place} does not fit its files")
+        if unlisted:
+            report.warn(
+                f"{place}: does not list {plural(len(unlisted), 'tensor')} of its files: "
+                + listing(unlisted)
+                + "; they are taken all the same"
+            )
+
+    def _places(self, found: Mapping[str, Sequence[int]]) -> str:
+        shown = []
+        for name, numbers in found.items():
+            files = " and ".join(one_line(self._files[number]) for number in numbers)
+            shown.append(f"{quoted(name)} in {files}")
+        return some_names(shown)
+
+    def tensors(self, count: int) -> tuple[Mapping[str, GlobalTensor], dict[str, int]]:
+        """All tensors of the first so many files, in the order in which to write them.
+
+        Returns:
+            The tensors, and the values among them that are no part of the model, such as ``global_step``, with the
+            file that holds each.
+        """
+        held: dict[str, int] = {}
+        values: dict[str, int] = {}
+        for number in range(count):
+            for name, tensor in self.indexes[number].tensors.items():
+                (values if math.prod(tensor.shape) == 1 and tensor.is_value else held)[name] = number
+        return WholeTensors(self.indexes, {name: held[name] for name in layers_in_order(held)}), values
+
+
+class WholeTensors(ByName[GlobalTensor]):
+    """Tensors by name, each whole in one file; a `GlobalTensor` is made when one is asked for.
+
+    Args:
+        indexes: what is in the files, by number.
+        holders: the file of every tensor.
+    """
+
+    def __init__(self, indexes: Mapping[int, CheckpointIndex], holders: Mapping[str, int]) -> None:
+        super().__init__(holders)
+        self._indexes = indexes
+        self._holders = holders
+        # There are few shapes and files, and many tensors.
+        self._shardings: dict[tuple[int, tuple[int, ...]], tuple[FileSharding]] = {}
+
+    def __getitem__(self, name: str) -> GlobalTensor:
+        number = self._holders[name]
+        tensor = self._indexes[number].tensors[name]
+        shardings = self._shardings.get((number, tensor.shape))
+        if shardings is None:
+            shardings = (FileSharding(Grid.whole(tensor.shape), ((number,),)),)
+            self._shardings[number, tensor.shape] = shardings
+        return GlobalTensor(name, tensor.dtype, tensor.item_size, tensor.shape, shardings)
+
+
+@dataclass
+class FullWeights:
+    """A directory of full weights; see `reshard.checkpoints.checkpoint.Checkpoint`.
+
+    Attributes:
+        form: ``unified`` or ``huggingface``.
+        place: the directory.
+        files: path of every file, by its number in natural order, from 0 on.
+        indexes: what is in each of them.
+        tensors: all tensors, in the order of the files, layers in natural order.
+        scalars: values that are no part of the model, and the file that holds each.
+        others: files beside the weights that belong to the model, such as its configuration and tokenizer,
+            relative to the directory; none for unified weights.
+        step: None; nothing tells it.
+        label: how the checkpoint is called in messages.
+    """
+
+    form: str
+    place: str
+    files: Mapping[int, str]
+    indexes: Mapping[int, CheckpointIndex]
+    tensors: Mapping[str, GlobalTensor]
+    scalars: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    step: Optional[str] = None
+    label: str = step_words(None)
+
+    @property
+    def laid_out(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self.tensors.keys()
+
+    @property
+    def unseen(self) -> Collection[str]:
+        """None: a directory that lacks a file is refused."""
+        return ()
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def order(self) -> list[str]:
+        """The names of all tensors in the order in which to write them."""
+        return list(self.tensors)
+
+    def equal(self) -> Sequence[Equal]:
+        """None: every tensor stands for itself."""
+        return ()
+
+    def names(self) -> set[str]:
+        """Names of all that is read."""
+        return {*self.tensors, *self.scalars}
+
+    def values(self) -> Sequence[str]:
+        """Names of scalars that are no part of the model, sorted."""
+        return sorted(self.scalars)
+
+    def without_layout(self) -> Sequence[str]:
+        """None is: a target says what it takes of full weights."""
+        return ()
+
+    def holders(self, name: str) -> list[int]:
+        """The files that hold an entry of this name, ascending: one or none."""
+        if name in self.tensors:
+            return [number for held in self.present(self.tensors[name]) for number in held]
+        return [self.scalars[name]] if name in self.scalars else []
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The files that do hold a tensor, per way of holding it: the one that is said to."""
+        return tuple(frozenset(sharding.holders(0)) for sharding in tensor.shardings)

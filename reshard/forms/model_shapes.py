@@ -1,0 +1,169 @@
+"""The full shapes of a model's tensors, from whatever tells them: checkpoints, indexes of them, JSON strategies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Optional
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, read_index
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES, NO_ARRAYS
+from reshard.errors import CheckpointError, LayoutError, StrategyError
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.path_pattern import RANK
+from reshard.forms.registry import form_named, form_of, read_checkpoint
+from reshard.storage import is_directory
+from reshard.strategies import Stage, Strategy, read_strategy
+from reshard.strategies.rules import FullTensor, ModelTensors, model_tensors
+from reshard.text.names import ACCUMULATED_GRADIENTS
+from reshard.text.report import Report
+from reshard.text.wording import quoted, rank_ranges
+
+_WANTED = (
+    "pass an unsharded checkpoint, a Hugging Face directory or its index, a JSON strategy with shapes, "
+    "or rank directories with the strategy they were saved with"
+)
+
+
+def read_shapes(path: str, strategy: Optional[Strategy], handles: FileHandles, report: Report) -> ModelTensors:
+    """The tensors of a model.
+
+    Args:
+        path: an unsharded checkpoint; a checkpoint of another form than rank directories, or the index of one; a JSON
+            strategy; or rank directories.
+        strategy: the strategy that rank directories were saved with.
+        handles: where files are borrowed from.
+        report: told of what is passed over.
+
+    Raises:
+        ReshardError: nothing there, or nothing that tells full shapes.
+    """
+    form = form_of(path)
+    if not form_named(form).options.needs_strategy:
+        checkpoint = read_checkpoint(form, path, "latest", handles, report, {}, lambda name: False)
+        tensors: Iterable[FullTensor] = (
+            FullTensor(name, tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()
+        )
+    elif path.endswith(".json"):
+        tensors = _of_strategy(read_strategy(path))
+    elif RANK in path or is_directory(path):
+        tensors = _of_ranks(path, strategy, handles)
+    else:
+        tensors = _of_index(read_index(handles, path))
+    found = list(tensors)
+    if not found:
+        raise CheckpointError(f"{path}: holds no tensors", file=path, hint=_WANTED)
+    return model_tensors(path, found, ITEM_SIZES)
+
+
+def _of_index(index: CheckpointIndex) -> Iterator[FullTensor]:
+    for tensor in index.tensors.values():
+        if not _is_value(tensor):
+            yield FullTensor(tensor.name, tensor.shape, tensor.dtype)
+
+
+def _is_value(tensor: Tensor) -> bool:
+    """Whether a tensor is none that strategies list: counters, learning rates, text."""
+    return tensor.is_value or tensor.dtype in NO_ARRAYS
+
+
+def strategy_shapes(strategy: Strategy) -> Optional[ModelTensors]:
+    """The tensors of a strategy that records their shapes, as JSON does; None where one lacks its shape."""
+    if any(layout.recorded_shape is None for stage in strategy.stages for layout in stage.layouts.values()):
+        return None
+    return model_tensors(strategy.path, _of_strategy(strategy), ITEM_SIZES)
+
+
+def _of_strategy(strategy: Strategy) -> Iterator[FullTensor]:
+    seen: dict[str, tuple[int, ...]] = {}
+    for stage in strategy.stages:
+        for name, layout in stage.layouts.items():
+            shapes = {
+                (sum(one.uneven), *shape[1:]) if one.uneven and shape else shape
+                for one in layout.regroupings()
+                for shape in [one.recorded_shape]
+            }
+            shape = shapes.pop() if len(shapes) == 1 else None
+            if shape is None:
+                raise StrategyError(
+                    f"{strategy.path}: the shape of {quoted(name)} is not recorded, or can be read in several ways",
+                    file=strategy.path,
+                    parameter=name,
+                    hint="pass --shapes with a checkpoint",
+                )
+            if seen.setdefault(name, shape) != shape:
+                raise StrategyError(
+                    f"{strategy.path}: {quoted(name)} has several shapes", file=strategy.path, parameter=name
+                )
+    yield from (FullTensor(name, shape) for name, shape in seen.items())
+
+
+def _of_ranks(path: str, strategy: Optional[Strategy], handles: FileHandles) -> Iterator[FullTensor]:
+    """The full tensors of which ranks hold slices; every stage's files are read until all its parameters are found."""
+    if strategy is None:
+        raise CheckpointError(
+            f"{path}: no file of full tensors, and ranks hold slices",
+            file=path,
+            hint="pass the strategy that it was saved with, --src-strategy S, or the file itself",
+        )
+    step = next(iter(find_checkpoints(path, None).candidates("latest")), None)
+    if step is None:
+        raise CheckpointError(f"{path}: holds no checkpoints", file=path)
+    if list(step.files) == [0] and RANK not in path:
+        file = step.files[0]
+        if strategy.is_none:
+            yield from _of_index(read_index(handles, file))
+            return
+        if strategy.device_count > 1:
+            directory = os.path.basename(os.path.dirname(file))
+            pattern = os.path.join(path, re.sub("0$", RANK, directory), "*")
+            raise CheckpointError(
+                f"{path}: there is rank 0 only, of {strategy.device_count} in {strategy.path}: its file may hold "
+                "slices, or full tensors as an unsharded checkpoint does",
+                file=file,
+                rank=0,
+                hint=f"for full tensors, type --shapes {shlex.quote(file)}; "
+                f"for slices, --shapes {shlex.quote(pattern)}",
+            )
+    if strategy.is_none:
+        raise CheckpointError(
+            f"{path}: none has no ranks' slices", file=path, hint="pass the strategy that it was saved with"
+        )
+    seen: dict[str, tuple[tuple[int, ...], str]] = {}
+    for stage in strategy.stages:
+        ranks = [rank for rank in sorted(step.files) if rank in stage.ranks]
+        if not ranks:
+            raise CheckpointError(f"{path}: no file of {rank_ranges(stage.ranks)}", file=path)
+        missing = {name for name in stage.layouts if not name.startswith(ACCUMULATED_GRADIENTS)}
+        for rank in ranks:
+            index = read_index(handles, step.files[rank])
+            for name in [name for name in stage.layouts if name in missing and name in index.tensors]:
+                missing.discard(name)
+                tensor = index.tensors[name]
+                found = _full(path, stage, name, tensor), tensor.dtype
+                if seen.setdefault(name, found) != found:
+                    raise CheckpointError(f"{path}: {quoted(name)} has several shapes", file=path, parameter=name)
+            if not missing:
+                break
+    yield from (FullTensor(name, shape, dtype) for name, (shape, dtype) in seen.items())
+
+
+def _full(path: str, stage: Stage, name: str, tensor: Tensor) -> tuple[int, ...]:
+    try:
+        for layout in stage.layouts[name].regroupings():
+            if len(layout.cuts) == len(tensor.shape):
+                shape = layout.full_shape(tensor.shape)
+                if layout.recorded_shape in (None, shape):
+                    return shape
+        shape = stage.layouts[name].full_shape(tensor.shape)
+        recorded = list(stage.layouts[name].recorded_shape or ())
+        raise LayoutError(f"slices of shape {list(tensor.shape)} make {list(shape)}, the strategy records {recorded}")
+    except LayoutError as error:
+        raise CheckpointError(
+            f"{path}: {quoted(name)}: {error.message}",
+            file=path,
+            parameter=name,
+            hint="pass the strategy that the files were saved with; where they hold full tensors, name one file",
+        ) from error

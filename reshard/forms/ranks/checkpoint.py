@@ -1,0 +1,233 @@
+"""One step of a rank tree, read by its strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures
+from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor, order_in_files
+from reshard.checkpoints.edited import stored_checkpoint
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.errors import DamagedCheckpointError
+from reshard.forms.ranks import StepFiles
+from reshard.forms.ranks.holding import stage_shardings
+from reshard.storage import absolute, common_directory
+from reshard.strategies import Stage
+from reshard.text.report import Report
+from reshard.text.wording import step_words
+
+
+@dataclass(frozen=True)
+class RankCheckpoint:
+    """One step of a rank tree; see `checkpoint.Checkpoint`. Holders are ranks.
+
+    Attributes:
+        source: the files.
+        tensors: what the strategy lists, as the files hold it, by name.
+        laid_out: names that the strategy lists.
+        unseen: those of them that no file holds, where files of some ranks are missing.
+    """
+
+    source: SourceStep
+    tensors: Mapping[str, GlobalTensor]
+    laid_out: frozenset[str]
+    unseen: frozenset[str] = frozenset()
+
+    form = "ranks"
+
+    @property
+    def step(self) -> Optional[str]:
+        """``3_10``; None for files without a step in their names."""
+        return None if self.source.step is None else str(self.source.step)
+
+    @property
+    def label(self) -> str:
+        """How the step is called in messages."""
+        return self.source.label
+
+    @property
+    def place(self) -> str:
+        """The directory that all files of the step lie below."""
+        return self.source.place
+
+    @property
+    def files(self) -> Mapping[int, str]:
+        """Path per rank that has a file of this step."""
+        return self.source.files
+
+    @property
+    def indexes(self) -> Mapping[int, CheckpointIndex]:
+        """What the readable files hold, by rank."""
+        return self.source.indexes
+
+    @property
+    def training(self) -> Mapping[str, Any]:
+        """Nothing but what files hold as values."""
+        return {}
+
+    @property
+    def others(self) -> Sequence[str]:
+        """None."""
+        return ()
+
+    def order(self) -> list[str]:
+        """Names of all tensors, in the order in which files hold them."""
+        return order_in_files(self)
+
+    def equal(self) -> Sequence[Equal]:
+        """None: every tensor stands for itself."""
+        return ()
+
+    def names(self) -> set[str]:
+        """Every tensor name in the files."""
+        return self.source.names()
+
+    def values(self) -> list[str]:
+        """Names that files hold and that the strategy does not list."""
+        return sorted(self.source.names() - self.laid_out)
+
+    def without_layout(self) -> list[str]:
+        """None is known: what is not listed may be cut."""
+        return []
+
+    def holders(self, name: str) -> list[int]:
+        """All ranks whose file holds a tensor of this name, ascending."""
+        return self.source.holders(name)
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The ranks whose file holds a tensor, per stage that does."""
+        return self.source.present(tensor)
+
+
+def rank_checkpoint_of(checkpoint: Checkpoint) -> Optional[RankCheckpoint]:
+    """What a checkpoint, or what it is made of, is as files of ranks; None where it is of another form."""
+    stored = stored_checkpoint(checkpoint)
+    return stored if isinstance(stored, RankCheckpoint) else None
+
+
+# In the metadata of .safetensors files.
+_DEDUPLICATED_KEY = "remove_redundancy"
+
+
+class SourceStep:
+    """One step of a source tree.
+
+    Attributes:
+        found: the files by name alone.
+        files: path per rank that has a file of this step.
+        indexes: what is in the files read so far, by rank.
+        damaged: why a rank's file counts as absent, by rank.
+    """
+
+    def __init__(self, found: StepFiles, handles: FileHandles, report: Report) -> None:
+        self.found = found
+        self.step = found.step
+        self.files: dict[int, str] = dict(found.files)
+        self.indexes: dict[int, CheckpointIndex] = {}
+        self.damaged: dict[int, str] = dict(found.damaged)
+        self._handles = handles
+        self._report = report
+        self._sets: dict[frozenset[str], int] = {}
+        self._set_of_rank: dict[int, int] = {}
+        self._set_of_tensors: dict[int, int] = {}
+        self._known = KnownStructures(handles)
+        self._presence: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+        self._marked = False
+
+    @property
+    def label(self) -> str:
+        """How the step is called in messages."""
+        return step_words(self.step)
+
+    @property
+    def place(self) -> str:
+        """The directory that all files of the step lie below."""
+        directories = {absolute(os.path.dirname(path)) for path in self.files.values()}
+        return common_directory(directories) if directories else "the source"
+
+    @property
+    def readable(self) -> frozenset[int]:
+        """Ranks whose file exists and is not known to be damaged."""
+        return frozenset(self.files) - frozenset(self.damaged)
+
+    def load(self, ranks: Iterable[int]) -> bool:
+        """Read the headers of these ranks' files, where they exist.
+
+        Returns:
+            Whether anything was read that was not known before.
+        """
+        wanted = [r for r in sorted(ranks) if r in self.files and r not in self.indexes and r not in self.damaged]
+        for rank, index in read_headers(self._handles, {rank: self.files[rank] for rank in wanted}, self._known):
+            if isinstance(index, DamagedCheckpointError):
+                self.damaged[rank] = index.message
+                self._report.warn(f"{index.message}; rank {rank} counts as absent at {self.label}")
+                continue
+            self.indexes[rank] = index
+            self._marked = self._marked or index.metadata.get(_DEDUPLICATED_KEY) == "True"
+            # Files built alike share their tensors, so most sets of names are known by identity.
+            number = self._set_of_tensors.get(id(index.tensors))
+            if number is None:
+                number = self._sets.setdefault(frozenset(index.tensors), len(self._sets))
+                self._set_of_tensors[id(index.tensors)] = number
+            self._set_of_rank[rank] = number
+            self._presence.clear()
+        return bool(wanted)
+
+    def loaded(self, stage: Stage) -> list[int]:
+        """Ranks of a stage whose files were read, ascending."""
+        return [rank for rank in sorted(self.indexes) if rank in stage.ranks]
+
+    def absent(self, stage: Stage) -> list[int]:
+        """Ranks of a stage that have no readable file of this step, ascending."""
+        readable = self.readable
+        return [rank for rank in stage.ranks if rank not in readable]
+
+    def ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
+        """Ranks of a stage whose file, as far as read, holds a tensor of this name."""
+        sets = tuple(number for names, number in self._sets.items() if name in names)
+        key = (stage.number, sets)
+        found = self._presence.get(key)
+        if found is None:
+            found = frozenset(rank for rank in self.loaded(stage) if self._set_of_rank[rank] in sets)
+            self._presence[key] = found
+        return found
+
+    def present(self, tensor: GlobalTensor) -> tuple[frozenset[int], ...]:
+        """The ranks whose file holds a tensor, per stage that does."""
+        return tuple(self.ranks_with(tensor.name, sharding.stage) for sharding in stage_shardings(tensor))
+
+    def deduplicated(self, stage: Stage) -> bool:
+        """Whether each slice was saved by only some of the ranks of a stage that hold it.
+
+        It is where a file says so, be it the only one that is left; without a mark, which .ckpt files never
+        have, where files of the stage hold different sets of its parameters.
+        """
+        if self._marked:
+            return True
+        loaded = self.loaded(stage)
+        numbers = {self._set_of_rank[rank] for rank in loaded}
+        sets = [names for names, number in self._sets.items() if number in numbers]
+        return any(
+            len({name in names for names in sets}) > 1 and self._lacks_elements(name, stage, loaded)
+            for name in stage.layouts
+        )
+
+    def _lacks_elements(self, name: str, stage: Stage, loaded: Sequence[int]) -> bool:
+        """Whether a file of a stage lacks a slice that has elements; .ckpt files mostly leave out what has none."""
+        holders = self.ranks_with(name, stage)
+        if not any(self.indexes[rank].tensors[name].nbytes for rank in holders):
+            return False
+        lacking = (rank - stage.first_rank for rank in loaded if rank not in holders)
+        return not all(map(stage.layouts[name].is_empty_by_hand, lacking))
+
+    def names(self) -> set[str]:
+        """Every tensor name in the files read so far."""
+        return set().union(*self._sets) if self._sets else set()
+
+    def holders(self, name: str) -> list[int]:
+        """All ranks, of those read, whose file holds a tensor of this name, ascending."""
+        sets = {number for names, number in self._sets.items() if name in names}
+        return sorted(rank for rank, number in self._set_of_rank.items() if number in sets)

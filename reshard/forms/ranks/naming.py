@@ -1,0 +1,210 @@
+"""How the files of a tree are named: a template, and the files that are named otherwise.
+
+A template is a path relative to the tree, without the ending that tells the format. In it ``{rank}`` stands
+for the number of the rank, ``{rank:03}`` for the same in at least three digits, ``{{`` and ``}}`` for braces:
+``rank_{rank}/llama_rank_{rank}-1_200``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Optional
+
+from reshard.defaults import MOST_DEVICES
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.ranks.path_pattern import RANK
+from reshard.forms.ranks.steps import Pattern, Step, parse_stem
+from reshard.storage.json_text import Fields, JsonError
+from reshard.text.wording import quoted
+
+_FIELD = re.compile(r"\{\{|\}\}|\{rank(?::0([0-9]{1,3}))?\}")
+# In what --prefix says; a brace that is none of these says nothing.
+_PREFIX_FIELD = re.compile(_FIELD.pattern + r"|\{(epoch|step)\}|[{}]")
+_LONGEST_NAME = 255
+_LONGEST_STEM = _LONGEST_NAME - len(".safetensors")
+_DIGITS = re.compile("[0-9]+")
+_DIRECTORY = "rank_{rank}/"
+# Ranks whose files must tell the same step.
+_SEVERAL_RANKS = (0, 1, MOST_DEVICES)
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """A file that is named otherwise than the others.
+
+    Attributes:
+        rank: whose it is.
+        name: its path relative to the tree, without its ending.
+    """
+
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """How the files of a tree are named.
+
+    Attributes:
+        template: for all ranks but those of ``own``.
+        own: files that are named otherwise, by rank.
+    """
+
+    template: str
+    own: tuple[NamedFile, ...] = ()
+
+    @classmethod
+    def of_prefix(cls, prefix: str, step: Optional[Step] = None) -> FileNames:
+        """``rank_{rank}/{prefix}{rank}``, as converted checkpoints are named.
+
+        Args:
+            prefix: what the files' names begin with. Where it holds fields, it is the whole name: ``{rank}``,
+                or ``{rank:03}``, stands for the rank's number, ``{epoch}`` and ``{step}`` for what is
+                converted; ``{{`` and ``}}`` are braces.
+            step: what is converted, if that is known.
+
+        Raises:
+            UsageError: no file can be named so, or files named so could not be found again.
+            CheckpointError: the step is not known.
+        """
+        fields = check_prefix(prefix)
+        if fields & {"epoch", "step"} and step is None:
+            raise CheckpointError(
+                f"--prefix {quoted(prefix)} holds {{epoch}} or {{step}}, but no name in the source tells them",
+                hint="type the numbers, as in --prefix 'llama_rank_{rank}-3_10'",
+            )
+        return cls(_filled_prefix(prefix, step, whole=bool(fields)))
+
+    @classmethod
+    def from_fields(cls, said: Fields) -> FileNames:
+        """What `dataclasses.asdict` made, after JSON.
+
+        Raises:
+            JsonError: it is something else, or a name leads out of the tree.
+        """
+        own = [Fields(file, "own") for file in said.entries("own")]
+        found = cls(
+            said.text("template"),
+            tuple(NamedFile(file.integer("rank", 0, MOST_DEVICES), file.text("name")) for file in own),
+        )
+        for name in (found.of(0), *(file.name for file in found.own)):
+            check_inside(name)
+        return found
+
+    @property
+    def prefix(self) -> Optional[str]:
+        """The prefix with which `of_prefix` gives these names, for every step; None: no prefix does."""
+        stem = self.template[len(_DIRECTORY) :]
+        if self.own or not self.template.startswith(_DIRECTORY) or parse_stem(stem)[1] is not None:
+            return None
+        for prefix in (stem[: -len(RANK)] if stem.endswith(RANK) else stem, stem):
+            with contextlib.suppress(UsageError, CheckpointError):
+                if self.of_prefix(prefix) == self:
+                    return prefix
+        return None
+
+    def of(self, rank: int) -> str:
+        """The path of a rank's file relative to the tree, without its ending."""
+        return self._own.get(rank) or _FIELD.sub(lambda match: _filled(match, rank), self.template)
+
+    @functools.cached_property
+    def _own(self) -> dict[int, str]:
+        return {file.rank: file.name for file in self.own}
+
+
+def check_prefix(prefix: str) -> frozenset[str]:
+    """The fields that a prefix holds: ``rank``, ``epoch``, ``step``.
+
+    Raises:
+        UsageError: no file can be named so, or files named so could not be found again.
+    """
+    fields = set()
+    for match in _PREFIX_FIELD.finditer(prefix):
+        if match[0] in ("{", "}"):
+            raise UsageError(
+                f"--prefix {quoted(prefix)} holds a brace that says nothing",
+                hint="{rank}, {epoch} and {step} stand for numbers, {{ and }} for braces",
+            )
+        if match[0] not in ("{{", "}}"):
+            fields.add(match[2] or "rank")
+    # As files of some ranks are named, the last with the longest name.
+    names = FileNames(_filled_prefix(prefix, Step(1, 1), whole=bool(fields)))
+    stems = [names.of(rank)[len(_DIRECTORY.format(rank=rank)) :] for rank in _SEVERAL_RANKS]
+    if "/" in prefix or "\0" in prefix or prefix.startswith(".") or len(os.fsencode(stems[-1])) > _LONGEST_STEM:
+        raise UsageError(
+            f"--prefix {quoted(prefix)} is not the beginning of a file name: it must not hold a '/', begin with a '.', "
+            f"or be too long for names of {_LONGEST_NAME} bytes"
+        )
+    if len({parse_stem(stem)[1] for stem in stems}) > 1:
+        raise UsageError(
+            f"--prefix {quoted(prefix)} makes names in which the rank's number stands where a step is looked for",
+            hint="put {rank} elsewhere, as in --prefix 'net_{rank}-{epoch}_{step}'",
+        )
+    return frozenset(fields)
+
+
+def as_prefix(text: str) -> str:
+    """A text that holds no fields, as a prefix."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _filled_prefix(prefix: str, step: Optional[Step], whole: bool) -> str:
+    """The template of names that begin with a prefix, or are all of it; with the numbers of a step in it."""
+    numbers = {} if step is None else {"{epoch}": str(step.epoch), "{step}": str(step.step)}
+    stem = _PREFIX_FIELD.sub(lambda match: numbers.get(match[0], match[0]), prefix)
+    return _DIRECTORY + (stem if whole else stem + RANK)
+
+
+def check_inside(name: str) -> None:
+    """Refuse a name that is not one of a file in a tree.
+
+    Raises:
+        JsonError: it leads out of it, or no file can have it.
+    """
+    parts = name.split("/")
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or len(max(parts, key=len)) > _LONGEST_NAME:
+        raise JsonError(f"{quoted(name)} is no name of a file in a tree")
+
+
+def names_of(files: Iterable[tuple[int, str, Pattern]]) -> FileNames:
+    """How files are named: as most of them are; of equals, as that of the lowest rank is.
+
+    Args:
+        files: at least one; its rank, its name as in `NamedFile`, and that name in pieces, with None where
+            the number of the rank stands.
+    """
+    ordered = sorted(files)
+    alike: dict[Pattern, list[tuple[int, str]]] = {}
+    for rank, name, pattern in ordered:
+        alike.setdefault(pattern, []).append((rank, name))
+    pattern = max(alike, key=lambda pattern: len(alike[pattern]))
+    names = FileNames(_template(pattern, alike[pattern]))
+    own = tuple(NamedFile(rank, name) for rank, name, _ in ordered if names.of(rank) != name)
+    return FileNames(names.template, own)
+
+
+def _template(pattern: Pattern, files: Iterable[tuple[int, str]]) -> str:
+    """The template of files of one pattern; a number gets as many digits as those that begin with a zero."""
+    widths = [0] * len(pattern)
+    for _, name in files:
+        position = 0
+        for place, piece in enumerate(pattern):
+            if piece is None:
+                digits = _DIGITS.match(name, position)
+                piece = digits[0] if digits else ""
+                if piece.startswith("0") and len(piece) > 1:
+                    widths[place] = max(widths[place], len(piece))
+            position += len(piece)
+    fields = (f"{{rank:0{width}}}" if width else "{rank}" for width in widths)
+    return "".join(field if piece is None else as_prefix(piece) for piece, field in zip(pattern, fields))
+
+
+def _filled(match: re.Match[str], rank: int) -> str:
+    if match[0] in ("{{", "}}"):
+        return match[0][0]
+    return f"{rank:0{int(match[1] or 0)}}"

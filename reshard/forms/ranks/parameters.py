@@ -1,0 +1,291 @@
+"""What every parameter of a checkpoint is: its full shape, and how it really is cut.
+
+A strategy file of the usual form tells no shapes, and some of what it tells is untrue. So the two
+are held against each other: a *reading* of a parameter's layouts (dimensions regrouped, with or
+without the recorded optimizer shard) is right where the shape of every slice in the files agrees
+with it. Exactly one reading has to be left; anything else is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints import Tensor, tensors_named
+from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
+from reshard.errors import CheckpointError, InputError, one_error
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks.holding import StageSharding
+from reshard.layout import Layout, whole
+from reshard.strategies import Stage, Strategy
+from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
+from reshard.text.wording import plural, quoted, rank_ranges
+
+
+def listed_by_source(source: Strategy, step: SourceStep) -> set[str]:
+    """Names that the source strategy lists; `none` lists every tensor but those of one element."""
+    if not source.is_none:
+        return set().union(*(stage.layouts.keys() for stage in source.stages))
+    return {
+        name
+        for index in step.indexes.values()
+        for name, tensor in index.tensors.items()
+        if tensor.dtype not in NO_ARRAYS and math.prod(tensor.shape) != 1
+    }
+
+
+def read_parameters(source: Strategy, step: SourceStep, listed: set[str], written: set[str]) -> dict[str, GlobalTensor]:
+    """Find out the shape and real layout of every listed parameter that the files read so far hold.
+
+    Args:
+        source: strategy the files were saved with.
+        step: the files.
+        listed: parameters that the strategy lists.
+        written: those of them that will be written; what cannot be decided of another is left out.
+
+    Raises:
+        InputError: files and strategy contradict each other; all such parameters are named.
+    """
+    found: dict[str, GlobalTensor] = {}
+    shared = _Shared({}, {}, {AS_RECORDED: AS_RECORDED})
+    problems: list[InputError] = []
+    # Accumulated gradients are compared with the parameter they belong to, so they come last.
+    for name in sorted(listed, key=lambda name: (name.startswith(ACCUMULATED_GRADIENTS), name)):
+        try:
+            parameter = _read_parameter(name, source, step, found, shared)
+        except InputError as error:
+            if name in written:
+                problems.append(error)
+            continue
+        if parameter is not None:
+            found[name] = parameter
+    if problems:
+        told = f"{len(problems)} of {plural(len(listed), 'parameter')}"
+        raise one_error(problems, f"{step.place} does not fit the source strategy ({source.path}): {told}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """How the ranks of one stage store a parameter."""
+
+    stage: Stage
+    ranks: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    layout: Layout
+
+
+class _Shared(NamedTuple):
+    """What thousands of parameters have in common, kept once.
+
+    Attributes:
+        shapes: full shapes.
+        shardings: stages and layouts of tensors of a shape.
+        shards: of accumulated gradients.
+    """
+
+    shapes: dict[tuple[int, ...], tuple[int, ...]]
+    shardings: dict[object, tuple[StageSharding, ...]]
+    shards: dict[ShardReading, ShardReading]
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return self.shapes.setdefault(shape, shape)
+
+    def held(
+        self, stored: Sequence[_Stored], layouts: Sequence[Layout], shape: tuple[int, ...]
+    ) -> tuple[StageSharding, ...]:
+        key = (shape, *((held.stage.number, layout) for held, layout in zip(stored, layouts)))
+        found = self.shardings.get(key)
+        if found is None:
+            found = tuple(
+                StageSharding(held.stage, layout, layout.grid(shape)) for held, layout in zip(stored, layouts)
+            )
+            self.shardings[key] = found
+        return found
+
+
+def _read_parameter(
+    name: str, source: Strategy, step: SourceStep, known: dict[str, GlobalTensor], shared: _Shared
+) -> Optional[GlobalTensor]:
+    stored = []
+    for stage in source.stages:
+        if not source.is_none and name not in stage.layouts:
+            continue
+        ranks = sorted(step.ranks_with(name, stage))
+        if not ranks:
+            continue
+        tensors = tuple(tensors_named(name, (step.indexes[rank] for rank in ranks)))
+        layout = whole(len(tensors[0].shape)) if source.is_none else stage.layouts[name]
+        stored.append(_Stored(stage, tuple(ranks), tensors, layout))
+    if not stored:
+        return None
+    first = _check_dtypes(name, stored, step)
+    accumulated = name.startswith(ACCUMULATED_GRADIENTS)
+    # What the strategy records, not what of it the files at hand are cut by, so that every run reads it alike.
+    sharded = [stage for stage in source.stages if name in stage.layouts and stage.layouts[name].shards > 1]
+    by_shape: dict[tuple[int, ...], _Reading] = {}
+    for plain in (False, True) if accumulated and sharded else (False,):
+        for reading in _fitting_readings(stored, plain):
+            # Where both give one shape it has no rows, and a shard of nothing is nothing.
+            by_shape.setdefault(reading.shape, reading)
+    readings = list(by_shape.values())
+    if not readings:
+        raise _contradiction(name, stored, step)
+    deciding = any(held.stage is stage for held in stored for stage in sharded)
+    undecided: tuple[int, ...] = ()
+    if accumulated and sharded and not deciding:
+        undecided = tuple(rank for stage in sharded for rank in stage.ranks)
+    reading = readings[0] if len(readings) == 1 else _decide(name, readings, known, step, stored)
+    shape = shared.shape(reading.shape)
+    shardings = shared.held(stored, reading.layouts, shape)
+    shards = ShardReading(reading.plain, accumulated and not sharded, undecided)
+    shards = shared.shards.setdefault(shards, shards)
+    return GlobalTensor(name, first.dtype, first.item_size, shape, shardings, shards)
+
+
+class _Reading(NamedTuple):
+    """One way to read what the stages store.
+
+    Attributes:
+        shape: full shape.
+        layouts: how each stage cuts it.
+        plain: without the optimizer shards that are recorded.
+    """
+
+    shape: tuple[int, ...]
+    layouts: list[Layout]
+    plain: bool
+
+
+def _fitting_readings(stored: Sequence[_Stored], plain: bool) -> list[_Reading]:
+    """Every full shape that the slices in the files allow, with the layouts that give it."""
+    by_shape: dict[tuple[int, ...], list[Layout]] = {}
+    for number, held in enumerate(stored):
+        recorded = held.layout.without_shards() if plain else held.layout
+        for layout in recorded.regroupings():
+            shape = _full_shape(layout, held)
+            if shape is None:
+                continue
+            layouts = by_shape.setdefault(shape, [])
+            if len(layouts) == number:
+                layouts.append(layout)
+    return [_Reading(shape, layouts, plain) for shape, layouts in by_shape.items() if len(layouts) == len(stored)]
+
+
+def _full_shape(layout: Layout, held: _Stored) -> Optional[tuple[int, ...]]:
+    """The full shape if every rank's slice is what the layout makes of it, else None."""
+    if len(held.tensors[0].shape) != len(layout.cuts):
+        return None
+    shape = layout.full_shape(held.tensors[0].shape)
+    if layout.recorded_shape not in (None, shape):
+        return None
+    if layout.uneven is None:
+        same = held.tensors[0].shape
+        return shape if all(tensor.shape == same for tensor in held.tensors) else None
+    for rank, tensor in zip(held.ranks, held.tensors):
+        number = int(layout.slice_of_rank[rank - held.stage.first_rank])
+        if tuple(stop - start for start, stop in layout.slice_box(shape, number)) != tensor.shape:
+            return None
+    return shape
+
+
+def _decide(
+    name: str,
+    readings: Sequence[_Reading],
+    known: dict[str, GlobalTensor],
+    step: SourceStep,
+    stored: Sequence[_Stored],
+) -> _Reading:
+    """Choose between readings by the shape of the parameter that accumulated gradients belong to."""
+    owner = known.get(name[len(ACCUMULATED_GRADIENTS) :]) if name.startswith(ACCUMULATED_GRADIENTS) else None
+    matching = [reading for reading in readings if owner is not None and reading.shape == owner.shape]
+    if len(matching) == 1:
+        return matching[0]
+    shapes = " or ".join(str(list(reading.shape)) for reading in readings)
+    path = step.files[stored[0].ranks[0]]
+    where = f"{path}: {quoted(name)} on rank {stored[0].ranks[0]}"
+    if owner is not None:
+        raise CheckpointError(
+            f"{where} can be a slice of a tensor of shape {shapes}, but {quoted(owner.name)} has shape "
+            f"{list(owner.shape)}",
+            file=path,
+            rank=stored[0].ranks[0],
+            parameter=name,
+            hint="leave it out with --exclude 'accu_grads.*' if gradients are not accumulated across this save",
+        )
+    expanded = any(held.layout.expandable for held in stored)
+    cure = "pass the protobuf strategy, which tells, or" if expanded else "if it is not needed,"
+    raise CheckpointError(
+        f"{where} can be a slice of a tensor of shape {shapes}, and nothing in the files tells which",
+        file=path,
+        rank=stored[0].ranks[0],
+        parameter=name,
+        hint=f"{cure} leave it out with --exclude {as_pattern(name)}",
+    )
+
+
+def _check_dtypes(name: str, stored: Sequence[_Stored], step: SourceStep) -> Tensor:
+    """One of the slices, with elements if any has some, whose type all others have."""
+    slices = [pair for held in stored for pair in zip(held.ranks, held.tensors)]
+    first_rank, first = next((pair for pair in slices if pair[1].nbytes), slices[0])
+    for rank, tensor in slices:
+        if tensor.dtype in NO_ARRAYS:
+            kind = "text" if tensor.dtype == TEXT else "a map tensor"
+            raise CheckpointError(
+                f"{step.files[rank]}: {quoted(name)} is {kind}, but the strategy lays it out as a tensor",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint=f"leave it out with --exclude {as_pattern(name)}",
+            )
+        # Ranks whose files are built alike share one description.
+        if tensor is not first and not tensor.same_type(first):
+            raise CheckpointError(
+                f"{quoted(name)} is {first.dtype} on rank {first_rank} ({step.files[first_rank]}) but "
+                f"{tensor.dtype} on rank {rank} ({step.files[rank]})",
+                file=step.files[rank],
+                rank=rank,
+                parameter=name,
+                hint="these files are not of one run: remove the wrong, or leave it out with --exclude "
+                f"{as_pattern(name)}",
+            )
+    return first
+
+
+def _contradiction(name: str, stored: Sequence[_Stored], step: SourceStep) -> CheckpointError:
+    """Say which file disagrees with the strategy, or with its neighbours."""
+    told = []
+    for held in stored:
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for rank, tensor in zip(held.ranks, held.tensors):
+            shapes.setdefault(tensor.shape, []).append(rank)
+        text = ", ".join(f"{list(shape)} on {rank_ranges(ranks)}" for shape, ranks in list(shapes.items())[:4])
+        layout = held.layout
+        full = f", full shape {list(layout.recorded_shape)}" if layout.recorded_shape else ""
+        uneven = f", dimension 0 split by hand into {list(layout.uneven)}" if layout.uneven else ""
+        told.append(
+            f"stage {held.stage.number} says device matrix {list(layout.device_matrix)}, tensor map "
+            f"{layout.map_text}, {plural(layout.shards, 'optimizer shard')}{full}{uneven}; its files hold {text}"
+        )
+    rank = _odd_one_out(stored)
+    return CheckpointError(
+        f"{quoted(name)}: the source strategy does not fit the checkpoint (rank {rank}: {step.files[rank]}): "
+        + "; ".join(told),
+        file=step.files[rank],
+        rank=rank,
+        parameter=name,
+        hint="pass the strategy that this checkpoint was saved with",
+    )
+
+
+def _odd_one_out(stored: Sequence[_Stored]) -> int:
+    """The first rank whose slice has the shape that fewest ranks of its stage have."""
+    for held in stored:
+        shapes = [tensor.shape for tensor in held.tensors]
+        if held.layout.uneven is None and len(set(shapes)) > 1:
+            rarest = min(shapes, key=shapes.count)
+            return held.ranks[shapes.index(rarest)]
+    return stored[0].ranks[0]

@@ -1,0 +1,504 @@
+"""Finding the checkpoint files of a source: which rank has a file of which step.
+
+A source is a tree of rank directories (``rank_0/``, ``rank0/`` or ``0/``), one file, or a path with
+``{rank}`` in it. Only names count: file times play no part, and no file is opened. Whether a step is
+complete is not known here; `SourceTree.candidates` gives the steps to try, newest first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from reshard.checkpoints.files import reading_error
+from reshard.checkpoints.formats.open import FORMATS, format_of
+from reshard.errors import CheckpointError, ReshardError
+from reshard.forms.ranks.naming import FileNames, names_of
+from reshard.forms.ranks.path_pattern import RANK, fixed_directory, match_paths
+from reshard.forms.ranks.refused import refuse_other_forms
+from reshard.forms.ranks.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
+from reshard.storage import (
+    Entry,
+    absolute,
+    asks_once,
+    entries_of_each,
+    exists,
+    is_directory,
+    leads_to_directory,
+    leads_to_file,
+    real,
+    store_of,
+)
+from reshard.text.near_names import path_meant
+from reshard.text.wording import some_names
+
+_RANK_DIRECTORY = re.compile(r"(rank_|rank|)([0-9]+)")
+_FAULT_DIRECTORY = re.compile(r"(ckpt_dir)([0-9]+)")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
+_UNFINISHED = "_tmp"
+_MOST_LISTED = 8
+_PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
+_MOST_STEPS = 20
+_CHOOSE = "choose with --file-suffix TEXT (only files whose stem ends so) or --step"
+
+
+class RankFile(NamedTuple):
+    """One checkpoint file of one rank.
+
+    Attributes:
+        rank: global rank.
+        path: the file.
+        step: the step in its name, or None.
+        naming: how its directory is named, relative to the source, in pieces, with None for the rank's number.
+        family: its name up to the step, likewise; files of one series of saves agree.
+        tail: the rest of its name, without the ending.
+    """
+
+    rank: int
+    path: str
+    step: Optional[Step]
+    naming: Pattern
+    family: Pattern
+    tail: str
+
+    @property
+    def series(self) -> tuple[Pattern, Pattern, bool]:
+        """What files have to agree in for their steps to be comparable."""
+        return self.naming, self.family, self.step is None
+
+    @property
+    def pattern(self) -> Pattern:
+        """Its path relative to the source, without its ending, in pieces."""
+        pieces: list[Optional[str]] = [""]
+        for piece in (*self.naming, *self.family, self.tail):
+            if piece is None or pieces[-1] is None:
+                pieces.append(piece)
+            else:
+                pieces[-1] += piece
+        return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """The files of one step.
+
+    Attributes:
+        step: the step, or None for files without one in their names.
+        files: path per rank that has a file of this step.
+        notes: what a user should know about them, in whole sentences.
+        root: the directory that they are named relative to.
+        named: the same files by what their names tell; none where they were not found by name.
+        damaged: why a rank's file counts as absent, where that is known without reading it.
+    """
+
+    step: Optional[Step]
+    files: dict[int, str]
+    notes: tuple[str, ...] = ()
+    root: str = ""
+    named: tuple[RankFile, ...] = ()
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> Optional[FileNames]:
+        """How they are named; None where nothing tells."""
+        if not self.named:
+            return None
+        return names_of((file.rank, _stem_below(self.root, file.path), file.pattern) for file in self.named)
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """All checkpoint files of a source, by name.
+
+    Attributes:
+        root: the source as it was named.
+        single_file: True where the source is one file, an unsharded checkpoint.
+        ranks: every rank that has a directory or a checkpoint file, ascending, whatever ``--file-suffix`` leaves.
+        files: the files that ``--file-suffix`` leaves, by rank and path.
+    """
+
+    root: str
+    single_file: bool
+    ranks: tuple[int, ...]
+    files: tuple[RankFile, ...]
+
+    @property
+    def steps(self) -> tuple[Optional[Step], ...]:
+        """All steps, newest first; None, for names without a step, last."""
+        return tuple(sorted(self.by_step, key=_age))
+
+    @functools.cached_property
+    def by_step(self) -> dict[Optional[Step], list[RankFile]]:
+        """The files of every step, by rank and path."""
+        found: dict[Optional[Step], list[RankFile]] = {}
+        for file in self.files:
+            found.setdefault(file.step, []).append(file)
+        return found
+
+    def candidates(self, step: Optional[str] = None) -> Iterator[StepFiles]:
+        """The steps to try, newest first, each with at most one file per rank.
+
+        Args:
+            step: the step that the user named, such as ``"3_10"``; None or ``"latest"`` for all.
+
+        Raises:
+            UsageError: ``step`` is no step.
+            CheckpointError: there is no such step, or the files of a step, or the order of the
+                steps, are ambiguous.
+        """
+        if step is not None and step != "latest":
+            yield self.of_step(self.named(step))
+            return
+        self.check_comparable()
+        # One at a time: what is ambiguous in an older step is of no concern while a newer one will do.
+        for number in self.steps:
+            yield self.of_step(number)
+
+    def named(self, text: str) -> Step:
+        """The step that the user named, such as ``"3_10"``.
+
+        Raises:
+            UsageError: it is no step.
+            CheckpointError: no file is of this step.
+        """
+        step = Step.parse(text)
+        if step not in self.by_step:
+            names = ["none in the name" if found is None else str(found) for found in self.steps]
+            there = some_names(names, _MOST_STEPS)
+            raise CheckpointError(f"{self.root}: has no files of step {step}; the steps there: {there}", file=self.root)
+        return step
+
+    def of_step(self, step: Optional[Step]) -> StepFiles:
+        """The files of a step, one per rank.
+
+        Raises:
+            CheckpointError: a rank has several.
+        """
+        chosen: dict[int, RankFile] = {}
+        for file in self.by_step[step]:
+            other = chosen.setdefault(file.rank, file)
+            if other is not file:
+                raise self._ambiguous(other, file)
+        files = {rank: file.path for rank, file in sorted(chosen.items())}
+        notes = tuple(_differences(step, chosen.values()))
+        if self.single_file:
+            return StepFiles(step, files, notes)
+        root = fixed_directory(self.root) if _is_pattern(self.root) else self.root
+        return StepFiles(step, files, notes, root, tuple(chosen.values()))
+
+    def check_comparable(self) -> None:
+        """Refuse several series of saves, whose steps have no order.
+
+        Raises:
+            CheckpointError: names the newest file of each.
+        """
+        newest: dict[tuple[Pattern, Pattern, bool], RankFile] = {}
+        for file in sorted(self.files, key=lambda file: _age(file.step)):
+            newest.setdefault(file.series, file)
+        if len(newest) > 1 and len(self.steps) > 1:
+            shown = [file.path for file in newest.values()][:_MOST_LISTED]
+            raise CheckpointError(
+                f"{self.root}: holds several series of checkpoints, whose steps cannot be compared; "
+                "the newest of each:\n" + "\n".join(f"  {path}" for path in shown),
+                file=self.root,
+                hint=_CHOOSE,
+            )
+
+    def _ambiguous(self, one: RankFile, other: RankFile) -> CheckpointError:
+        if os.path.dirname(one.path) != os.path.dirname(other.path):
+            what = "directories of two names"
+        elif format_of(one.path) != format_of(other.path):
+            what = "files of two formats"
+        else:
+            what = "files of two names"
+        step = "without a step" if one.step is None else f"for step {one.step}"
+        hint = _CHOOSE
+        if one.naming and RANK not in self.root:
+            naming = "".join(RANK if piece is None else piece for piece in one.naming)
+            example = os.path.join(self.root, naming, "*" + os.path.splitext(one.path)[1])
+            hint += f", or name the files, as in '{example}'"
+        return CheckpointError(
+            f"rank {one.rank} has {what} {step}:\n  {one.path}\n  {other.path}",
+            file=one.path,
+            rank=one.rank,
+            hint=hint,
+        )
+
+
+@asks_once
+def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
+    """Find the checkpoint files of a source.
+
+    Args:
+        src: a directory of rank directories, one file, or a path with ``{rank}`` and wildcards.
+        file_suffix: take only files whose stem, the name without its ending, ends so.
+
+    Raises:
+        CheckpointError: there is nothing, nothing readable, or a form that is not supported.
+        RetryableError: listing failed in a way that may pass.
+    """
+    if "\0" in src:
+        raise CheckpointError(f"{src!r} is no path: it holds a NUL", file=src)
+    try:
+        if _is_pattern(src):
+            _refuse_unfinished(fixed_directory(src))
+            found = [
+                _Found(match.rank, match.naming, path, match.name if path == match.path else os.path.basename(path))
+                for match in match_paths(src, _UNFINISHED)
+                for path in _checkpoints(match.path)
+            ]
+            if not found:
+                raise CheckpointError(
+                    f"{src}: no checkpoint file matches",
+                    file=src,
+                    hint=path_meant(src) or "{rank} stands for a rank's number; * ? and [..] match anything else",
+                )
+            single = False
+        elif not exists(src):
+            wild = any(mark in src for mark in "*?[{")
+            wildcards = "wildcards go with {rank} for a rank's number: 'run/rank_{rank}/*.ckpt'"
+            hint = wildcards if wild else path_meant(src)
+            raise CheckpointError(f"{src}: does not exist", file=src, hint=hint)
+        elif is_directory(src):
+            found, single = _rank_directories(src), False
+        else:
+            refuse_other_forms(src)
+            format_of(src)
+            found, single = [_Found(0, (), src, os.path.basename(src))], True
+    except OSError as error:
+        raise reading_error(error.filename or src, error) from error
+    chosen = [entry for entry in found if file_suffix is None or _stem(entry.path).endswith(file_suffix)]
+    if not chosen:
+        raise CheckpointError(
+            f"{src}: no file's name ends in {file_suffix!r} before .ckpt or .safetensors; there is, "
+            f"for example, {found[0].path}",
+            file=src,
+            hint="check --file-suffix",
+        )
+    ranks = {entry.rank for entry in found}
+    if not single and RANK not in src:
+        ranks |= _rank_numbers(src)
+    return SourceTree(src, single, tuple(sorted(ranks)), tuple(_rank_files(chosen)))
+
+
+class _Found(NamedTuple):
+    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `path_pattern.Match`."""
+
+    rank: int
+    naming: Pattern
+    path: str
+    name: str
+
+
+def find_rank(directory: str, file_suffix: Optional[str] = None) -> Optional[SourceTree]:
+    """The checkpoint files of one rank, where a directory of one is named instead of the tree; else None.
+
+    Args:
+        directory: ``rank_3`` or the like, or ``ckpt_dir3``, as fault recovery names them.
+        file_suffix: take only files whose stem, the name without its ending, ends so.
+
+    Raises:
+        RetryableError: listing failed in a way that may pass.
+    """
+    name = os.path.basename(os.path.abspath(directory))
+    match = _RANK_DIRECTORY.fullmatch(name) or _FAULT_DIRECTORY.fullmatch(name)
+    if match is None or not is_directory(directory):
+        return None
+    rank = int(match[2])
+    files = [file for file in _checkpoints(directory) if file_suffix is None or _stem(file).endswith(file_suffix)]
+    found = [_Found(rank, (), file, os.path.basename(file)) for file in files]
+    return SourceTree(directory, False, (rank,), tuple(_rank_files(found))) if found else None
+
+
+def _rank_directories(src: str) -> list[_Found]:
+    """Every checkpoint file in the rank directories of ``src``."""
+    refuse_other_forms(src)
+    _refuse_unfinished(src)
+    found = []
+    directories = _subdirectories(src)
+    matches = [match for match in map(_RANK_DIRECTORY.fullmatch, directories) if match is not None]
+    paths = [os.path.join(src, match[0]) for match in matches]
+    with _reading(src):
+        for match, path, entries in zip(matches, paths, entries_of_each(paths)):
+            naming = (match[1], None, os.sep)
+            found += [_Found(int(match[2]), naming, os.path.join(path, name), name) for name in _named_so(entries)]
+    if not found:
+        raise _nothing_found(src, directories)
+    return found
+
+
+def passed_over(src: str) -> tuple[list[str], list[str]]:
+    """Directories beside the rank directories that hold checkpoints and are not read with them.
+
+    Args:
+        src: a source that `find_checkpoints` finds something in, not a file.
+
+    Returns:
+        Those that were never finished, and those of saves at a fault, which are sources themselves.
+
+    Raises:
+        ReshardError: listing failed.
+    """
+    pattern = _is_pattern(src)
+    directory = fixed_directory(src) if pattern else src
+    names = _subdirectories(directory or os.curdir)
+    unfinished = [os.path.join(directory, name) for name in names if name.endswith(_UNFINISHED)]
+    saves = [] if pattern else [os.path.join(directory, name) for name in names if holds_fault_saves(name)]
+    return unfinished, saves
+
+
+def _is_pattern(src: str) -> bool:
+    """Whether a source is a path with ``{rank}`` in it, and not a directory or file of that name."""
+    return RANK in src and not exists(src)
+
+
+def _rank_numbers(src: str) -> set[int]:
+    """Ranks that have a directory, be there checkpoints in it or not."""
+    matches = (_RANK_DIRECTORY.fullmatch(name) for name in _subdirectories(src))
+    return {int(match[2]) for match in matches if match is not None}
+
+
+def _nothing_found(src: str, directories: list[str]) -> CheckpointError:
+    ranks = [name for name in directories if _RANK_DIRECTORY.fullmatch(name)]
+    if ranks:
+        shown = ", ".join(ranks[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: its rank directories ({shown}) hold no .ckpt or .safetensors file",
+            file=src,
+            hint="if files lie deeper, name them with {rank} for the rank's number: 'ckpt/rank_{rank}/*/*.ckpt'",
+        )
+    hint = (
+        "a source is a directory of rank_0/, rank_1/ ... (or rank0/, 0/), one file, a path with {rank} in it, or a "
+        "directory of Checkpoint 2.0, unified or Hugging Face safetensors"
+    )
+    if _RANK_DIRECTORY.fullmatch(os.path.basename(os.path.abspath(src))):
+        hint = f"did you mean {os.path.dirname(absolute(src))}?"
+    for name in directories:
+        # Whatever cannot be listed is not what was meant.
+        with contextlib.suppress(OSError):
+            if any(_RANK_DIRECTORY.fullmatch(inner) for inner in _subdirectories(os.path.join(src, name))):
+                hint = f"did you mean {os.path.join(src, name)}?"
+                break
+    numbered = (_NUMBERED.fullmatch(name) for name in directories)
+    for match in itertools.islice(filter(None, numbered), _MOST_LISTED):
+        with contextlib.suppress(OSError, ReshardError):
+            if any(_checkpoints(os.path.join(src, match[0]))):
+                hint = f"if their numbers are the ranks, name them so: '{os.path.join(src, match[1] + RANK)}'"
+                break
+    files = [os.path.basename(path) for path in _checkpoints(src)]
+    if files:
+        shown = ", ".join(files[:_MOST_LISTED])
+        return CheckpointError(f"{src}: holds files ({shown}) but no rank directories", file=src, hint=hint)
+    with _reading(src):
+        others = sorted(entry.name for entry in store_of(src).entries(src) if entry.name.endswith(_PYTORCH_ENDINGS))
+    if others:
+        shown = ", ".join(others[:_MOST_LISTED])
+        return CheckpointError(
+            f"{src}: holds PyTorch files ({shown}), which are not read, and no .ckpt or .safetensors file",
+            file=src,
+            hint="save the model as safetensors first: model.save_pretrained(DIR, safe_serialization=True)",
+        )
+    return CheckpointError(f"{src}: holds no checkpoints", file=src, hint=hint)
+
+
+def _refuse_unfinished(directory: str) -> None:
+    places = (absolute(directory), real(directory))
+    if any(os.path.basename(path).endswith(_UNFINISHED) for path in places):
+        raise CheckpointError(
+            f"{directory}: was never finished: its name ends in {_UNFINISHED}",
+            file=directory,
+            hint="take another checkpoint",
+        )
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn what the file system says into an error that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise reading_error(error.filename or path, error) from error
+
+
+def _subdirectories(directory: str) -> list[str]:
+    with _reading(directory):
+        return sorted(entry.name for entry in store_of(directory).entries(directory) if leads_to_directory(entry))
+
+
+def _checkpoints(path: str) -> Iterator[str]:
+    """The checkpoint files directly in a directory, by name; or the path itself, if it is one."""
+    if not is_directory(path):
+        if os.path.splitext(path)[1] in FORMATS:
+            yield path
+        return
+    with _reading(path):
+        names = _named_so(store_of(path).entries(path))
+    for name in names:
+        yield os.path.join(path, name)
+
+
+def _named_so(entries: Iterable[Entry]) -> list[str]:
+    """The checkpoint files among what is in a directory, by name.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    return sorted(
+        entry.name
+        for entry in entries
+        if not entry.name.startswith(".") and os.path.splitext(entry.name)[1] in FORMATS and leads_to_file(entry)
+    )
+
+
+def _rank_files(found: Iterable[_Found]) -> Iterator[RankFile]:
+    parsed = [(entry, *_parsed(entry)) for entry in sorted(found, key=lambda entry: (entry.rank, entry.path))]
+    families = name_families({(entry.rank, start) for entry, start, _, _ in parsed})
+    for entry, start, step, tail in parsed:
+        yield RankFile(entry.rank, entry.path, step, entry.naming, families[entry.rank, start], tail)
+
+
+def _parsed(entry: _Found) -> tuple[str, Optional[Step], str]:
+    """A file's name up to its step, the numbers marked that are known to be the rank's; the step; the rest."""
+    stem = _stem(entry.path)
+    prefix, step = parse_stem(stem)
+    marked, as_marked = parse_stem(os.path.splitext(entry.name)[0])
+    if as_marked != step:
+        # What is known to be the rank's number is a part of the step: the step counts.
+        marked = prefix
+    if step is None:
+        return marked, step, ""
+    return f"{marked}-", step, stem[len(prefix) + 1 :]
+
+
+def _stem_below(root: str, path: str) -> str:
+    """A path relative to a directory, without its ending."""
+    return os.path.splitext(os.path.relpath(path, root or os.curdir))[0]
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def _age(step: Optional[Step]) -> tuple[bool, int, int]:
+    return (True, 0, 0) if step is None else (False, -step.epoch, -step.step)
+
+
+def _differences(step: Optional[Step], files: Iterable[RankFile]) -> Iterator[str]:
+    """Where the ranks' files of one step do not look like one save."""
+    named = "the files" if step is None else f"the files of step {step}"
+    by_series: dict[object, list[RankFile]] = defaultdict(list)
+    by_format: dict[object, list[RankFile]] = defaultdict(list)
+    for file in files:
+        by_series[file.series].append(file)
+        by_format[format_of(file.path)].append(file)
+    for groups, what in ((by_series, "names"), (by_format, "formats")):
+        if len(groups) > 1:
+            examples = ", ".join(group[0].path for group in list(groups.values())[:_MOST_LISTED])
+            yield f"{named} have different {what} on different ranks, as if of different runs: {examples}"

@@ -1,0 +1,103 @@
+"""All forms of checkpoints, and finding the one that is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Callable
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.files import FileHandles
+from reshard.errors import CheckpointError
+from reshard.forms.checkpoint2.form import Checkpoint2Form
+from reshard.forms.form import Form, Reading
+from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
+from reshard.forms.ranks import find_checkpoints
+from reshard.forms.ranks.form import RanksForm
+from reshard.forms.ranks.path_pattern import RANK
+from reshard.storage import asks_once, exists
+from reshard.strategies import Strategy
+from reshard.text.near_names import path_meant
+from reshard.text.report import Report
+
+FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), UnifiedForm(), HuggingFaceForm()]
+"""Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
+
+RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
+
+
+def form_named(name: str) -> Form:
+    """The form of a name, which is known to be one."""
+    return next(form for form in FORMS if form.name == name)
+
+
+def counted_as(form: str) -> str:
+    """What the numbers of a form's files count, in messages: ``rank`` or ``file``."""
+    return form_named(form).options.unit
+
+
+@asks_once
+def form_of(src: str) -> str:
+    """The form of a source, by names alone; what is no other form is the first, be it there or not.
+
+    Args:
+        src: a directory, a file, or a path with ``{rank}`` in it.
+
+    Raises:
+        ReshardError: nobody can tell what is there.
+    """
+    return next((form for form in FORMS if form.recognise(src)), FORMS[0]).name
+
+
+def check_there(src: str) -> None:
+    """Refuse a source that is not there.
+
+    Args:
+        src: a directory, a file, or a path with ``{rank}`` in it, which only its readers look for.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if RANK not in src and not exists(src):
+        raise CheckpointError(f"{src}: does not exist", file=src, hint=path_meant(src))
+
+
+def check_holds_ranks(src: str) -> None:
+    """Refuse a source without rank files, before a strategy is asked for that only rank files need.
+
+    Raises:
+        CheckpointError: it is not there, or holds no checkpoint.
+    """
+    check_there(src)
+    find_checkpoints(src)
+
+
+def forms_among(directory: str, names: Sequence[str]) -> set[str]:
+    """The forms, rank directories apart, that these entries of a directory are taken for by one reader or another.
+
+    Raises:
+        ReshardError: nobody can tell what is there.
+    """
+    return {form.name for form in FORMS[1:] if names and form.recognise(directory, names)}
+
+
+@asks_once
+def read_checkpoint(
+    form: str,
+    src: str,
+    step: str,
+    handles: FileHandles,
+    report: Report,
+    damaged: Mapping[str, str],
+    wanted: Callable[[str], bool],
+) -> Checkpoint:
+    """Read a source of any form but rank trees, from metadata and headers alone; see `Form.read` and `Reading`."""
+    return form_named(form).read(Reading(src, handles, report, step, damaged, wanted))
+
+
+def strategy_of(checkpoint: Checkpoint) -> Strategy:
+    """The strategy that a source was saved with, where it tells.
+
+    Raises:
+        InputError: it does not, or not of every tensor.
+    """
+    return form_named(checkpoint.form).strategy_of(checkpoint)

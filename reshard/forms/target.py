@@ -1,0 +1,180 @@
+"""What a conversion writes, as the plan sees it: numbered files, in sections whose tensors are cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, NewType, Optional, Protocol
+
+from reshard.checkpoints.by_name import ByName
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.errors import IncompleteSourceError, LayoutError
+from reshard.forms.ranks import FileNames
+from reshard.layout import Layout, whole
+from reshard.text.wording import quoted, rank_ranges
+
+FileId = NewType("FileId", int)
+"""The number of a target file, counted from 0; in rank directories, and only there, it is the rank."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Files over which tensors are laid out: those of a pipeline stage, or one file by itself.
+
+    Attributes:
+        number: numbers the sections of a form.
+        files: its files' numbers.
+        layouts: layout by name of what these files are to hold, as recorded or whole.
+        in_pipeline: whether it is one of several stages.
+        label: what it is, in messages.
+        devices: which device of the layouts each of its files is; None where they count alike.
+    """
+
+    number: int
+    files: range
+    layouts: Mapping[str, Layout]
+    in_pipeline: bool = False
+    label: str = ""
+    devices: Optional[tuple[int, ...]] = None
+
+    def position(self, file: int) -> int:
+        """Which device of the layouts a file is."""
+        number = file - self.files.start
+        return number if self.devices is None else self.devices[number]
+
+
+class FinishingFile(NamedTuple):
+    """A file that makes a complete directory what it is.
+
+    Attributes:
+        name: relative to the target directory.
+        make: its content in parts, once all other files are there; the same each time.
+        size: bytes of all parts; None where they have to be counted.
+        source: the source file that it is made from, if there is one; errors of reading it come from the parts.
+    """
+
+    name: str
+    make: Callable[[], Iterable[bytes]]
+    size: Optional[int] = None
+    source: Optional[str] = None
+
+
+class TargetForm(Protocol):
+    """A form of checkpoint to be written.
+
+    Attributes:
+        name: that of the form, as `forms.registry` lists them.
+        by_rank: a file's number is the rank that will read it, and all that rank reads.
+        takes_everything: it takes whatever the source holds, and asks for nothing else.
+        format: ``ckpt`` or ``safetensors``.
+        names: what the files are called, by number.
+        sections: all sections, in the order of their files; every file is in one.
+        metadata: of every safetensors file, instead of the usual.
+        limits_layouts: not every layout can be recorded, so that `check_layout` has to be asked.
+    """
+
+    name: str
+    by_rank: bool
+    takes_everything: bool
+    format: str
+    names: FileNames
+    sections: Sequence[Section]
+    metadata: Optional[Mapping[str, str]]
+    limits_layouts: bool = False
+
+    def check_layout(self, name: str, layout: Layout) -> None:
+        """Refuse a layout of a tensor that the form cannot record.
+
+        Raises:
+            InputError: it is such a one.
+        """
+        return
+
+    @property
+    def count(self) -> int:
+        """Files in all; their numbers begin at 0."""
+
+    def section_of(self, file: int) -> Section:
+        """The section of a file."""
+
+    def names_in(self, file: int) -> Optional[frozenset[str]]:
+        """Which of its section's tensors a file holds; None, as for most forms, for all."""
+        return None
+
+    def takes_value(self, name: str, file: int) -> bool:
+        """Whether a file gets a value that is copied as it is, where the section's layouts do not forbid it."""
+
+    def taken_over(self, file: int) -> Optional[int]:
+        """The number of the source file that a file is a copy of, byte for byte; None where it is made anew."""
+        return None
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        """What is written when all files are there, in this order: what makes the directory complete comes last."""
+
+
+class WholeLayouts(ByName[Layout]):
+    """Layouts of tensors that one device holds whole.
+
+    Args:
+        tensors: by name.
+        names: only these; all where None.
+    """
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor], names: Optional[Collection[str]] = None) -> None:
+        super().__init__(tensors.keys() if names is None else names)
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Layout:
+        if name not in self._names:
+            raise KeyError(name)
+        return whole(len(self._tensors[name].shape))
+
+
+def layout_in(tensor: GlobalTensor, recorded: Layout, in_pipeline: bool) -> Layout:
+    """The layout that a tensor gets where a strategy records ``recorded``.
+
+    Accumulated gradients are written the way they were stored. Where the source cannot tell,
+    because it records no shard, a target with a pipeline has none either: the compiler records
+    but does not make it there.
+
+    Args:
+        tensor: the tensor.
+        recorded: what the target's strategy says.
+        in_pipeline: the target has several pipeline stages.
+
+    Raises:
+        LayoutError: the recorded layout does not fit the tensor.
+        IncompleteSourceError: what decides it is in files that were not read.
+    """
+    plain, unsharded, undecided = tensor.shards
+    if undecided and recorded.shards > 1:
+        raise IncompleteSourceError(
+            f"{quoted(tensor.name)}: whether its optimizer shards are made is told by the files of "
+            f"{rank_ranges(undecided)} only",
+            rank=undecided[0],
+            parameter=tensor.name,
+            hint=f"bring one of {rank_ranges(undecided)}",
+        )
+    if plain or (unsharded and in_pipeline):
+        recorded = recorded.without_shards()
+    fitting = [
+        layout
+        for layout in recorded.regroupings()
+        if len(layout.cuts) == len(tensor.shape) and layout.recorded_shape in (None, tensor.shape)
+    ]
+    if not fitting:
+        told = f" of a tensor of shape {list(recorded.recorded_shape)}" if recorded.recorded_shape else ""
+        raise LayoutError(
+            f"tensor map {recorded.map_text}{told} does not lay out the checkpoint's tensor of shape "
+            f"{list(tensor.shape)}"
+        )
+    for dimension, size in enumerate(tensor.shape):
+        fitting[0].check_size(dimension, size)
+    return fitting[0]
+
+
+UNFINISHED = "reshard-unfinished.safetensors"
+"""The file that makes loaders fail while others are missing."""
+
+UNFINISHED_CONTENT = b"This checkpoint is not complete: reshard status tells what is missing, reshard resume goes on.\n"
+"""What it holds: nothing that a loader takes for the header of a safetensors file, or a person for a checkpoint."""

@@ -1,0 +1,49 @@
+"""What all forms of target select of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
+from reshard.checkpoints.name_order import layers_in_order
+from reshard.forms.form import Wanted
+from reshard.text.report import Report
+
+
+class Selected(NamedTuple):
+    """What of a checkpoint is written.
+
+    Attributes:
+        tensors: by name, layers in natural order.
+        values: bytes of every value beside them that safetensors can hold, by name.
+        names: of the tensors, in the order in which the source's files hold them.
+    """
+
+    tensors: Mapping[str, GlobalTensor]
+    values: Mapping[str, int]
+    names: Sequence[str]
+
+
+def selected(checkpoint: Checkpoint, wanted: Wanted) -> Selected:
+    """What of a checkpoint is asked for."""
+    names = [name for name in checkpoint.order() if wanted.admit(name)]
+    values = _sizes_of_values(checkpoint, [name for name in checkpoint.values() if wanted.admit(name)])
+    return Selected(TensorsInOrder(checkpoint.tensors, layers_in_order(names)), values, names)
+
+
+def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
+    """Name files beside the weights that the target has no place for."""
+    if checkpoint.others:
+        report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
+
+
+def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:
+    """Bytes of every value that safetensors can hold."""
+    found = {}
+    for name in names:
+        tensor = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
+        if tensor.dtype not in NO_ARRAYS:
+            found[name] = tensor.nbytes
+    return found

@@ -1,0 +1,46 @@
+"""Checkpoint 2.0 as a command reads it, put together naively."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.forms.checkpoint2 import Checkpoint2, read_checkpoint2
+from reshard.text.report import Report
+
+
+def read(path: Path, step: Optional[str] = None, report: Optional[Report] = None, **options: Any) -> Checkpoint2:
+    """Read a checkpoint as a command would."""
+    with FileHandles() as handles:
+        return read_checkpoint2(str(path), step, handles, report or Report(), **options)
+
+
+def full_bytes(checkpoint: Checkpoint, name: str) -> bytes:
+    """A tensor put together naively; every copy of every slice has to be the same."""
+    tensor = checkpoint.tensors[name]
+    whole: Optional[npt.NDArray[np.void]] = None
+    for sharding in tensor.shardings:
+        found = np.zeros(tensor.shape, dtype=f"V{tensor.item_size}")
+        for number in range(sharding.grid.slice_count):
+            box = tuple(slice(*interval) for interval in sharding.grid.slice_box(number))
+            holders = sharding.holders(number)
+            assert holders, f"{name}: slice {number} has no holder"
+            pieces = {content(checkpoint, name, holder) for holder in holders}
+            assert len(pieces) == 1, f"{name}: copies of slice {number} differ"
+            found[box] = np.frombuffer(pieces.pop(), found.dtype).reshape(found[box].shape)
+        assert whole is None or whole.tobytes() == found.tobytes()
+        whole = found
+    assert whole is not None
+    return whole.tobytes()
+
+
+def content(checkpoint: Checkpoint, name: str, holder: int) -> bytes:
+    """What one file holds of a tensor."""
+    data = Path(checkpoint.files[holder]).read_bytes()
+    extents = checkpoint.indexes[holder].tensors[name].extents
+    return b"".join(data[offset : offset + size] for offset, size in extents)

@@ -1,0 +1,157 @@
+"""Reading Checkpoint 2.0: which iteration, which file holds which slice, and what it all adds up to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+
+from reshard.checkpoints.checkpoint import GlobalTensor
+from reshard.errors import CheckpointError, UsageError
+from reshard.forms.checkpoint2 import find_iterations, recognise
+from reshard.text.report import Report
+from tests.checkpoint_writing import STORED
+from tests.corpus import CORPUS2, FIXTURES
+from tests.forms.reading import content, full_bytes, read
+
+HERE = FIXTURES / "checkpoint2"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def cases() -> list[Any]:
+    """Every directory of Checkpoint 2.0, the fixtures first."""
+    here = sorted(HERE.iterdir())
+    beyond = sorted(CORPUS2.glob("[ap][0-9]*")) if CORPUS2.is_dir() else []
+    known = {case.name for case in here}
+    found = []
+    for case in [*here, *(case for case in beyond if case.name not in known)]:
+        found.append(pytest.param(case, id=case.name))
+    return found
+
+
+def expected_of(case: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((case / "expected.json").read_text())["tensors"]
+    return found
+
+
+def hash_of(saved: dict[str, Any]) -> str:
+    """SHA-256 of a full tensor."""
+    if "value" not in saved:
+        return str(saved["sha256"])
+    dtype = {"F32": "<f4", "I32": "<i4", "I64": "<i8"}[saved["dtype"]]
+    return hashlib.sha256(np.array(saved["value"], dtype).tobytes()).hexdigest()
+
+
+def stored_type(tensor: GlobalTensor) -> str:
+    """The type as safetensors calls it."""
+    return STORED[tensor.dtype]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_every_value_is_what_was_saved(case: Path) -> None:
+    assert recognise(str(case / "checkpoint"))
+    checkpoint = read(case / "checkpoint")
+    expected = expected_of(case)
+    for name, tensor in checkpoint.tensors.items():
+        assert [stored_type(tensor), list(tensor.shape)] == [expected[name]["dtype"], expected[name]["shape"]]
+        assert hashlib.sha256(full_bytes(checkpoint, name)).hexdigest() == hash_of(expected[name]), name
+    for name in checkpoint.values():
+        for holder in checkpoint.holders(name):
+            assert hashlib.sha256(content(checkpoint, name, holder)).hexdigest() == hash_of(expected[name]), name
+    assert expected.keys() == checkpoint.tensors.keys() | set(checkpoint.values()) | checkpoint.unplaced.keys()
+
+
+@pytest.mark.parametrize("case", cases())
+def test_an_iteration_is_read_from_its_own_directory_as_from_the_root(case: Path) -> None:
+    root = read(case / "checkpoint")
+    alone = read(Path(root.place))
+    assert (alone.step, alone.files, alone.tensors) == (root.step, root.files, root.tensors)
+
+
+def test_files_are_numbered_models_first_then_by_name() -> None:
+    checkpoint = read(HERE / "a02_dp2mp2_dedup" / "checkpoint")
+    names = [Path(checkpoint.files[number]).name for number in range(8)]
+    assert names == [f"llm-{kind}-{n:07d}-0000004.safetensors" for kind in ("model", "opt") for n in range(4)]
+
+
+def test_layouts_are_those_of_the_stages_that_saved() -> None:
+    layouts = read(HERE / "a19_pp2_fused_mislisted" / "checkpoint").layouts()
+    assert list(layouts) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert layouts[0, 1, 2, 3]["embedding.weight"].cuts == (1, 2)
+    assert "embedding.weight" not in layouts[4, 5, 6, 7]
+    assert layouts[4, 5, 6, 7]["output_layer.weight"].cuts == (2, 1)
+
+
+def test_what_common_json_says_is_kept() -> None:
+    assert read(HERE / "a14_single" / "checkpoint").common["global_step"] == 10
+
+
+def iterations(tmp_path: Path, *numbers: int, tracker: Optional[str] = None) -> Path:
+    """A root with equal iterations of these numbers."""
+    for number in numbers:
+        shutil.copytree(HERE / "a02_dp2mp2_dedup/checkpoint/iteration_00000010", tmp_path / f"iteration_{number:08d}")
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    return tmp_path
+
+
+def test_the_iteration_that_the_tracker_names_is_taken_and_newer_ones_are_named(tmp_path: Path) -> None:
+    report = Report()
+    checkpoint = read(iterations(tmp_path, 2, 10, 20, tracker="10\n"), "latest", report)
+    assert checkpoint.step == "10"
+    assert [iteration.number for iteration in find_iterations(str(tmp_path))] == [2, 10, 20]
+    assert len(report.warnings) == 1 and "iteration 20 is newer" in report.warnings[0]
+
+
+def test_an_iteration_can_be_named(tmp_path: Path) -> None:
+    report = Report()
+    root = iterations(tmp_path, 2, 10, 20, tracker="10")
+    assert read(root, "2", report).step == "2"
+    assert not report.warnings
+    assert read(root, "20", report).step == "20"
+    assert "cut short" in report.warnings[0]
+    with pytest.raises(CheckpointError, match=r"holds no iteration_00000003[^;]*\n.*there are iterations 20, 10, 2"):
+        read(root, "3")
+    for wrong in ("3_10", "-1", "x", ""):
+        with pytest.raises(UsageError, match="no iteration"):
+            read(root, wrong)
+    with pytest.raises(UsageError, match="directory of one checkpoint"):
+        read(root / "iteration_00000010", "2")
+
+
+def test_without_a_tracker_the_newest_complete_iteration_is_taken(tmp_path: Path) -> None:
+    root = iterations(tmp_path, 2, 10, 20)
+    (root / "iteration_00000020" / "llm-model-0000001-0000004.safetensors").unlink()
+    report = Report()
+    assert recognise(str(root))
+    assert read(root, report=report).step == "10"
+    assert "nothing tells which iterations are finished" in report.warnings[0]
+    assert any("iteration 20 is not complete and is passed over" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("text", ["", "ten", "1" * 300, "release", "-1", "\0"])
+def test_a_tracker_that_names_no_iteration_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match="names no iteration"):
+        read(iterations(tmp_path, 10, tracker=text))
+
+
+def test_a_tracker_that_names_a_missing_iteration_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="names iteration 30, but"):
+        read(iterations(tmp_path, 10, tracker="30"))
+
+
+def test_other_directories_are_not_recognised(tmp_path: Path) -> None:
+    assert not recognise(str(tmp_path / "nothing"))
+    assert not recognise(str(tmp_path))
+    (tmp_path / "metadata.json").write_text('{"name": "a dataset"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    (tmp_path / "iteration_1").mkdir()
+    assert not recognise(str(tmp_path))
+    (tmp_path / "model-0000000-0000001.safetensors").write_bytes(b"")
+    assert recognise(str(tmp_path))

@@ -1,0 +1,328 @@
+"""Directories of full weights, MindSpore's and Hugging Face's: what is in them, and which of them are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import CheckpointError, ReshardError
+from reshard.forms.full import FullWeights, full_weights_form, read_huggingface, read_unified
+from reshard.text.report import Report
+from tests.checkpoint_writing import STORED, write_safetensors
+from tests.corpus import CORPUS2, FIXTURES
+
+CASES = {path.name: path for path in (*CORPUS2.glob("[uh]*"), *(FIXTURES / "full_weights").iterdir())}
+
+W, V = np.arange(12, dtype="f4").reshape(3, 4), np.arange(3, dtype="f2")
+
+
+def read(path: Path, report: Optional[Report] = None) -> FullWeights:
+    readers = {"unified": read_unified, "huggingface": read_huggingface}
+    form = full_weights_form(str(path))
+    assert form is not None
+    with FileHandles() as handles:
+        return readers[form](str(path), handles, report or Report())
+
+
+def refused(path: Path, *says: str) -> ReshardError:
+    """The error, which says all of this."""
+    with pytest.raises(ReshardError) as caught:
+        read(path)
+    for text in says:
+        assert text in caught.value.full, caught.value.full
+    return caught.value
+
+
+def content(found: Checkpoint, name: str) -> bytes:
+    (number,) = found.holders(name)
+    data = Path(found.files[number]).read_bytes()
+    return b"".join(data[start : start + size] for start, size in found.indexes[number].tensors[name].extents)
+
+
+def saved(directory: Path, files: Mapping[str, Mapping[str, Any]], listed: Optional[Mapping[str, str]] = None) -> Path:
+    """A Hugging Face directory of some files, and an index of what is in them or of what is said to be."""
+    for name, tensors in files.items():
+        write_safetensors(directory / name, tensors, {"format": "pt"})
+    if listed is None:
+        listed = {name: file for file, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_parameters": 1, "total_size": 7.5}, "weight_map": listed}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_what_mindspore_and_hugging_face_wrote(case: str) -> None:
+    directory = next(path for path in CASES[case].iterdir() if path.is_dir())
+    expected = json.loads((CASES[case] / "expected.json").read_text())
+    found = read(directory)
+    assert found.form == ("unified" if case.startswith("u") else "huggingface")
+    assert set(found.tensors) == set(found.order()) == set(expected["tensors"])
+    for name, tensor in found.tensors.items():
+        said = expected["tensors"][name]
+        assert (STORED[tensor.dtype], tensor.shape) == (said["dtype"], tuple(said["shape"]))
+        assert hashlib.sha256(content(found, name)).hexdigest() == said["sha256"]
+        (sharding,) = tensor.shardings
+        assert sharding.grid.shape == tensor.shape and sharding.grid.slice_count == 1
+        assert list(sharding.holders(0)) == found.holders(name)
+    # Scalars are read; what may be a slice of rank 0 is not, be it of one element.
+    hyper_parameters = expected.get("hyper_param", {})
+    scalars = {name for name, said in hyper_parameters.items() if said["shape"] in ([], [1]) and "." not in name}
+    assert found.values() == sorted(scalars)
+    for name in scalars:
+        said = hyper_parameters[name]
+        if "value" in said:
+            kind = {"I64": "<i8", "I32": "<i4"}[said["dtype"]]
+            assert np.frombuffer(content(found, name), kind).tolist() == np.ravel(said["value"]).tolist()
+
+
+def test_what_may_be_a_slice_of_rank_0_is_left_out_and_named() -> None:
+    report = Report()
+    found = read(FIXTURES / "full_weights" / "u03_choice_ms210" / "unified", report)
+    (warning,) = report.warnings
+    assert "adam_m.layers.0.linear_fc1.weight" in warning and "adam_v.layers.0.scale" in warning
+    assert "global_step" not in warning
+    assert not found.holders("adam_m.layers.0.linear_fc1.weight")
+
+
+def test_hyper_parameters_without_a_scalar_are_no_tensors(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "part0.safetensors", {"w": W})
+    write_safetensors(tmp_path / "hyper_param.safetensors", {"w": W[:1], "expert_bias.0": V[:1]})
+    (tmp_path / "param_name_map.json").write_text('{"w": "part0.safetensors"}')
+    report = Report()
+    found = read(tmp_path, report)
+    assert found.order() == ["w"] and found.holders("w") == [0] and not found.values()
+    assert len(report.warnings) == 1 and "left out" in report.warnings[0]
+
+
+def test_files_and_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    files = {f"part{number}.safetensors": {f"layers.{number}.w": W, f"layers.{number}.b": V} for number in range(12)}
+    files["part3.safetensors"] = {"embedding": W, **files["part3.safetensors"]}
+    for name, tensors in files.items():
+        write_safetensors(tmp_path / name, tensors)
+    flat = {name: file for file, tensors in files.items() for name in tensors}
+    (tmp_path / "param_name_map.json").write_text(json.dumps(dict(reversed(flat.items()))))
+    found = read(tmp_path)
+    assert [os.path.basename(found.files[number]) for number in range(12)] == list(files)
+    layers = [name for number in range(12) for name in (f"layers.{number}.w", f"layers.{number}.b")]
+    assert found.order() == [*layers, "embedding"]
+    assert found.files[3] == str(tmp_path / "part3.safetensors") and found.holders("layers.10.w") == [10]
+
+
+def test_a_map_with_and_without_its_metadata_is_the_same(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
+    nested = read(tmp_path / "w")
+    said = json.loads((tmp_path / "w/param_name_map.json").read_text())
+    (tmp_path / "w/param_name_map.json").write_text(json.dumps(said["weight_map"]))
+    assert read(tmp_path / "w") == nested
+
+
+def test_other_files_of_the_model_are_named_and_other_weights_are_not_among_them(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    for name in (
+        *("config.json", "tokenizer.json", "tokenizer.model", "README.md", "modeling_x.py"),
+        *("pytorch_model.bin", "consolidated.safetensors", "pytorch_model.bin.index.json", "model.onnx"),
+        *(".gitattributes", "reshard-manifest.json"),
+    ):
+        (directory / name).write_bytes(b"{}")
+    (directory / "original").mkdir()
+    os.mkfifo(directory / "pipe")
+    (directory / "link.json").symlink_to("config.json")
+    report = Report()
+    found = read(directory, report)
+    assert found.others == (
+        *("README.md", "config.json", "link.json", "modeling_x.py", "tokenizer.json", "tokenizer.model"),
+    )
+    (note,) = report.notes
+    assert "consolidated.safetensors, model.onnx, pytorch_model.bin, pytorch_model.bin.index.json" in note
+
+
+def test_files_of_another_save_are_warned_of(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    write_safetensors(directory / "model-00003-of-00003.safetensors", {"c": W})
+    report = Report()
+    assert read(directory, report).order() == ["a", "b"]
+    assert "model-00003-of-00003.safetensors; they may be left from another save" in report.warnings[0]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    (directory / TWO).unlink()
+    assert refused(directory, f"1 file of 2 missing: {TWO}", "copy or download").status == 3
+    (directory / TWO).mkdir()
+    refused(directory, TWO)
+    (directory / TWO).rmdir()
+    (directory / TWO).symlink_to("nowhere")
+    refused(directory, TWO)
+
+
+def test_missing_and_damaged_files_are_named_together(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}, "more.safetensors": {"c": W}})
+    (directory / ONE).unlink()
+    (directory / TWO).write_bytes((directory / TWO).read_bytes()[:-1])
+    refused(directory, f"missing: {ONE}", f"{directory / TWO}: is damaged")
+
+
+def test_a_file_known_to_be_damaged_is_not_used(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    with FileHandles() as handles, pytest.raises(CheckpointError, match="its CRC differs"):
+        read_huggingface(str(directory), handles, Report(), {str(directory / TWO): f"{TWO}: its CRC differs"})
+
+
+def test_a_pointer_of_git_lfs_is_called_so(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    (directory / TWO).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n")
+    refused(directory, TWO, "git lfs pull")
+
+
+def test_an_index_that_names_another_file_than_the_one_that_holds_a_tensor(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}}, {"a": TWO, "b": TWO, "c": ONE})
+    refused(
+        directory, f"'a' in {ONE}", "names another file", "lists 1 tensor that its files do not hold: 'c' (in " + ONE
+    )
+
+
+def test_a_tensor_in_two_files_is_an_error_whatever_the_index_says(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"a": W + 1, "b": V}}, {"a": ONE, "b": TWO})
+    refused(directory, f"in several files, which need not agree: 'a' in {ONE} and {TWO}")
+
+
+def test_a_value_that_is_a_tensor_as_well_is_an_error(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "full_weights" / "u05_pp2_opt_ms270" / "unified", tmp_path / "w")
+    write_safetensors(tmp_path / "w/part9.safetensors", {"global_step": np.array([3], "i4")})
+    said = json.loads((tmp_path / "w/param_name_map.json").read_text())
+    said["weight_map"]["global_step"] = "part9.safetensors"
+    (tmp_path / "w/param_name_map.json").write_text(json.dumps(said))
+    refused(tmp_path / "w", "'global_step' in part9.safetensors and hyper_param.safetensors")
+
+
+def test_tensors_that_no_index_lists_are_taken_with_a_warning(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V, "c": W}}, {"a": ONE, "b": TWO})
+    report = Report()
+    assert read(directory, report).order() == ["a", "b", "c"]
+    assert "does not list 1 tensor of its files: 'c'; they are taken all the same" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "is damaged: it is not valid JSON"),
+        ("[]", "it is not an object"),
+        ("{}", "its weight_map is missing"),
+        ('{"weight_map": {}}', "it lists no tensors"),
+        ('{"weight_map": []}', "its weight_map is missing, or not an object"),
+        ('{"weight_map": {"a": 1}}', "the file of 'a' is not a text"),
+        ('{"weight_map": {"": "x.safetensors"}}', "it holds an empty name"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "'../x.safetensors' is no name of a file in a tree"),
+        ('{"weight_map": {"a": "/x.safetensors"}}', "'/x.safetensors' is no name of a file in a tree"),
+        ('{"weight_map": {"a": "x\\u0000.safetensors"}}', "is no name of a file in a tree"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "'pytorch_model.bin', is no .safetensors file"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "it lists 'a' twice"),
+        ('{"weight_map": {"a\\ud800": "x.safetensors"}}', "half of a surrogate pair"),
+        ('{"weight_map": ' + "[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_hostile_maps(tmp_path: Path, text: str, says: str) -> None:
+    write_safetensors(tmp_path / "x.safetensors", {"a": W})
+    for name in ("model.safetensors.index.json", "param_name_map.json"):
+        path = tmp_path / name
+        path.write_text(text)
+        if name == "param_name_map.json" and text == "{}":
+            says = "it lists no tensors"
+        assert refused(tmp_path, str(path), says).status == 3
+        path.unlink()
+
+
+def test_a_map_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "param_name_map.json")
+    refused(tmp_path, "param_name_map.json: is not a regular file")
+
+
+def test_unified_weights_without_their_map(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "part0.safetensors", {"a": W})
+    refused(tmp_path, "has no param_name_map.json")
+
+
+def test_files_without_an_index(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    write_safetensors(one / "model.safetensors", {"a": W, "b": V})
+    (one / "config.json").write_text("{}")
+    assert read(one).order() == ["a", "b"] and read(one).others == ("config.json",)
+    several = tmp_path / "several"
+    write_safetensors(several / ONE, {"a": W})
+    refused(several, "has 1 file of the 2 that their names speak of", "no model.safetensors.index.json")
+    write_safetensors(several / TWO, {"b": V})
+    report = Report()
+    assert read(several, report).order() == ["a", "b"]
+    assert "its 2 files are read, which are all there" in report.notes[0]
+    write_safetensors(several / "model-00001-of-999999999.safetensors", {"c": V})
+    refused(several, "its files may be of several models")
+    (several / "model-00001-of-999999999.safetensors").unlink()
+    write_safetensors(several / TWO, {"a": V})
+    refused(several, f"'a' in {ONE} and {TWO}")
+    write_safetensors(several / "model.safetensors", {"a": W})
+    refused(several, "its files may be of several models", "give one file alone as SRC")
+
+
+def test_two_models_in_one_directory_are_told_apart_by_their_index(tmp_path: Path) -> None:
+    directory = saved(tmp_path, {ONE: {"a": W}, TWO: {"b": V}})
+    write_safetensors(directory / "model.safetensors", {"a": W})
+    index = directory / "model.safetensors.index.json"
+    refused(directory, "two models", str(index))
+    assert read(index).order() == ["a", "b"]
+    (directory / "model.safetensors").unlink()
+    write_safetensors(directory / "half.safetensors", {"a": V})
+    other = directory / "half.safetensors.index.json"
+    other.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "half.safetensors"}}))
+    assert read(directory).order() == ["a", "b"] and read(other).tensors["a"].dtype == "Float16"
+    index.rename(directory / "full.safetensors.index.json")
+    refused(directory, "holds several models", str(directory / "full.safetensors.index.json"))
+
+
+@pytest.mark.parametrize(
+    "names, form",
+    [
+        ([], None),
+        (["rank_0", "config.json"], None),
+        (["model-0000000-0000004.safetensors", "opt-0000000-0000004.safetensors"], None),
+        (["llm-model-0000000-0000004.safetensors", "metadata.json"], None),
+        (["adapter_model.safetensors"], None),
+        (["model.safetensors"], "huggingface"),
+        (["x.safetensors", "x.safetensors.index.json"], "huggingface"),
+        (["part0.safetensors"], "unified"),
+        (["param_name_map.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"], "unified"),
+    ],
+)
+def test_forms_are_known_by_names(tmp_path: Path, names: list[str], form: Optional[str]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert full_weights_form(str(tmp_path)) == form
+
+
+def test_forms_are_known_by_a_map_that_is_named(tmp_path: Path) -> None:
+    for name, form in (("param_name_map.json", "unified"), ("model.safetensors.index.json", "huggingface")):
+        (tmp_path / name).touch()
+        assert full_weights_form(str(tmp_path / name)) == form
+    (tmp_path / "model.safetensors").touch()
+    assert full_weights_form(str(tmp_path / "model.safetensors")) is None
+
+
+def test_a_directory_of_links_is_read_as_what_they_lead_to(tmp_path: Path) -> None:
+    kept = saved(tmp_path / "blobs", {ONE: {"a": W}, TWO: {"b": V}})
+    links = tmp_path / "snapshot"
+    links.mkdir()
+    for path in kept.iterdir():
+        (links / path.name).symlink_to(path)
+    assert read(links).order() == ["a", "b"]

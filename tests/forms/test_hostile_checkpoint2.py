@@ -1,0 +1,264 @@
+"""Checkpoint 2.0 whose metadata is meant to do harm: right values or an error that names the file, in time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.errors import ReshardError
+from tests.bounds import within
+from tests.checkpoint2_writing import Laid, numbered, saving
+from tests.conftest import LONG
+from tests.corpus import FIXTURES
+from tests.forms.reading import full_bytes, read
+
+ITERATION = "iteration_00000010"
+KEY = "('first.weight', (0,))"
+OUTSIDE = [
+    "../x.safetensors",
+    "/etc/x.safetensors",
+    "a/b.safetensors",
+    "..",
+    "x\0.safetensors",
+    "x" * 300 + ".safetensors",
+]
+OUTSIDE += ["passwd", ".safetensors", "", "x.ckpt"]
+
+
+def written(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """An iteration, and what its metadata says."""
+    saved = saving()
+    return saved.write(tmp_path / ITERATION), saved.metadata()
+
+
+def refused(iteration: Path, content: bytes) -> str:
+    """Reading ends in an error that names the file; what it says."""
+    path = iteration / "metadata.json"
+    path.write_bytes(content)
+    with within(), pytest.raises(ReshardError) as caught:
+        read(iteration)
+    said = str(caught.value)
+    assert str(path) in said and caught.value.status == 3 and len(said) < 3000
+    return said
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_file_outside_of_the_directory_is_opened(tmp_path: Path, name: str) -> None:
+    iteration, said = written(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(b"never read")
+    said["storage_data"][KEY][0]["file_name"] = name
+    for indent in (None, 4):
+        assert "no name of a .safetensors file" in refused(iteration, json.dumps(said, indent=indent).encode())
+        spelled = json.dumps(said, indent=indent).replace("file_name", "file\\u005fname")
+        assert "no name of a .safetensors file" in refused(iteration, spelled.encode())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "first.weight",
+        "('first.weight', 0)",
+        "('first.weight', (0, 0))",
+        "('first.weight', ())",
+        "('first.weight', (-1,))",
+        "('first.weight', (00,))",
+        "('first.weight', (1000000000000000000000,))",
+        "('first.weight',(0,))",
+        "('first.weight', (0,)) ",
+        "__import__('os').system('touch hacked')",
+        "('a' + 'b', (0,))",
+        "('\\ud800', (0,))",
+        "('\\q', (0,))",
+        "('\\U00110000', (0,))",
+        "('a' 'b', (0,))",
+        "(" * 10_000,
+        "",
+    ],
+)
+def test_keys_are_data(tmp_path: Path, key: str) -> None:
+    iteration, said = written(tmp_path)
+    said["storage_data"][key] = said["storage_data"].pop(KEY)
+    assert "no name and number of a slice" in refused(iteration, json.dumps(said).encode())
+
+
+def test_what_is_told_twice_is_refused(tmp_path: Path) -> None:
+    iteration, said = written(tmp_path)
+    first = json.dumps(said["storage_data"][KEY])
+    text = json.dumps(said)
+    for spelled in (KEY, "('first\\\\x2eweight', (0,))"):
+        again = text.replace('"storage_data": {', f'"storage_data": {{"{spelled}": {first}, ')
+        assert "twice" in refused(iteration, again.encode())
+    double = text.replace('"state_dict_metadata": {', '"state_dict_metadata": {"first.weight": {}, ', 1)
+    refused(iteration, double.encode())
+    said["storage_data"][KEY] *= 2
+    assert "a file is listed twice" in refused(iteration, json.dumps(said).encode())
+    refused(iteration, (text[:-1] + ', "storage_data": {}}').encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b'{"state_dict_metadata": {}}',
+        b'{"storage_data": {}, "state_dict_metadata": []}',
+        b'{"storage_data": {}, "state_dict_metadata": {}} {}',
+        b'{"storage_data": {"\xff": []}, "state_dict_metadata": {}}',
+        b'{"storage_data": ' + b"[" * 200_000,
+        b'{"state_dict_metadata": {"a": ' + b"[" * 200_000,
+        b'{"storage_data": {"' + b"x" * 40_000_000,
+        b'{"other": ' + b"[" * 200_000,
+        b'{"state_dict_metadata": {"a": ' + b"9" * 5_000_000 + b"}}",
+        b'{"state_dict_metadata": {"": {}}, "storage_data": {}}',
+        b"\x00" * 1000,
+    ],
+)
+def test_what_is_no_metadata_is_refused(tmp_path: Path, content: bytes) -> None:
+    iteration, _ = written(tmp_path)
+    refused(iteration, content)
+
+
+def test_a_tensor_that_is_stored_and_not_described_is_refused(tmp_path: Path) -> None:
+    iteration, said = written(tmp_path)
+    del said["state_dict_metadata"]["first.weight"]
+    assert "which state_dict_metadata does not" in refused(iteration, json.dumps(said).encode())
+
+
+@pytest.mark.parametrize("size", [(1 << 63) - 1, 1 << 63, 1 << 64, -1, 1.5, True, None, "4", [4], 10**30])
+def test_numbers_that_no_checkpoint_has_are_refused(tmp_path: Path, size: Any) -> None:
+    iteration, said = written(tmp_path)
+    described = said["state_dict_metadata"]["first.weight"]
+    layout = described["layout"]
+    for holder, key in ((described, "global_shape"), (layout, "device_matrix"), (layout, "rank_list")):
+        before = holder[key]
+        holder[key] = [size, *before[1:]]
+        refused(iteration, json.dumps(said).encode())
+        holder[key] = before
+    entry = said["storage_data"][KEY][0]
+    for key in ("storage_rank", "rank_group"):
+        before = entry[key]
+        entry[key] = size if key == "storage_rank" else [size]
+        if size != (1 << 63) - 1 or key == "storage_rank":
+            refused(iteration, json.dumps(said).encode())
+        entry[key] = before
+
+
+def test_a_file_of_one_slice_for_each_of_a_million_ranks_costs_what_its_size_does(tmp_path: Path) -> None:
+    iteration, said = written(tmp_path)
+    layout = said["state_dict_metadata"]["first.weight"]["layout"]
+    layout.update(device_matrix=[1 << 20, 1 << 20, 1 << 20], tensor_map=[2, [1, 0]])
+    refused(iteration, json.dumps(said).encode())
+
+
+SAVED = {
+    "first.weight": Laid(numbered((4, 6)), (2, 2), (0, -1), range(4)),
+    "adam_m.first.weight": Laid(numbered((4, 6), 100), (2, 2), (0, -1), range(4)),
+    "whole": Laid(numbered((3,), 200), None, (), range(4)),
+}
+VALUES: list[Any] = [None, True, 0, 1, 2, 3, -1, 7, 1 << 20, 1 << 40, 10**25, 0.5, "", "x", [], [0], [[0]], {}]
+
+
+def parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a JSON value with each of its keys."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from parts(value[key])
+
+
+@given(st.integers(0, 1 << 40))
+def test_changed_metadata_gives_right_values_or_an_error(seed: int) -> None:
+    saved = saving(tensors=SAVED, world=4)
+    said = saved.metadata()
+    change(said, random.Random(seed))
+    with tempfile.TemporaryDirectory() as directory:
+        iteration = saved.write(Path(directory) / ITERATION)
+        (iteration / "metadata.json").write_text(json.dumps(said))
+        right_or_refused(iteration, saved.tensors)
+
+
+def change(said: Any, rng: random.Random) -> None:
+    """Drop, replace, move or repeat one to three values of what metadata says."""
+    for _ in range(rng.randint(1, 3)):
+        places = list(parts(said))
+        if not places:
+            return
+        (holder, key), (other, there) = rng.choice(places), rng.choice(places)
+        taken = copy.deepcopy(rng.choice([rng.choice(VALUES), other[there]]))
+        action = rng.randrange(3)
+        if action == 0:
+            del holder[key]
+        elif action == 1 and isinstance(holder, list):
+            holder.insert(key, taken)
+        else:
+            holder[key] = taken
+
+
+def right_or_refused(iteration: Path, tensors: Mapping[str, Laid]) -> None:
+    """What is read of the checkpoint is right, or an error names it."""
+    try:
+        with within():
+            see_that_it_is_right(iteration, tensors)
+    except ReshardError as error:
+        assert str(iteration) in str(error) and len(str(error)) < 3000
+
+
+def see_that_it_is_right(iteration: Path, tensors: Mapping[str, Laid]) -> None:
+    """Read a checkpoint and compare with what was saved.
+
+    Raises:
+        ReshardError: it is refused.
+    """
+    checkpoint = read(iteration, wanted=lambda name: False)
+    for name in (checkpoint.tensors.keys() - checkpoint.lost.keys()) & tensors.keys():
+        if checkpoint.tensors[name].shape == tensors[name].array.shape:
+            assert full_bytes(checkpoint, name) == tensors[name].array.tobytes(), name
+    assert all(str(fault) for fault in checkpoint.faults.values())
+    assert all(checkpoint.holders(name) for name in checkpoint.values())
+    checkpoint.layouts()
+
+
+@pytest.mark.parametrize("seed", range(400 if LONG else 60))
+def test_damaged_bytes_of_real_directories_give_right_values_or_an_error(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    case = rng.choice(sorted((FIXTURES / "checkpoint2").iterdir()))
+    source = case / "checkpoint" / ITERATION
+    files = sorted(os.listdir(source))
+    damaged = rng.sample(files, rng.randint(1, 2))
+    for name in files:
+        if name not in damaged:
+            (tmp_path / name).symlink_to(source / name)
+            continue
+        content = bytearray((source / name).read_bytes())
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(min(len(content), 2000 if name.endswith("s") else len(content)))
+            action = rng.randrange(4)
+            if action == 0:
+                content[at] = rng.randrange(256)
+            elif action == 1:
+                del content[at : at + rng.randint(1, 40)]
+            elif action == 2:
+                content[at:at] = content[at : at + rng.randint(1, 40)]
+            else:
+                del content[max(at, 1) :]
+        (tmp_path / name).write_bytes(content)
+    try:
+        with within():
+            checkpoint = read(tmp_path, wanted=lambda name: False)
+    except ReshardError as error:
+        assert str(tmp_path) in str(error)
+        return
+    checkpoint.layouts()
+    assert all(str(tmp_path) in str(fault) for fault in checkpoint.faults.values())

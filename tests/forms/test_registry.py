@@ -1,0 +1,97 @@
+"""A form of checkpoint is one folder and one line: nothing else knows which forms there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reshard.forms import registry
+from tests.corpus import ROOT
+from tests.forms import FORMS, to
+from tests.forms import toy as toy_form
+from tests.forms.toy import LIST, ToyForm
+from tests.running import Argument, done, fails
+from tests.small import World, tensors
+from tests.trees import read_tree, same_ranks
+
+FULL = tensors()
+
+# Verification is to follow.
+OWN = ("forms", "verification")
+ASKS = re.compile(
+    r"""[!=]=\s?["'](?:ranks|checkpoint2|unified|huggingface)["']
+    |["'](?:ranks|checkpoint2|unified|huggingface)["']\s?[!=]=
+    |(?:[!=]=|\bin)\ \(?(?:RANKS|CHECKPOINT2|UNIFIED|HUGGINGFACE)\b
+    |isinstance\([^)]*\b(?:Checkpoint2|FullWeights|RankCheckpoint)\b""",
+    re.VERBOSE,
+)
+
+
+@pytest.fixture
+def toy() -> Iterator[ToyForm]:
+    """The toy form, registered."""
+    form = ToyForm()
+    registry.FORMS.insert(1, form)
+    try:
+        yield form
+    finally:
+        registry.FORMS.remove(form)
+
+
+@pytest.mark.parametrize("form", [*FORMS, "toy"])
+def test_a_registered_form_converts_both_ways(form: str, world: World, toy: ToyForm) -> None:
+    world.save(FULL)
+    one, two, other, ranks = (world.root / name for name in ("one", "two", "other", "ranks"))
+    done("convert", world.src, one, "--src-strategy", world.old, "--to", "toy", "--format", "safetensors")
+    done("convert", one, other, "--format", "safetensors", *to(form, world))
+    source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
+    done("convert", other, two, *source, "--to", "toy")
+    done("convert", two, ranks, "--dst-strategy", world.new, "--format", "ckpt")
+    same_ranks(read_tree(ranks), world.expected(FULL))
+    assert (one / LIST).is_file() and len([*one.glob("*.safetensors")]) == 4
+
+
+def test_commands_know_a_registered_form(world: World, toy: ToyForm) -> None:
+    world.save(FULL)
+    out = world.root / "out"
+    words: list[Argument] = ["--src-strategy", world.old, "--to", "toy", "--format", "safetensors"]
+    for number in reversed(range(4)):
+        assert not (out / LIST).exists()
+        done("by-rank", number, world.src, out, *words)
+    assert "4 files" in done("status", out).out
+    found = done("inspect", out, "--json").json
+    assert found["form"] == "toy" and {tensor["name"] for tensor in found["tensors"]} == set(FULL)
+    assert "[8,6]" in done("get", out, "w").out
+    one, other = (done("fingerprint", *source).out for source in ([out], [world.src, "--strategy", world.old]))
+    assert one == other
+    done("diff", out, world.src, "--b-strategy", world.old)
+    fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", says=["full weights"])
+    fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", says=["--max-shard-size"])
+    fails(2, "convert", out, world.root / "no", says=["is of the form toy", "toy, checkpoint2"])
+
+
+def test_nothing_else_asks_which_form_a_checkpoint_has() -> None:
+    for path in Path(ROOT, "reshard").rglob("*.py"):
+        if path.relative_to(ROOT / "reshard").parts[0] not in OWN:
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                assert not ASKS.search(line), f"{path}:{number}: ask the options or a method of the form: {line}"
+
+
+def test_contributing_shows_the_toy_form() -> None:
+    shown = re.search(r"  ```python\n(  class ToyForm.*?)  ```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert shown is not None
+    [page] = ast.parse(textwrap.dedent(shown[1])).body
+    form = next(
+        node
+        for node in ast.parse(Path(toy_form.__file__).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "ToyForm"
+    )
+    for node in ast.walk(form):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    assert ast.dump(page) == ast.dump(form)

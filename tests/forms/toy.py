@@ -1,0 +1,83 @@
+"""A form of checkpoint that the package does not have: one file per tensor, and a list of them.
+
+It is one module and one line, ``FORMS.insert(1, ToyForm())``. CONTRIBUTING.md shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.forms.form import Form, FormOptions, Reading, Wanted
+from reshard.forms.full.contents import Contents, FullWeights
+from reshard.forms.ranks import FileNames
+from reshard.forms.ranks.naming import NamedFile
+from reshard.forms.target import FinishingFile, Section, TargetForm, WholeLayouts
+from reshard.forms.writing import selected
+from reshard.storage import is_directory, names_in
+
+LIST = "tensors.json"
+
+
+class ToyForm(Form):
+    """Directories of one ``.safetensors`` file per tensor, which ``tensors.json`` lists."""
+
+    name = "toy"
+    options = FormOptions(mindspore=False)
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        """By the list."""
+        return is_directory(src) and LIST in (names_in(src) if names is None else names)
+
+    def read(self, reading: Reading) -> Checkpoint:
+        """What the list names."""
+        files = json.loads(Path(reading.path, LIST).read_text())
+        contents = Contents.read(reading.path, files, reading.handles, reading.damaged)
+        tensors, values = contents.tensors(len(files))
+        return FullWeights(self.name, reading.path, contents.paths, contents.indexes, tensors, values)
+
+    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+        """A file for every tensor and every value."""
+        return _ToyFiles(checkpoint, wanted)
+
+    def marks(self, files: Sequence[str]) -> list[str]:
+        """The list."""
+        return [LIST]
+
+
+class _ToyFiles(TargetForm):
+    name = "toy"
+    by_rank = False
+    takes_everything = True
+    format = "safetensors"
+    metadata = None
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
+        tensors, values, _ = selected(checkpoint, wanted)
+        self._held = [*tensors, *values]
+        names = [f"tensor-{number}" for number in range(len(self._held))]
+        self.names = FileNames("file{rank}", tuple(NamedFile(number, name) for number, name in enumerate(names)))
+        self.sections = [
+            Section(
+                number, range(number, number + 1), WholeLayouts(tensors, {name} & tensors.keys()), label=names[number]
+            )
+            for number, name in enumerate(self._held)
+        ]
+
+    @property
+    def count(self) -> int:
+        return len(self._held)
+
+    def section_of(self, file: int) -> Section:
+        return self.sections[file]
+
+    def takes_value(self, name: str, file: int) -> bool:
+        return self._held[file] == name
+
+    def finishing(self) -> Sequence[FinishingFile]:
+        files = [f"{os.path.basename(self.names.of(file))}.{self.format}" for file in range(self.count)]
+        return [FinishingFile(LIST, lambda: [json.dumps(files).encode()])]
