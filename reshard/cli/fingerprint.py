@@ -22,7 +22,7 @@ from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.execute import ExecutionOptions
-from reshard.opened.engine import Engine
+from reshard.execute.reader import BoxReader
 from reshard.opened.equal import check_equal, equal_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
@@ -244,11 +244,11 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))
         options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
-        engine = Engine(means.handles, options, lambda name, count: None)
+        reader = BoxReader(means.handles, options)
         try:
-            check_equal(checkpoint, equals, engine)
+            check_equal(checkpoint, equals, reader)
         finally:
-            engine.close()
+            reader.close()
 
 
 def _files(

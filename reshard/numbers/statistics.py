@@ -10,12 +10,23 @@ from typing import Any, NamedTuple, Optional, Union
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.execute import Progress
-from reshard.numbers.magnitudes import EXPONENTS, Magnitudes
-from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
-from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
+from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
+from reshard.numbers.widening import (
+    AT_ONCE,
+    BYTES,
+    COMPLEX,
+    EXPONENTS,
+    FLOATS,
+    INTEGERS,
+    Magnitudes,
+    Widener,
+    is_number,
+    table,
+)
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.ahead import in_file_order
+from reshard.opened.contents import in_file_order
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -73,7 +84,7 @@ class _Scaled(NamedTuple):
     exponent: int = 0
 
 
-class _Part(NamedTuple):
+class _PartialStatistics(NamedTuple):
     """Sums over some elements of a tensor.
 
     Attributes:
@@ -113,15 +124,15 @@ def statistics_of(
     names = [name for name, tensor in checkpoint.items() if is_number(tensor.dtype_name)]
     order = in_file_order(checkpoint.contents, names)
     tensors = [checkpoint[name] for name in order.names]
-    items = [Item((tensor,)) for tensor in tensors]
+    items = [SweepItem((tensor,)) for tensor in tensors]
     dtypes = [tensor.dtype_name for tensor in tensors]
-    parts = sweep(items, [checkpoint], lambda: _Computer(dtypes, magnitudes), max_memory, progress)
+    parts = sweep(items, [checkpoint], lambda: _StatisticsComputer(dtypes, magnitudes), max_memory, progress)
     checkpoint.check_unchanged(order.paths)
     found = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
     return sorted(found, key=lambda statistics: statistics.name)
 
 
-def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> TensorStatistics:
+def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitudes: bool) -> TensorStatistics:
     """The statistics of a tensor, from those of its parts in their order."""
     finite = sum(part.finite for part in parts)
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
@@ -147,7 +158,7 @@ def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> T
     )
 
 
-class _Computer:
+class _StatisticsComputer:
     """Computes the sums of parts; for one thread.
 
     Args:
@@ -161,7 +172,7 @@ class _Computer:
         self._widener = Widener()
         self._mask = np.empty(AT_ONCE, np.bool_)
 
-    def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
+    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialStatistics:
         """The sums over some blocks of an item."""
         dtype = self._dtypes[number]
         if dtype in BYTES:
@@ -176,7 +187,7 @@ class _Computer:
                         first_nonfinite = place + int(bad[raw].argmax())
             return self._of_counts(counts, dtype)._replace(first_nonfinite=first_nonfinite)
         sums = _Sums(self._magnitudes)
-        width = np.dtype(INTEGERS[dtype]).itemsize if dtype in INTEGERS else _WIDTHS[dtype]
+        width = ITEM_SIZES[dtype]
         with np.errstate(all="ignore"):
             for block in blocks:
                 for place, raw in _slices(block, width):
@@ -188,7 +199,7 @@ class _Computer:
                         _add_complex(sums, raw.view(COMPLEX[dtype]), place)
         return sums.part()
 
-    def _of_counts(self, counts: Counts, dtype: str) -> _Part:
+    def _of_counts(self, counts: Counts, dtype: str) -> _PartialStatistics:
         """The sums over as many elements of every byte."""
         sums = _Sums(self._magnitudes)
         for values in table(dtype).T:
@@ -264,11 +275,11 @@ class _Sums:
         self.low = least if self.low is None else min(self.low, least)
         self.high = most if self.high is None else max(self.high, most)
 
-    def part(self) -> _Part:
+    def part(self) -> _PartialStatistics:
         """All of it."""
         total, squares = _sum(self.totals), _sum(self.squares)
         magnitudes = None if self.magnitudes is None else self.magnitudes.taken()
-        return _Part(
+        return _PartialStatistics(
             self.nan,
             self.inf,
             self.zeros,
@@ -360,11 +371,8 @@ def _add_complex(sums: _Sums, numbers: Array, place: int) -> None:
         sums.magnitudes.add(np.abs(kept))
 
 
-def _slices(block: Block, width: int) -> Iterator[tuple[int, Bytes]]:
+def _slices(block: SweepBlock, width: int) -> Iterator[tuple[int, Bytes]]:
     """A block's bytes, so many elements at a time as are computed with, and the number of the first of them."""
     raw = block.raws[0]
     for first in range(0, len(raw), AT_ONCE * width):
         yield block.first + first // width, raw[first : first + AT_ONCE * width]
-
-
-_WIDTHS = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Float64": 8, "Complex64": 8, "Complex128": 16}

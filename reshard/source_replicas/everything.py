@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
-from reshard.execute.boxes import boxes_of_range
+from reshard.execute.filling import boxes_of_range
 from reshard.execute.reading import Bytes
 from reshard.layout import shape_of, volume_of
 from reshard.source_replicas.choice import Alike, Holder, Replicated

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.boxes import boxes_of_range
-from reshard.execute.filling import BlockFiller
+from reshard.execute.filling import BlockFiller, boxes_of_range
 from reshard.execute.reading import Reader, make_reader
 from reshard.layout import Box, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
