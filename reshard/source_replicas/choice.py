@@ -244,14 +244,6 @@ def number_of(*words: object) -> int:
     return zlib.crc32(data) << 32 | zlib.crc32(data[::-1], 1)
 
 
-def offset_in(box: Box, held: Box, item_size: int) -> int:
-    """Bytes from the first one of a slice to the first one of a box in it."""
-    offset = 0
-    for (start, _), (low, high) in zip(box, held):
-        offset = offset * (high - low) + start - low
-    return offset * item_size
-
-
 def _divisors(count: int) -> list[int]:
     """Ascending, without ``count`` itself."""
     low = [number for number in range(1, math.isqrt(count) + 1) if count % number == 0]

@@ -16,12 +16,13 @@ from typing import Any, Optional
 import pytest
 
 import reshard as library
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import reading
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.plan.pieces import StoredSlice
-from reshard.source_replicas import files
-from reshard.source_replicas.choice import Group
+from reshard.source_replicas.choice import Group, Holder
+from reshard.source_replicas.samples import ReplicaFiles
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
@@ -208,14 +209,13 @@ class Reads:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     counted = Reads(count_opened(monkeypatch))
 
-    class Counting(reading.ExplicitReader):
-        """What reads samples; the conversion has readers of its own."""
+    read = ReplicaFiles.read
 
-        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
-            counted.sampled.append((source.path, len(out)))
-            super().read_into(source, start, out)
+    def counting(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        counted.sampled.append((self._step.indexes[holder.rank].path, len(out)))
+        read(self, parameter, holder, box, out)
 
-    monkeypatch.setattr(files, "ExplicitReader", Counting)
+    monkeypatch.setattr(ReplicaFiles, "read", counting)
     return counted
 
 
@@ -418,14 +418,15 @@ def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
 
 def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.save()
+    read = ReplicaFiles.read
 
-    class Failing(reading.ExplicitReader):
-        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
-            if source.rank == 5:
-                raise reading.unreadable(source, OSError(5, "Input/output error"))
-            super().read_into(source, start, out)
+    def failing(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        if holder.rank == 5:
+            source = StoredSlice(self._step.indexes[5].path, 5, (), box)
+            raise reading.unreadable(source, OSError(5, "Input/output error"))
+        read(self, parameter, holder, box, out)
 
-    monkeypatch.setattr(files, "ExplicitReader", Failing)
+    monkeypatch.setattr(ReplicaFiles, "read", failing)
     found = replicas(done(*tree.words(tree.true, "--json")))
     assert found["tested"] and 18 < found["samples"] < 54
     tree.dst = tree.root / "other"
