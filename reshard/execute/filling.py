@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
-from reshard.execute.reading import Bytes, Reader
+from reshard.execute.reading import ByteReader, Bytes
 from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
@@ -66,7 +66,7 @@ class BlockFiller:
         overflowed: told of elements that a cast made infinite.
     """
 
-    def __init__(self, reader: Reader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
+    def __init__(self, reader: ByteReader, scratch: Bytes, overflowed: Overflowed = lambda name, count: None) -> None:
         self._reader = reader
         self._overflowed = overflowed
         half = len(scratch) // 2

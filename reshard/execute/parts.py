@@ -78,14 +78,14 @@ class Stretch(NamedTuple):
     shared: Optional[SharedRows] = None
 
 
-class Part(NamedTuple):
+class FilesPart(NamedTuple):
     """What one thread writes: where it begins in every file, and what follows."""
 
     offsets: tuple[int, ...]
     stretches: list[Stretch]
 
 
-def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
+def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
     """Cut the files of a group into parts, at element boundaries; at least one.
 
     Args:
@@ -103,10 +103,10 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
             offsets[member] += count
             size += count
         if size >= part_bytes or len(stretches) * len(group) >= MOST_STRETCHES:
-            yield Part(start, stretches)
+            yield FilesPart(start, stretches)
             start, stretches, size = tuple(offsets), [], 0
     if stretches or not any(offsets):
-        yield Part(start, stretches)
+        yield FilesPart(start, stretches)
 
 
 def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch]:
@@ -236,7 +236,7 @@ def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_
 class Task(NamedTuple):
     """A part of the files of a group, and their writers."""
 
-    part: Part
+    part: FilesPart
     writers: Sequence[TargetWriter]
 
 

@@ -54,10 +54,10 @@ def convert(
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(groups, handles, options, progress, finish).run()
+    _Execution(groups, handles, options, progress, finish).run()
 
 
-class _Run:
+class _Execution:
     def __init__(
         self,
         groups: Iterable[Sequence[TargetFile]],

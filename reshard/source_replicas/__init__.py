@@ -7,13 +7,13 @@
 
 from reshard.source_replicas.compare import compare_replicas, holders_alike
 from reshard.source_replicas.distinct import Distinctness, SameSlices, compare_slices, misplaced
-from reshard.source_replicas.outcome import Comparison, Differing, ReplicaCheck
+from reshard.source_replicas.outcome import Differing, ReplicaCheck, ReplicaComparison
 
 __all__ = [
-    "Comparison",
     "Differing",
     "Distinctness",
     "ReplicaCheck",
+    "ReplicaComparison",
     "SameSlices",
     "compare_replicas",
     "compare_slices",

@@ -24,8 +24,8 @@ from reshard.execute.reading import Bytes
 from reshard.layout import shape_of, volume_of
 from reshard.plan.holding import stage_shardings
 from reshard.plan.source import SourceStep
-from reshard.source_replicas.choice import Alike, Holder, Replicated, alike
-from reshard.source_replicas.outcome import Comparison, Tally, is_gradient
+from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, alike
+from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
 
 # Ranks that are put together by what they hold.
@@ -44,7 +44,7 @@ def compare_replicas(
     execution: ExecutionOptions,
     progress: Progress,
     effort: str,
-) -> Comparison:
+) -> ReplicaComparison:
     """Compare what ranks hold that should be the same.
 
     Args:
@@ -103,7 +103,7 @@ def holders_alike(
 class _ComparedPart(NamedTuple):
     """What a thread compares at a time: a box of a parameter, on one rank and on some others."""
 
-    kind: Alike
+    kind: AlikeParameters
     parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
@@ -122,7 +122,7 @@ class Everything:
 
     def __init__(
         self,
-        kinds: Sequence[Alike],
+        kinds: Sequence[AlikeParameters],
         files: ReplicaFiles,
         execution: ExecutionOptions,
         progress: Progress,

@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.plan.source import SourceStep
-from reshard.source_replicas.choice import Alike
+from reshard.source_replicas.choice import AlikeParameters
 from reshard.text.messages import Message, joined, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 from reshard.text.wording import plural, quoted, rank_ranges
@@ -66,7 +66,7 @@ class Differing(NamedTuple):
     is_cut: bool
 
 
-class Comparison(NamedTuple):
+class ReplicaComparison(NamedTuple):
     """What came of comparing alleged replicas.
 
     Attributes:
@@ -176,7 +176,7 @@ class Tally:
         self._compared: dict[int, set[str]] = defaultdict(set)
         self._differing: dict[str, Differing] = {}
 
-    def add(self, kind: Alike, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
+    def add(self, kind: AlikeParameters, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
         """Count a box that was compared and is not all of one value.
 
         Args:
@@ -190,7 +190,7 @@ class Tally:
             files = self._step.files[ranks[0]], self._step.files[ranks[1]]
             self._differing[parameter.name] = Differing(parameter.name, ranks, files, kind.is_cut)
 
-    def result(self, kinds: Sequence[Alike], compared: str) -> Comparison:
+    def result(self, kinds: Sequence[AlikeParameters], compared: str) -> ReplicaComparison:
         """What came of it.
 
         Args:
@@ -210,7 +210,7 @@ class Tally:
         known = {parameter.name for kind in kinds for parameter in kind.parameters}
         differing = sorted(self._differing.values(), key=lambda item: _telling(item, known))
         gradients = [item for item in differing if item.parameter.startswith(ACCUMULATED_GRADIENTS)]
-        return Comparison(
+        return ReplicaComparison(
             check=check,
             differing=[item for item in differing if item not in gradients],
             gradients=gradients,

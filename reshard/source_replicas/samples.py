@@ -23,7 +23,7 @@ from reshard.execute.reader import BoxReader, in_order
 from reshard.layout import Box, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.source import SourceStep
-from reshard.source_replicas.choice import Alike, Group, Holder, Replicated, number_of
+from reshard.source_replicas.choice import AlikeParameters, Holder, ReplicaGroup, Replicated, number_of
 from reshard.source_replicas.outcome import Tally
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ EFFORTS = {"auto": SamplingEffort(1, 256, 1024, 1.0), "more": SamplingEffort(4, 
 class _Sample(NamedTuple):
     """A parameter, what of it several ranks hold, and which of them are compared."""
 
-    kind: Alike
+    kind: AlikeParameters
     parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
@@ -167,7 +167,9 @@ class Samples:
         tally: what is compared is counted there.
     """
 
-    def __init__(self, kinds: Sequence[Alike], files: ReplicaFiles, effort: SamplingEffort, tally: Tally) -> None:
+    def __init__(
+        self, kinds: Sequence[AlikeParameters], files: ReplicaFiles, effort: SamplingEffort, tally: Tally
+    ) -> None:
         self._kinds = [kind for kind in kinds if len(kind)]
         self._files = files
         self._effort = effort
@@ -273,5 +275,5 @@ def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> 
 
 def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a holder's slice; at the same place in slices of the same shape."""
-    own = Replicated(holder.box, (Group((holder.rank,), (holder.rank,), holder.box),))
+    own = Replicated(holder.box, (ReplicaGroup((holder.rank,), (holder.rank,), holder.box),))
     return sample_box(own, parameter, number_of(parameter.name, place))

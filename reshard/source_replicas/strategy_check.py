@@ -22,7 +22,7 @@ from reshard.plan.holding import StageSharding
 from reshard.plan.parameters import listed_by_source, read_parameters
 from reshard.plan.source import SourceStep
 from reshard.source_replicas import (
-    Comparison,
+    ReplicaComparison,
     SameSlices,
     compare_replicas,
     compare_slices,
@@ -94,7 +94,7 @@ class StrategyCheck:
     not_held: list[str]
     not_listed: list[str]
     not_described: list[str]
-    comparison: Comparison
+    comparison: ReplicaComparison
     same_slices: list[SameSlices]
     misplaced: list[str]
     alike: Optional[HeldAlike]
