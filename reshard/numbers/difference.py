@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -84,16 +84,17 @@ class Differences:
         return not (self.only_a or self.only_b or self.shapes or self.differing)
 
 
-class _PartialDifference(NamedTuple):
+@dataclass
+class _PartialDifference:
     """What some elements of a pair differ in; ``at`` counts elements in C order."""
 
-    identical: bool
-    differing: int
-    nan: int
-    max_abs: float
-    max_rel: float
-    at: Optional[int]
-    first_nonfinite: Optional[int]
+    identical: bool = True
+    differing: int = 0
+    nan: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    at: Optional[int] = None
+    first_nonfinite: Optional[int] = None
 
 
 def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:
@@ -177,7 +178,7 @@ class _DifferenceComputer:
         """What some blocks of a pair differ in."""
         one, other = self._items[number].tensors
         same_type = one.dtype_name == other.dtype_name
-        found = _Collected()
+        found = _PartialDifference()
         with np.errstate(all="ignore"):
             for first, (mine, theirs) in blocks:
                 count = len(mine) // one.itemsize
@@ -188,9 +189,9 @@ class _DifferenceComputer:
                         continue
                     found.identical = False
                     self._compare(found, first + start, (left, one.dtype_name), (right, other.dtype_name))
-        return found.part()
+        return found
 
-    def _compare(self, found: _Collected, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
+    def _compare(self, found: _PartialDifference, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
         """Subtract some elements."""
         a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
         count = len(a)
@@ -236,23 +237,6 @@ class _DifferenceComputer:
         if most > found.max_abs:
             found.max_abs = float(most)
             found.at = first + int(distance.argmax()) // packed
-
-
-class _Collected:
-    """What was found so far in a part."""
-
-    def __init__(self) -> None:
-        self.identical = True
-        self.differing = self.nan = 0
-        self.max_abs = self.max_rel = 0.0
-        self.at: Optional[int] = None
-        self.first_nonfinite: Optional[int] = None
-
-    def part(self) -> _PartialDifference:
-        """All of it."""
-        return _PartialDifference(
-            self.identical, self.differing, self.nan, self.max_abs, self.max_rel, self.at, self.first_nonfinite
-        )
 
 
 def _same(left: Bytes, right: Bytes) -> bool:

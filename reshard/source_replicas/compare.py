@@ -7,6 +7,7 @@ between data-parallel ranks until they are reduced: only where everything is com
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,7 @@ def compare_replicas(
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
     kinds = alike(chosen, step)
     tally = Tally(step)
-    with ReplicaFiles(step, handles, execution) as files:
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         if everything:
             Everything(kinds, files, execution, progress, tally).run()
         else:
@@ -88,7 +89,7 @@ def holders_alike(
     """
     sharding = stage_shardings(parameter)[0]
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
-    with ReplicaFiles(step, handles, execution) as files:
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
         for place in range(MOST_PLACES):
             found: dict[bytes, list[int]] = {}
             for rank in ranks:

@@ -87,7 +87,7 @@ def compare_slices(
     chosen = [one for kind in alike(list(parameters), step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]
     held = {one.name: holders for one in chosen if len(holders := _holders(one, step)) > 1}
     groups: dict[str, list[list[int]]] = {}
-    with ReplicaFiles(step, handles, execution) as files:
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
 
         def read(task: tuple[GlobalTensor, int, Holder]) -> Optional[bytes]:
             parameter, place, holder = task

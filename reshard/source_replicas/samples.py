@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Callable, NamedTuple, Optional, TypeVar
 
 from reshard.checkpoints import FileHandles
@@ -42,7 +41,7 @@ _IN_FLIGHT = 16
 
 
 class ReplicaFiles:
-    """The files of a step; any number of threads may read them. To be used in a ``with`` block.
+    """The files of a step; any number of threads may read them.
 
     Args:
         step: the step.
@@ -82,15 +81,8 @@ class ReplicaFiles:
         done = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
         return (result for _, (result,) in done)
 
-    def __enter__(self) -> ReplicaFiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def close(self) -> None:
+        """End the threads."""
         self._reader.close()
 
 
