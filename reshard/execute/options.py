@@ -47,8 +47,26 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        wanted = max(self.jobs, self._under_way(self.storage), self._under_way(self.target))
-        return min(wanted, max(1, self.max_memory // self._least_share)) if self.part_bytes else wanted
+        wanted = max(self.jobs, self._under_way(self.storage))
+        if not self.part_bytes:
+            return max(wanted, self._under_way(self.target))
+        # Parts are sent by threads of their own, which get the memory that these leave. A few more threads than CPUs
+        # keep them busy: a thread that fills parts competes with many that send.
+        wanted = max(wanted, min(_FEW * self.jobs, self._under_way(self.target)))
+        return min(wanted, max(1, self.max_memory // 2 // self._least_share))
+
+    @property
+    def uploads(self) -> int:
+        """Parts that are sent at a time, by threads of their own; 0 where the target's store takes files whole."""
+        if not self.part_bytes:
+            return 0
+        room = self.max_memory - self.threads * self._least_share
+        return max(1, min(self._under_way(self.target), room // self.part_bytes))
+
+    @property
+    def _buffer_memory(self) -> int:
+        """Bytes that are not held by parts on their way."""
+        return max(self.least_memory, self.max_memory - self.uploads * self.part_bytes)
 
     def _under_way(self, storage: Storage) -> int:
         """Requests to storage worth having under way."""
@@ -61,7 +79,7 @@ class ExecutionOptions:
     @property
     def least_memory(self) -> int:
         """Bytes that the buffers take at least."""
-        return 2 * LEAST_BLOCK_BYTES + self._held_bytes
+        return 2 * LEAST_BLOCK_BYTES + self._held_bytes + self.part_bytes
 
     @property
     def _held_bytes(self) -> int:
@@ -90,19 +108,20 @@ class ExecutionOptions:
     @property
     def window_bytes(self) -> int:
         """Bytes of a thread's windows for small reads: an eighth of its share, or more of it on network disks."""
-        share = max(0, self.max_memory // self.threads - self._held_by_target)
+        share = max(0, self._buffer_memory // self.threads - self._held_by_target)
         return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = (self.max_memory // self.threads - self.window_bytes - self._held_bytes) // 2
+        share = (self._buffer_memory // self.threads - self.window_bytes - self._held_bytes) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        return self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        buffers = self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        return buffers + self.uploads * self.part_bytes
 
 
 class Progress:

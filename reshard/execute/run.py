@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Optional, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
@@ -23,9 +24,10 @@ from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.parts import Schedule, SharedRows, Task
 from reshard.execute.reader import BoxReader
 from reshard.execute.reading import Bytes
-from reshard.execute.writing import Finish, PartBuffer, TargetWriter
+from reshard.execute.writing import Expect, Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
 from reshard.plan.pieces import TargetFile, TargetTensor
+from reshard.storage import Sending
 from reshard.text.wording import plural
 
 # So many files that fail are no accident of theirs.
@@ -38,6 +40,7 @@ def convert(
     options: ExecutionOptions,
     progress: Progress,
     finish: Finish = lambda target, status, crc, named: None,
+    expected: Expect = lambda target: None,
 ) -> None:
     """Write all target files.
 
@@ -49,12 +52,13 @@ def convert(
         options: how.
         progress: told of bytes written and files committed.
         finish: called for a file whose bytes are on disk, before it gets its name and after.
+        expected: says what a file may replace.
 
     Raises:
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Execution(groups, handles, options, progress, finish).run()
+    _Execution(groups, handles, options, progress, finish, expected).run()
 
 
 class _Execution:
@@ -65,8 +69,12 @@ class _Execution:
         options: ExecutionOptions,
         progress: Progress,
         finish: Finish,
+        expected: Expect,
     ) -> None:
         self._finish = finish
+        self._expected = expected
+        self._sending = Sending(options.uploads) if options.uploads else None
+        self._commits: list[Future[None]] = []
         self._schedule = Schedule(groups, options.threads, self._writer_of)
         self._handles = handles
         self._options = options
@@ -104,6 +112,8 @@ class _Execution:
             left = self._schedule.unfinished()
             for writer in left:
                 writer.discard()
+            if self._sending is not None:
+                self._sending.close()
         if self._error is not None:
             raise self._error
         if self._failures:
@@ -137,7 +147,7 @@ class _Execution:
         while not self._stop.is_set():
             task = self._schedule.next()
             if task is None:
-                return
+                break
             try:
                 self._write_part(task, block, filler)
             except UnwritableError:
@@ -149,7 +159,8 @@ class _Execution:
                     writer.fail(error)
             for writer in task.writers:
                 if writer.part_done() or writer.error is not None:
-                    self._commit(writer)
+                    self._commit_soon(writer)
+        wait(self._commits)
 
     def _write_part(self, task: Task, block: Bytes, filler: BlockFiller) -> None:
         share = len(block) // len(task.writers)
@@ -221,6 +232,20 @@ class _Execution:
         with self._lock:
             self._progress.overflowed(name, count)
 
+    def _commit_soon(self, writer: TargetWriter) -> None:
+        """Commit a file; where that takes round trips, in a thread that sends, after its parts."""
+        if self._sending is None:
+            return self._commit(writer)
+
+        def commit() -> None:
+            try:
+                self._commit(writer)
+            except BaseException as error:
+                self._fail(error)
+
+        self._commits.append(self._sending.submit(commit))
+        return None
+
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():
             return
@@ -244,7 +269,7 @@ class _Execution:
             self._stop.set()
 
     def _writer_of(self, target: TargetFile) -> TargetWriter:
-        return TargetWriter(target, self._finish, self._options.checksum)
+        return TargetWriter(target, self._finish, self._options.checksum, self._expected(target), self._sending)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
