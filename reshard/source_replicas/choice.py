@@ -33,7 +33,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 _FEWEST_PROBED = 4
 
 
-class ReplicaGroup(NamedTuple):
+class HolderGroup(NamedTuple):
     """Ranks of one stage that are said to hold the same slice.
 
     Attributes:
@@ -74,7 +74,7 @@ class Replicated(NamedTuple):
     """
 
     box: Box
-    groups: tuple[ReplicaGroup, ...]
+    groups: tuple[HolderGroup, ...]
 
     @property
     def holders(self) -> list[Holder]:
@@ -184,7 +184,7 @@ class AlikeParameters:
                 ranks = tuple(sharding.holders(part))
                 available = tuple(rank for rank in ranks if rank in present)
                 if available:
-                    groups.append(ReplicaGroup(ranks, available, held))
+                    groups.append(HolderGroup(ranks, available, held))
             self._made[number] = Replicated(box, tuple(groups))
         return self._made[number]
 

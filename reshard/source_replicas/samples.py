@@ -22,7 +22,7 @@ from reshard.execute.reader import BoxReader, in_order
 from reshard.layout import Box, volume_of
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.plan.source import SourceStep
-from reshard.source_replicas.choice import AlikeParameters, Holder, ReplicaGroup, Replicated, number_of
+from reshard.source_replicas.choice import AlikeParameters, Holder, HolderGroup, Replicated, number_of
 from reshard.source_replicas.outcome import Tally
 
 _T = TypeVar("_T")
@@ -267,5 +267,5 @@ def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> 
 
 def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in a holder's slice; at the same place in slices of the same shape."""
-    own = Replicated(holder.box, (ReplicaGroup((holder.rank,), (holder.rank,), holder.box),))
+    own = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
     return sample_box(own, parameter, number_of(parameter.name, place))

@@ -21,7 +21,7 @@ from reshard.errors import CheckpointError
 from reshard.execute import reading
 from reshard.layout import Box, Layout
 from reshard.plan.pieces import StoredSlice
-from reshard.source_replicas.choice import Holder, ReplicaGroup
+from reshard.source_replicas.choice import Holder, HolderGroup
 from reshard.source_replicas.samples import ReplicaFiles
 from tests.counting import count_opened
 from tests.reference import Strategy
@@ -469,7 +469,7 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
         for alleged in group_of.values():
             for number in {0, alleged.slice_count // 2, alleged.slice_count - 1}:
                 group = tuple(alleged.holders(number).tolist())
-                probed = ReplicaGroup(group, group, ()).probed()
+                probed = HolderGroup(group, group, ()).probed()
                 assert probed[0] == group[0]
                 for true in group_of:
                     if len({true[rank] for rank in group}) > 1:
@@ -480,11 +480,11 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
 
 def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_left() -> None:
     group = tuple(range(0, 8192, 8))
-    assert len(ReplicaGroup(group, group, ()).probed()) == 12
+    assert len(HolderGroup(group, group, ()).probed()) == 12
     left = (8 * 77, 8 * 500)
-    assert ReplicaGroup(group, left, ()).probed() == [*left]
+    assert HolderGroup(group, left, ()).probed() == [*left]
     some = group[300:700]
-    found = ReplicaGroup(group, some, ()).probed()
+    found = HolderGroup(group, some, ()).probed()
     assert len(found) == 12 and set(found) <= set(some) and max(found) == some[-1]
 
 
