@@ -19,10 +19,11 @@ from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
-from reshard.errors import InputError, TargetError, UsageError
+from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
+from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
@@ -140,6 +141,8 @@ def verify(
                 hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
             )
         if src is not None:
+            if not exists(out):
+                raise CheckpointError(f"{out}: does not exist", file=out)
             manifest = _manifest(out)
             if manifest is not None:
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
