@@ -16,7 +16,7 @@ from reshard.cli.output import alarming, echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.forms.registry import form_named, form_of
-from reshard.numbers.difference import Differences, Pair, differences
+from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import Edits
 from reshard.text.messages import full_text, listing
@@ -118,7 +118,7 @@ _SPARE = ("type", "relative", "shape")
 _COLUMNS = ["parameter", "type", "shape", "differing", "NaN", "difference", "relative", "at"]
 
 
-def _print_bad(bad: Sequence[Pair], verbose: bool) -> None:
+def _print_bad(bad: Sequence[TensorPair], verbose: bool) -> None:
     """Where elements begin that are NaN or infinite in one only, first of all that is printed of pairs."""
     shown = bad if verbose else bad[:_MAX_BAD]
     for pair in shown:
@@ -130,7 +130,7 @@ def _print_bad(bad: Sequence[Pair], verbose: bool) -> None:
         say(f"... and {plural(len(bad) - len(shown), 'tensor')} more; -v shows all")
 
 
-def _cells(pair: Pair) -> list[str]:
+def _cells(pair: TensorPair) -> list[str]:
     dtypes = pair.dtypes[0] if pair.dtypes[0] == pair.dtypes[1] else " and ".join(pair.dtypes)
     if pair.differing is None:
         numbers = ["-"] * 4
@@ -157,7 +157,7 @@ def _side(path: str, checkpoint: OpenedCheckpoint) -> dict[str, Any]:
     return {"path": path, "form": checkpoint.form, "step": checkpoint.step}
 
 
-def _row(pair: Pair) -> dict[str, Any]:
+def _row(pair: TensorPair) -> dict[str, Any]:
     return {
         "name": pair.name,
         "dtypes": list(pair.dtypes),

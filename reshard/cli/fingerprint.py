@@ -20,10 +20,10 @@ from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
+from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.registry import check_holds_ranks, form_named, form_of
-from reshard.opened.engine import Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
@@ -221,11 +221,11 @@ def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> 
     if equals:
         storage = storage_of(next(iter(checkpoint.files.values())))
         options = ExecutionOptions(means.jobs, means.max_memory, storage=storage)
-        engine = Engine(means.handles, options, lambda name, count: None)
+        reader = BoxReader(means.handles, options)
         try:
-            check_equal(checkpoint, equals, engine)
+            check_equal(checkpoint, equals, reader)
         finally:
-            engine.close()
+            reader.close()
 
 
 def _files(

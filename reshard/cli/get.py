@@ -23,8 +23,8 @@ from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
 from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.arrays import stand_in
 from reshard.opened.indexing import select
+from reshard.opened.tensor import stand_in
 from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing

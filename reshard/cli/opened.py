@@ -9,7 +9,7 @@ from typing import Any, Optional, Union
 from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
-from reshard.opened import Effort, OpenedCheckpoint, open_requested, reading_request
+from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
 from reshard.plan.edits import Edits
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -47,9 +47,9 @@ def opened(
     return open_requested(request, effort_of(typed, share), decryption, report)
 
 
-def effort_of(typed: Mapping[str, Any], share: int = 1) -> Effort:
+def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:
     """What --jobs and --max-memory allow."""
-    return Effort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
+    return ReadingEffort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
 
 
 def number_json(number: Optional[Union[int, float]]) -> Optional[Union[int, float, str]]:

@@ -20,10 +20,10 @@ from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
 from reshard.execute import ExecutionOptions, Progress
 from reshard.execute.destination import Space, check_apart, check_bucket, check_disjoint, check_space, space_for
+from reshard.execute.reader import CHUNK_BYTES, BoxReader
 from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
-from reshard.opened.engine import CHUNK_BYTES, Engine
 from reshard.opened.equal import check_equal, equal_of
 from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
@@ -468,12 +468,12 @@ class Prepared:
         equals = equal_of(plan.checkpoint, [*plan.sorted.resharded, *plan.sorted.copied])
         if not equals:
             return
-        engine = Engine(self._preparation.handles, self.state.execution, lambda name, count: None)
+        reader = BoxReader(self._preparation.handles, self.state.execution)
         try:
             most = CHUNK_BYTES if self._options.dry_run else None
-            check_equal(plan.checkpoint, equals, engine, progress, most)
+            check_equal(plan.checkpoint, equals, reader, progress, most)
         finally:
-            engine.close()
+            reader.close()
 
     def _compared(self, checkpoint: RankCheckpoint, effort: str) -> list[GlobalTensor]:
         """The tensors that are compared.

@@ -12,15 +12,13 @@ from typing import Any, Callable, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import DTYPES, ITEM_SIZES, NUMPY_NAMES
 
 Words = npt.NDArray[Any]
 
 # Elements that are cast at a time; with all that is worked out on the way they stay in the cache.
 _BLOCK = 1 << 15
 _ROOMS = threading.local()
-_NUMPY = {"Float64": "f8", "Float32": "f4", "Float16": "f2"}
-_INFINITE = {"Float32": (0x7FFFFFFF, 0x7F800000), "Float16": (0x7FFF, 0x7C00), "BFloat16": (0x7FFF, 0x7F80)}
 
 
 Overflowed = Callable[[str, int], None]
@@ -41,6 +39,10 @@ class Cast:
         self.stored = stored
         self.dtype = dtype
         self.stored_size = ITEM_SIZES[stored]
+        layout = DTYPES[dtype].layout
+        assert layout is not None
+        self._without_sign = (1 << (layout.exponent + layout.mantissa)) - 1
+        self._infinity = self._without_sign >> layout.mantissa << layout.mantissa
         self._name = name
         self._overflowed = overflowed
 
@@ -83,8 +85,7 @@ class Cast:
         out[...] = cast_words(source, self.stored, self.dtype)
         if self.stored == "Float16":
             return 0
-        mask, infinite = _INFINITE[self.dtype]
-        became = int(np.count_nonzero((out & mask) == infinite))
+        became = int(np.count_nonzero((out & self._without_sign) == self._infinity))
         return became - _infinities(source, self.stored) if became else 0
 
 
@@ -123,7 +124,7 @@ def cast_words(source: Words, stored: str, dtype: str) -> Words:
             return _to_bfloat16(_narrowed_to_odd(source))
         return _to_bfloat16(_floats(source, stored).astype("f4", copy=False).view("u4"))
     with np.errstate(over="ignore", invalid="ignore"):
-        made = _floats(source, stored).astype(_NUMPY[dtype])
+        made = _floats(source, stored).astype(NUMPY_NAMES[dtype])
     words: Words = made.view(f"u{made.itemsize}")
     return words
 
@@ -134,7 +135,7 @@ def _floats(source: Words, stored: str) -> Words:
         wide: Words = source.astype("u4")
         wide <<= 16
         return wide.view("f4")
-    found: Words = source.view(_NUMPY[stored])
+    found: Words = source.view(NUMPY_NAMES[stored])
     return found
 
 

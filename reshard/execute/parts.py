@@ -1,4 +1,4 @@
-"""Cutting the files of a group into parts that threads can take.
+"""Cutting the files of a group into parts that threads can take, and which thread writes which of them next.
 
 A part is a stretch of every file of a group, in file order, of some tens of MiB in all. Within it
 goes one tensor after the other. Where members of the group take different columns of the same rows,
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional, Union
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.checkpoints import Data, Literal
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.execute.writing import TargetWriter
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetFile, TargetTensor
 
 Segment = Union[Literal, Data]
+WriterOf = Callable[[TargetFile], TargetWriter]
 
 # Bytes of a part: large enough that threads seldom meet, small enough to share out one file.
 MOST_PART_BYTES = 64 << 20
@@ -75,14 +78,14 @@ class Stretch(NamedTuple):
     shared: Optional[SharedRows] = None
 
 
-class Part(NamedTuple):
+class FilesPart(NamedTuple):
     """What one thread writes: where it begins in every file, and what follows."""
 
     offsets: tuple[int, ...]
     stretches: list[Stretch]
 
 
-def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
+def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[FilesPart]:
     """Cut the files of a group into parts, at element boundaries; at least one.
 
     Args:
@@ -100,10 +103,10 @@ def parts_of(group: Sequence[TargetFile], threads: int) -> Iterator[Part]:
             offsets[member] += count
             size += count
         if size >= part_bytes or len(stretches) * len(group) >= MOST_STRETCHES:
-            yield Part(start, stretches)
+            yield FilesPart(start, stretches)
             start, stretches, size = tuple(offsets), [], 0
     if stretches or not any(offsets):
-        yield Part(start, stretches)
+        yield FilesPart(start, stretches)
 
 
 def _stretches(group: Sequence[TargetFile], part_bytes: int) -> Iterator[Stretch]:
@@ -228,3 +231,98 @@ def _split_shared(shared: SharedRows, segments: tuple[list[Segment], ...], part_
             for mine, row in zip(segments, shared.row_bytes)
         )
         yield Stretch(cut, shared._replace(first=first, last=last))
+
+
+class Task(NamedTuple):
+    """A part of the files of a group, and their writers."""
+
+    part: FilesPart
+    writers: Sequence[TargetWriter]
+
+
+class _OpenGroup:
+    """Target files that are written together, with parts that are yet to be handed out."""
+
+    def __init__(self, files: Sequence[TargetFile], threads: int, writer_of: WriterOf) -> None:
+        self.writers = [writer_of(target) for target in files]
+        self._parts = parts_of(files, threads)
+        self._next = next(self._parts)
+        self.threads = 0
+
+    def take(self) -> tuple[Task, bool]:
+        """The next part, and whether it is the last one."""
+        part, following = self._next, next(self._parts, None)
+        for writer in self.writers:
+            writer.add_part()
+            if following is None:
+                writer.seal()
+        if following is not None:
+            self._next = following
+        return Task(part, self.writers), following is None
+
+
+class Schedule:
+    """Hands out the parts of all groups; shared by all threads.
+
+    Threads keep to files of their own as long as there are enough: two threads that write to one file wait for each
+    other in the kernel, which locks a file while it is written to. When no further group of files can be begun, idle
+    threads help with those that are still being written.
+
+    Args:
+        groups: groups of target files, planned one by one as they are begun.
+        threads: how many there are; the last file is cut so that all of them can help.
+        writer_of: makes the writer of a file.
+    """
+
+    def __init__(self, groups: Iterable[Sequence[TargetFile]], threads: int, writer_of: WriterOf) -> None:
+        self._threads = threads
+        self._writer_of = writer_of
+        self._groups = iter(groups)
+        self._lock = threading.Lock()
+        self._open: list[_OpenGroup] = []
+        self._group_of: dict[int, _OpenGroup] = {}
+        self._begun: set[TargetWriter] = set()
+
+    def next(self) -> Optional[Task]:
+        """The next part for the calling thread; None when everything has been handed out.
+
+        Raises:
+            ReshardError: planning the next group failed.
+        """
+        thread = threading.get_ident()
+        with self._lock:
+            group = self._group_of.get(thread)
+            if group is None or group not in self._open:
+                group = self._begin() or min(self._open, key=lambda one: one.threads, default=None)
+                if group is None:
+                    return None
+                group.threads += 1
+                self._group_of[thread] = group
+            task, last = group.take()
+            if last:
+                self._open.remove(group)
+            return task
+
+    def give_up(self, task: Task) -> None:
+        """Hand out no more of a group."""
+        with self._lock:
+            self._open = [group for group in self._open if group.writers is not task.writers]
+
+    def committed(self, writer: TargetWriter) -> None:
+        """A file has its final name."""
+        with self._lock:
+            self._begun.discard(writer)
+
+    def unfinished(self) -> list[TargetWriter]:
+        """Writers of files that were begun and not committed."""
+        with self._lock:
+            return list(self._begun)
+
+    def _begin(self) -> Optional[_OpenGroup]:
+        files = next(self._groups, None)
+        if files is None:
+            return None
+        group = _OpenGroup(files, self._threads, self._writer_of)
+        self._open.append(group)
+        self._begun.update(group.writers)
+        return group

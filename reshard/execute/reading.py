@@ -72,7 +72,7 @@ def choose_io(asked: str, storage: Storage) -> ChosenIo:
     return ChosenIo("pread", "as mmap is hardly quicker on a local disk, and ends the run if a file becomes shorter")
 
 
-class Reader(Protocol):
+class ByteReader(Protocol):
     """Reads bytes of stored slices; offsets count from the slice's first byte.
 
     Attributes:
@@ -177,7 +177,7 @@ class MappedReader:
     """Looks at files through memory maps, and gives their pages back; for one thread."""
 
     def __init__(
-        self, handles: FileHandles, explicit: Reader, most_maps: int = _MAPS, give_back: int = _GIVE_BACK
+        self, handles: FileHandles, explicit: ByteReader, most_maps: int = _MAPS, give_back: int = _GIVE_BACK
     ) -> None:
         """Prepare.
 
@@ -256,7 +256,7 @@ class _Maps:
 
 def make_reader(
     storage: Storage, mapped: bool, handles: FileHandles, window_bytes: int, most_maps: int, threads: int = 1
-) -> Reader:
+) -> ByteReader:
     """A reader for one thread.
 
     Args:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.execute import Progress
-from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
+from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
 from reshard.numbers.widening import AT_ONCE, INTEGERS, Widener, is_number
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.ahead import in_file_order
+from reshard.opened.contents import in_file_order
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -29,7 +29,7 @@ _LONG = ("Int64", "UInt64")
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """A tensor that is in both checkpoints, with the same shape.
 
     Attributes:
@@ -71,10 +71,10 @@ class Differences:
     only_a: list[str]
     only_b: list[str]
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    pairs: list[Pair]
+    pairs: list[TensorPair]
 
     @property
-    def differing(self) -> list[Pair]:
+    def differing(self) -> list[TensorPair]:
         """Those that are not the same in every byte."""
         return [pair for pair in self.pairs if not pair.identical]
 
@@ -84,16 +84,17 @@ class Differences:
         return not (self.only_a or self.only_b or self.shapes or self.differing)
 
 
-class _Part(NamedTuple):
+@dataclass
+class _PartialDifference:
     """What some elements of a pair differ in; ``at`` counts elements in C order."""
 
-    identical: bool
-    differing: int
-    nan: int
-    max_abs: float
-    max_rel: float
-    at: Optional[int]
-    first_nonfinite: Optional[int]
+    identical: bool = True
+    differing: int = 0
+    nan: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    at: Optional[int] = None
+    first_nonfinite: Optional[int] = None
 
 
 def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progress: Progress) -> Differences:
@@ -116,13 +117,13 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     order = in_file_order(a.contents, alike)
     paths = in_file_order(b.contents, alike).paths
     names = [name for name in order.names if name not in others]
-    items = [Item((a[name], b[name])) for name in names]
-    parts = sweep(items, [a, b], lambda: _Computer(items), max_memory, progress)
+    items = [SweepItem((a[name], b[name])) for name in names]
+    parts = sweep(items, [a, b], lambda: _DifferenceComputer(items), max_memory, progress)
     pairs = [_together(item, some) for item, some in zip(items, parts)]
     for name in others:
         same = a[name].dtype_name == b[name].dtype_name and a.get_tensor(name).tobytes() == b.get_tensor(name).tobytes()
         dtypes = (a[name].dtype_name, b[name].dtype_name)
-        pairs.append(Pair(name, dtypes, a[name].shape, same, 0 if same else None))
+        pairs.append(TensorPair(name, dtypes, a[name].shape, same, 0 if same else None))
     a.check_unchanged(order.paths)
     b.check_unchanged(paths)
     return Differences(
@@ -139,14 +140,14 @@ def _comparable(one: LazyTensor, other: LazyTensor) -> bool:
     return is_number(one.dtype_name) and is_number(other.dtype_name) and not packed
 
 
-def _together(item: Item, parts: Sequence[_Part]) -> Pair:
+def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPair:
     a, b = item.tensors
     largest = max(parts, key=lambda part: part.max_abs, default=None)
     if largest is not None and largest.at is None:
         largest = next((part for part in parts if part.at is not None), None)
     at = None if largest is None or largest.at is None else np.unravel_index(largest.at, a.shape)
     bad = next((part.first_nonfinite for part in parts if part.first_nonfinite is not None), None)
-    return Pair(
+    return TensorPair(
         name=a.name,
         dtypes=(a.dtype_name, b.dtype_name),
         shape=a.shape,
@@ -160,24 +161,24 @@ def _together(item: Item, parts: Sequence[_Part]) -> Pair:
     )
 
 
-class _Computer:
+class _DifferenceComputer:
     """Compares parts of pairs; for one thread.
 
     Args:
         items: the pairs.
     """
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[SweepItem]) -> None:
         self._items = items
         self._wideners = Widener(), Widener()
         # A byte of Int4 is two numbers.
         self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
-    def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
+    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
         """What some blocks of a pair differ in."""
         one, other = self._items[number].tensors
         same_type = one.dtype_name == other.dtype_name
-        found = _Collected()
+        found = _PartialDifference()
         with np.errstate(all="ignore"):
             for first, (mine, theirs) in blocks:
                 count = len(mine) // one.itemsize
@@ -188,9 +189,9 @@ class _Computer:
                         continue
                     found.identical = False
                     self._compare(found, first + start, (left, one.dtype_name), (right, other.dtype_name))
-        return found.part()
+        return found
 
-    def _compare(self, found: _Collected, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
+    def _compare(self, found: _PartialDifference, first: int, one: tuple[Bytes, str], other: tuple[Bytes, str]) -> None:
         """Subtract some elements."""
         a, b = (widener.doubles(*raw) for widener, raw in zip(self._wideners, (one, other)))
         count = len(a)
@@ -236,23 +237,6 @@ class _Computer:
         if most > found.max_abs:
             found.max_abs = float(most)
             found.at = first + int(distance.argmax()) // packed
-
-
-class _Collected:
-    """What was found so far in a part."""
-
-    def __init__(self) -> None:
-        self.identical = True
-        self.differing = self.nan = 0
-        self.max_abs = self.max_rel = 0.0
-        self.at: Optional[int] = None
-        self.first_nonfinite: Optional[int] = None
-
-    def part(self) -> _Part:
-        """All of it."""
-        return _Part(
-            self.identical, self.differing, self.nan, self.max_abs, self.max_rel, self.at, self.first_nonfinite
-        )
 
 
 def _same(left: Bytes, right: Bytes) -> bool:

@@ -10,12 +10,23 @@ from typing import Any, NamedTuple, Optional, Union
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.execute import Progress
-from reshard.numbers.magnitudes import EXPONENTS, Magnitudes
-from reshard.numbers.sweep import Block, Item, Location, location_of, sweep
-from reshard.numbers.widening import AT_ONCE, BYTES, COMPLEX, FLOATS, INTEGERS, Widener, is_number, table
+from reshard.numbers.sweep import Location, SweepBlock, SweepItem, location_of, sweep
+from reshard.numbers.widening import (
+    AT_ONCE,
+    BYTES,
+    COMPLEX,
+    EXPONENTS,
+    FLOATS,
+    INTEGERS,
+    Magnitudes,
+    Widener,
+    is_number,
+    table,
+)
 from reshard.opened import LazyTensor, OpenedCheckpoint
-from reshard.opened.ahead import in_file_order
+from reshard.opened.contents import in_file_order
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -73,27 +84,48 @@ class _Scaled(NamedTuple):
     exponent: int = 0
 
 
-class _Part(NamedTuple):
+class _PartialStatistics:
     """Sums over some elements of a tensor.
+
+    Args:
+        magnitudes: counts the elements by their exponents.
 
     Attributes:
         nan: as in `TensorStatistics`, like what follows.
         finite: elements that are neither NaN nor infinite.
-        total: their sum.
-        squares: the sum of their squares.
+        totals: numbers that add up to their sum.
+        squares: numbers that add up to the sum of their squares.
         first_nonfinite: the number of the first element that is not finite, counted in C order.
+        exponents: how many elements there are of every exponent, once all are counted.
     """
 
-    nan: int
-    inf: int
-    zeros: int
-    finite: int
-    low: Optional[Number]
-    high: Optional[Number]
-    total: _Scaled
-    squares: _Scaled
-    magnitudes: Optional[Counts]
-    first_nonfinite: Optional[int]
+    def __init__(self, magnitudes: Optional[Magnitudes]) -> None:
+        self.nan = self.inf = self.zeros = self.finite = 0
+        self.low: Optional[Number] = None
+        self.high: Optional[Number] = None
+        self.totals: list[_Scaled] = []
+        self.squares: list[_Scaled] = []
+        self.first_nonfinite: Optional[int] = None
+        self.magnitudes = magnitudes
+        self.exponents: Optional[Counts] = None
+
+    def bad(self, place: int) -> None:
+        """The element at a place is not finite."""
+        if self.first_nonfinite is None:
+            self.first_nonfinite = place
+
+    def widen(self, low: Any, high: Any, integers: bool) -> None:
+        """There are numbers from ``low`` to ``high``."""
+        least, most = (int(low), int(high)) if integers else (float(low), float(high))
+        self.low = least if self.low is None else min(self.low, least)
+        self.high = most if self.high is None else max(self.high, most)
+
+    def finished(self) -> _PartialStatistics:
+        """Itself, with one number for each sum, as there may be very many parts."""
+        self.totals, self.squares = [_sum(self.totals)], [_sum(self.squares)]
+        if self.magnitudes is not None:
+            self.exponents, self.magnitudes = self.magnitudes.taken(), None
+        return self
 
 
 def statistics_of(
@@ -113,21 +145,21 @@ def statistics_of(
     names = [name for name, tensor in checkpoint.items() if is_number(tensor.dtype_name)]
     order = in_file_order(checkpoint.contents, names)
     tensors = [checkpoint[name] for name in order.names]
-    items = [Item((tensor,)) for tensor in tensors]
+    items = [SweepItem((tensor,)) for tensor in tensors]
     dtypes = [tensor.dtype_name for tensor in tensors]
-    parts = sweep(items, [checkpoint], lambda: _Computer(dtypes, magnitudes), max_memory, progress)
+    parts = sweep(items, [checkpoint], lambda: _StatisticsComputer(dtypes, magnitudes), max_memory, progress)
     checkpoint.check_unchanged(order.paths)
     found = [_together(tensor, some, magnitudes) for tensor, some in zip(tensors, parts)]
     return sorted(found, key=lambda statistics: statistics.name)
 
 
-def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> TensorStatistics:
+def _together(tensor: LazyTensor, parts: Sequence[_PartialStatistics], magnitudes: bool) -> TensorStatistics:
     """The statistics of a tensor, from those of its parts in their order."""
     finite = sum(part.finite for part in parts)
     nan, inf = sum(part.nan for part in parts), sum(part.inf for part in parts)
-    exponents = [part.magnitudes for part in parts if part.magnitudes is not None]
+    exponents = [part.exponents for part in parts if part.exponents is not None]
     plain = tensor.dtype_name not in COMPLEX
-    total, squares = _sum([part.total for part in parts]), _sum([part.squares for part in parts])
+    total, squares = _sum([part.totals[0] for part in parts]), _sum([part.squares[0] for part in parts])
     return TensorStatistics(
         name=tensor.name,
         dtype=tensor.dtype_name,
@@ -147,7 +179,7 @@ def _together(tensor: LazyTensor, parts: Sequence[_Part], magnitudes: bool) -> T
     )
 
 
-class _Computer:
+class _StatisticsComputer:
     """Computes the sums of parts; for one thread.
 
     Args:
@@ -161,7 +193,7 @@ class _Computer:
         self._widener = Widener()
         self._mask = np.empty(AT_ONCE, np.bool_)
 
-    def compute(self, number: int, blocks: Iterator[Block]) -> _Part:
+    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialStatistics:
         """The sums over some blocks of an item."""
         dtype = self._dtypes[number]
         if dtype in BYTES:
@@ -174,9 +206,11 @@ class _Computer:
                     counts += here
                     if first_nonfinite is None and here[bad].any():
                         first_nonfinite = place + int(bad[raw].argmax())
-            return self._of_counts(counts, dtype)._replace(first_nonfinite=first_nonfinite)
-        sums = _Sums(self._magnitudes)
-        width = np.dtype(INTEGERS[dtype]).itemsize if dtype in INTEGERS else _WIDTHS[dtype]
+            sums = self._of_counts(counts, dtype)
+            sums.first_nonfinite = first_nonfinite
+            return sums
+        sums = _PartialStatistics(self._magnitudes)
+        width = ITEM_SIZES[dtype]
         with np.errstate(all="ignore"):
             for block in blocks:
                 for place, raw in _slices(block, width):
@@ -186,11 +220,11 @@ class _Computer:
                         self._add(sums, raw.view(INTEGERS[dtype]))
                     else:
                         _add_complex(sums, raw.view(COMPLEX[dtype]), place)
-        return sums.part()
+        return sums.finished()
 
-    def _of_counts(self, counts: Counts, dtype: str) -> _Part:
+    def _of_counts(self, counts: Counts, dtype: str) -> _PartialStatistics:
         """The sums over as many elements of every byte."""
-        sums = _Sums(self._magnitudes)
+        sums = _PartialStatistics(self._magnitudes)
         for values in table(dtype).T:
             finite = np.isfinite(values)
             there = finite & (counts > 0)
@@ -206,9 +240,9 @@ class _Computer:
             if sums.magnitudes is not None:
                 kept = there & (values != 0)
                 sums.magnitudes.weigh(values[kept], counts[kept])
-        return sums.part()
+        return sums.finished()
 
-    def _add_floats(self, sums: _Sums, numbers: Array, place: int) -> None:
+    def _add_floats(self, sums: _PartialStatistics, numbers: Array, place: int) -> None:
         # NaN comes through both, so that these tell of every element that is not finite.
         low, high = numbers.min(), numbers.max()
         if np.isfinite(low) and np.isfinite(high):
@@ -223,7 +257,7 @@ class _Computer:
         if len(kept):
             self._add(sums, kept)
 
-    def _add(self, sums: _Sums, numbers: Array, low: Any = None, high: Any = None) -> None:
+    def _add(self, sums: _PartialStatistics, numbers: Array, low: Any = None, high: Any = None) -> None:
         """Add finite numbers."""
         count = len(numbers)
         integers = numbers.dtype.kind in "iu"
@@ -239,47 +273,6 @@ class _Computer:
         exponent = 0 if integers else _exponent(doubles if low is None else np.array([low, high], np.float64))
         sums.totals += [_Scaled(_integer_sum(numbers))] if integers else _totals(numbers, doubles, exponent)
         sums.squares.append(_squares(doubles, exponent))
-
-
-class _Sums:
-    """What is added up over the blocks of a part."""
-
-    def __init__(self, magnitudes: Optional[Magnitudes]) -> None:
-        self.nan = self.inf = self.zeros = self.finite = 0
-        self.low: Optional[Number] = None
-        self.high: Optional[Number] = None
-        self.totals: list[_Scaled] = []
-        self.squares: list[_Scaled] = []
-        self.magnitudes = magnitudes
-        self.first_nonfinite: Optional[int] = None
-
-    def bad(self, place: int) -> None:
-        """The element at a place is not finite."""
-        if self.first_nonfinite is None:
-            self.first_nonfinite = place
-
-    def widen(self, low: Any, high: Any, integers: bool) -> None:
-        """There are numbers from ``low`` to ``high``."""
-        least, most = (int(low), int(high)) if integers else (float(low), float(high))
-        self.low = least if self.low is None else min(self.low, least)
-        self.high = most if self.high is None else max(self.high, most)
-
-    def part(self) -> _Part:
-        """All of it."""
-        total, squares = _sum(self.totals), _sum(self.squares)
-        magnitudes = None if self.magnitudes is None else self.magnitudes.taken()
-        return _Part(
-            self.nan,
-            self.inf,
-            self.zeros,
-            self.finite,
-            self.low,
-            self.high,
-            total,
-            squares,
-            magnitudes,
-            self.first_nonfinite,
-        )
 
 
 def _exponent(doubles: npt.NDArray[np.float64]) -> int:
@@ -343,7 +336,7 @@ def _float(value: float, exponent: int) -> float:
         return math.inf
 
 
-def _add_complex(sums: _Sums, numbers: Array, place: int) -> None:
+def _add_complex(sums: _PartialStatistics, numbers: Array, place: int) -> None:
     nan = np.isnan(numbers)
     finite = np.isfinite(numbers)
     if not finite.all():
@@ -360,11 +353,8 @@ def _add_complex(sums: _Sums, numbers: Array, place: int) -> None:
         sums.magnitudes.add(np.abs(kept))
 
 
-def _slices(block: Block, width: int) -> Iterator[tuple[int, Bytes]]:
+def _slices(block: SweepBlock, width: int) -> Iterator[tuple[int, Bytes]]:
     """A block's bytes, so many elements at a time as are computed with, and the number of the first of them."""
     raw = block.raws[0]
     for first in range(0, len(raw), AT_ONCE * width):
         yield block.first + first // width, raw[first : first + AT_ONCE * width]
-
-
-_WIDTHS = {"Float16": 2, "BFloat16": 2, "Float32": 4, "Float64": 8, "Complex64": 8, "Complex128": 16}

@@ -10,15 +10,17 @@ import contextlib
 import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Callable, NamedTuple, Optional, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.execute import Progress
-from reshard.execute.boxes import boxes_of_range
+from reshard.execute.filling import boxes_of_range
+from reshard.execute.reader import in_order
 from reshard.layout import intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 
@@ -35,9 +37,11 @@ _THREAD_BYTES = 3 << 20
 # Threads may take as much beside what was asked for; see docs/performance.md.
 _SPARE = 32 << 20
 _TOLD_BYTES = 4 << 20
+# Chunks per thread that are under way, or wait for an earlier one.
+_AHEAD = 4
 
 
-class Block(NamedTuple):
+class SweepBlock(NamedTuple):
     """The same elements of every tensor of an item.
 
     Attributes:
@@ -67,11 +71,11 @@ class Location:
 class Computer(Protocol[_P]):
     """Computes something of blocks, in one thread."""
 
-    def compute(self, number: int, blocks: Iterator[Block]) -> _P:
+    def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _P:
         """The result of some blocks of an item of this number, which follow each other; not all have to be taken."""
 
 
-class Item(NamedTuple):
+class SweepItem(NamedTuple):
     """Tensors of one shape that are gone through side by side, by the checkpoints that they are in."""
 
     tensors: tuple[LazyTensor, ...]
@@ -87,9 +91,10 @@ class Item(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-class _Task(NamedTuple):
+class _Chunk(NamedTuple):
+    """Elements of an item, by their numbers in C order."""
+
     item: int
-    chunk: int
     first: int
     last: int
 
@@ -109,7 +114,7 @@ def location_of(tensor: LazyTensor, number: int) -> Location:
 
 
 def sweep(
-    items: Sequence[Item],
+    items: Sequence[SweepItem],
     checkpoints: Sequence[OpenedCheckpoint],
     make: Callable[[], Computer[_P]],
     max_memory: int,
@@ -130,72 +135,59 @@ def sweep(
     Raises:
         ReshardError: something cannot be read.
     """
-    results: list[list[_P]] = [[] for _ in items]
-    tasks = _tasks(items, results)
     most = max(1, (max_memory + _SPARE) // _THREAD_BYTES)
-    threads = min([most, *(checkpoint.engine.threads for checkpoint in checkpoints)])
+    threads = min([most, *(checkpoint.reader.threads for checkpoint in checkpoints)])
     lock = threading.Lock()
     stop = threading.Event()
+    own = threading.local()
 
     def tell(count: int) -> None:
         with lock:
             progress.wrote(count)
 
-    def work() -> None:
-        computer = make()
-        rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
-        while not stop.is_set():
-            with lock:
-                task = next(tasks, None)
-            if task is None:
-                return
-            item = items[task.item]
-            with contextlib.closing(_blocks(item, checkpoints, task, rooms, stop, tell)) as blocks:
-                result = computer.compute(task.item, blocks)
-            results[task.item][task.chunk] = result
+    def work(chunk: _Chunk) -> _P:
+        if not hasattr(own, "computer"):
+            own.computer = make()
+            own.rooms = [np.empty(_BLOCK_BYTES, np.uint8) for _ in checkpoints]
+        with contextlib.closing(_blocks(items[chunk.item], checkpoints, chunk, own.rooms, stop, tell)) as blocks:
+            computer: Computer[_P] = own.computer
+            return computer.compute(chunk.item, blocks)
 
+    results: list[list[_P]] = [[] for _ in items]
     progress.begin(sum(item.nbytes for item in items), "reading")
     try:
         with ThreadPoolExecutor(threads) as pool:
-            try:
-                for done in as_completed([pool.submit(work) for _ in range(threads)]):
-                    done.result()
-            except BaseException:
-                # Also Ctrl-C: nobody waits for terabytes to be read.
-                stop.set()
-                raise
+            done = in_order(pool, _chunks(items), lambda chunk: [partial(work, chunk)], _AHEAD * threads, stop=stop)
+            for chunk, parts in done:
+                results[chunk.item] += parts
     finally:
         progress.end()
     return results
 
 
-def _tasks(items: Sequence[Item], results: list[list[_P]]) -> Iterator[_Task]:
-    """Parts of items; makes room for the result of each."""
+def _chunks(items: Sequence[SweepItem]) -> Iterator[_Chunk]:
     for number, item in enumerate(items):
         size = math.prod(item.tensors[0].shape)
-        starts = range(0, size, CHUNK_ELEMENTS)
-        # Filled by whoever takes them, and none is left empty.
-        results[number] = [None] * len(starts)  # type: ignore[list-item]
-        for chunk, first in enumerate(starts):
-            yield _Task(number, chunk, first, min(size, first + CHUNK_ELEMENTS))
+        for first in range(0, size, CHUNK_ELEMENTS):
+            yield _Chunk(number, first, min(size, first + CHUNK_ELEMENTS))
 
 
 def _blocks(
-    item: Item,
+    item: SweepItem,
     checkpoints: Sequence[OpenedCheckpoint],
-    task: _Task,
+    chunk: _Chunk,
     rooms: Sequence[Bytes],
     stop: threading.Event,
     tell: Callable[[int], None],
-) -> Generator[Block, None, None]:
-    """The blocks of a part of an item, read one after the other."""
+) -> Generator[SweepBlock, None, None]:
+    """The blocks of a chunk, read one after the other."""
     targets = [checkpoint.target(tensor.name) for checkpoint, tensor in zip(checkpoints, item.tensors)]
     shape = item.tensors[0].shape
-    first = task.first
+    first = chunk.first
     untold = 0
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(checkpoint.engine.worker()) for checkpoint in checkpoints]
-        for box in boxes_of_range(shape, task.first, task.last, max(1, _BLOCK_BYTES // item.item_size)):
+        workers = [stack.enter_context(checkpoint.reader.worker()) for checkpoint in checkpoints]
+        for box in boxes_of_range(shape, chunk.first, chunk.last, max(1, _BLOCK_BYTES // item.item_size)):
             if stop.is_set():
                 break
             count = volume_of(box)
@@ -205,7 +197,7 @@ def _blocks(
                 worker.filler.fill(target, box, raw.data)
                 raws.append(raw)
                 untold += len(raw)
-            yield Block(first, raws)
+            yield SweepBlock(first, raws)
             first += count
             if untold >= _TOLD_BYTES:
                 tell(untold)

@@ -1,4 +1,4 @@
-"""Elements of files as numbers to compute with.
+"""Elements of files as numbers to compute with, and how many there are of every binary exponent.
 
 NumPy computes with no bfloat16 and no 8-bit floats: the one is the upper half of a Float32, the others
 are looked up. Float64 holds all of them exactly, and all integers up to 32 bits.
@@ -7,55 +7,47 @@ are looked up. Float64 holds all of them exactly, and all integers up to 32 bits
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.checkpoints.formats.dtypes import DTYPES, INT4, NUMPY_NAMES, FloatLayout
+
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 AT_ONCE = 1 << 16
 """Elements that are computed with at a time: as many as a core's cache holds, with what is made of them."""
 
-FLOATS = ("Float16", "BFloat16", "Float32", "Float64")
-_PLAIN = {"Float16": "<f2", "Float32": "<f4", "Float64": "<f8"}
-INTEGERS = {"Int16": "<i2", "UInt16": "<u2", "Int32": "<i4", "UInt32": "<u4", "Int64": "<i8", "UInt64": "<u8"}
-COMPLEX = {"Complex64": "<c8", "Complex128": "<c16"}
+FLOATS = tuple(row.name for row in DTYPES.values() if row.layout is not None and row.size > 1)
+INTEGERS = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy[:2] in ("<i", "<u")}
+COMPLEX = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy.startswith("<c")}
+BYTES = tuple(row.name for row in DTYPES.values() if row.size == 1)
+"""Types of one byte, which are looked up."""
 
+_EXPONENTS_ALONE = "Float8E8M0"
 _FLOAT16_INF = 0x7C00
 _FLOAT16_MINUS_INF = 0xFC00
 # The sign, and 15 bits less far up than a Float32 has room for.
 _FLOAT16_BITS = np.int32(0x0FFFFFFF - (1 << 31))
 _FLOAT16_SCALE = np.float32(2.0 ** (127 - 15))
 
+EXPONENTS = 2048
+"""Exponents that a Float64 may have, as its bits count them."""
+ONE = 1023
+"""The exponent of 1.0 there."""
+_SHIFT = 52
 
-class _Float8(NamedTuple):
-    """A type of 8-bit floats.
-
-    Attributes:
-        mantissa: its bits.
-        bias: of the exponent.
-        ieee: the largest exponent is of infinities and NaN.
-        negative_zero: there is one; else its bits are the only NaN.
-    """
-
-    mantissa: int
-    bias: int
-    ieee: bool
-    negative_zero: bool
-
-
-_FLOAT8 = {
-    "Float8E4M3FN": _Float8(3, 7, False, True),
-    "Float8E5M2": _Float8(2, 15, True, True),
-    "Float8E4M3FNUZ": _Float8(3, 8, False, False),
-    "Float8E5M2FNUZ": _Float8(2, 16, False, False),
-}
-_EXPONENTS = "Float8E8M0"
-BYTES = ("Bool", "Int8", "UInt8", "Int4", _EXPONENTS, *_FLOAT8)
-"""Types of one byte, which are looked up."""
+_SINGLE_SHIFT = 23
+_SINGLE_ONE = 127
+# The least exponent of a Float32 is of zeros and of numbers below its normal ones, the largest of no finite number.
+_SINGLES = slice(1, 255)
+# Exponents that wait to be counted: each count goes through a table of 64 Ki pairs.
+_TOGETHER = 4 * AT_ONCE
+_PAIRS = 1 << 16
 
 
 def is_number(dtype: str) -> bool:
@@ -67,7 +59,8 @@ def is_number(dtype: str) -> bool:
 def table(dtype: str) -> Doubles:
     """What a byte of one of the `BYTES` types stands for: 256 rows of one number, of two for Int4."""
     codes = np.arange(256)
-    if dtype == "Int4":
+    layout = DTYPES[dtype].layout
+    if dtype == INT4:
         halves = np.stack([codes & 15, codes >> 4], axis=1)
         made: Doubles = np.where(halves > 7, halves - 16, halves).astype(np.float64)
         return made
@@ -75,30 +68,30 @@ def table(dtype: str) -> Doubles:
         values = codes.astype(np.uint8).view(np.int8).astype(np.float64)
     elif dtype == "Bool":
         values = (codes != 0).astype(np.float64)
-    elif dtype == _EXPONENTS:
+    elif dtype == _EXPONENTS_ALONE:
         values = np.ldexp(1.0, codes - 127)
         values[255] = np.nan
-    elif dtype in _FLOAT8:
-        values = _float8(_FLOAT8[dtype], codes)
+    elif layout is not None:
+        values = _float8(layout, codes)
     else:
         values = codes.astype(np.float64)
     return values.reshape(256, 1)
 
 
-def _float8(kind: _Float8, codes: npt.NDArray[np.int64]) -> Doubles:
-    top = (1 << (7 - kind.mantissa)) - 1
-    exponent = codes >> kind.mantissa & top
-    fraction = codes & (1 << kind.mantissa) - 1
+def _float8(layout: FloatLayout, codes: npt.NDArray[np.int64]) -> Doubles:
+    top = (1 << layout.exponent) - 1
+    exponent = codes >> layout.mantissa & top
+    fraction = codes & (1 << layout.mantissa) - 1
     # Numbers of exponent 0 have no leading 1.
-    significand = np.where(exponent > 0, fraction + (1 << kind.mantissa), fraction).astype(np.float64)
-    values: Doubles = np.ldexp(significand, np.maximum(exponent, 1) - kind.bias - kind.mantissa)
-    if kind.ieee:
+    significand = np.where(exponent > 0, fraction + (1 << layout.mantissa), fraction).astype(np.float64)
+    values: Doubles = np.ldexp(significand, np.maximum(exponent, 1) - layout.bias - layout.mantissa)
+    if layout.infinite:
         values[exponent == top] = np.nan
         values[(exponent == top) & (fraction == 0)] = np.inf
-    elif kind.negative_zero:
+    elif layout.negative_zero:
         values[(codes & 127) == 127] = np.nan
     values = np.where(codes > 127, -values, values)
-    if not kind.negative_zero:
+    if not layout.negative_zero:
         values[128] = np.nan
     return values
 
@@ -140,7 +133,7 @@ class Widener:
             return self._single[: len(halves)]
         if dtype == "Float16":
             return self._from_float16(raw)
-        return raw.view(_PLAIN[dtype])
+        return raw.view(NUMPY_NAMES[dtype])
 
     def _from_float16(self, raw: Bytes) -> Array:
         singles = self._single[: len(raw) // 2]
@@ -174,3 +167,79 @@ class Widener:
         doubles = self._double[: len(numbers)]
         np.copyto(doubles, numbers, casting="unsafe")
         return doubles
+
+
+class Magnitudes:
+    """Counts finite numbers but zeros by their binary exponents; for one thread.
+
+    Exponents of Float32, and so of all narrower floats and integers, are single bytes. Counting is slow whatever is
+    counted, so two of them are counted at a time, as one number of 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(EXPONENTS, np.int64)
+        # Byte by byte: the exponents of Float32 that wait, without the sign before them.
+        self._waiting = np.empty(_TOGETHER, np.uint8)
+        self._filled = 0
+        self._words = np.empty(AT_ONCE, np.uint32)
+
+    def add(self, numbers: Array) -> int:
+        """Count some numbers.
+
+        Args:
+            numbers: `AT_ONCE` at the most, all finite, in one dimension; Float32, integers of 16 bits, or Float64.
+
+        Returns:
+            How many of them are zero.
+        """
+        if numbers.dtype.itemsize <= 4:
+            return self._add_singles(np.ascontiguousarray(numbers, np.float32))
+        zeros = len(numbers) - int(np.count_nonzero(numbers))
+        self._counts += np.bincount(exponents(numbers), minlength=EXPONENTS)
+        self._counts[0] -= zeros
+        return zeros
+
+    def weigh(self, doubles: npt.NDArray[np.float64], counts: Counts) -> None:
+        """Count every number so many times; there is no zero among them."""
+        np.add.at(self._counts, exponents(doubles), counts)
+
+    def taken(self) -> Counts:
+        """The counts so far, by the exponent that a Float64 has; what is counted from now on begins at zero."""
+        self._count_waiting()
+        taken, self._counts = self._counts, np.zeros(EXPONENTS, np.int64)
+        return taken
+
+    def _add_singles(self, singles: npt.NDArray[np.float32]) -> int:
+        count = len(singles)
+        if self._filled + count > _TOGETHER:
+            self._count_waiting()
+        bits = np.right_shift(singles.view(np.uint32), _SINGLE_SHIFT, out=self._words[:count])
+        found = self._waiting[self._filled : self._filled + count]
+        # The sign is lost above the byte.
+        np.copyto(found, bits, casting="unsafe")
+        self._filled += count
+        if np.count_nonzero(found) == count:
+            return 0
+        least = singles[found == 0]
+        # Float64 gives each of those that are not zero an exponent of its own.
+        small = least[least != 0]
+        if len(small):
+            self._counts += np.bincount(exponents(small), minlength=EXPONENTS)
+        return len(least) - len(small)
+
+    def _count_waiting(self) -> None:
+        waiting = self._waiting[: self._filled]
+        even = len(waiting) & ~1
+        pairs = np.bincount(waiting[:even].view(np.uint16), minlength=_PAIRS).reshape(256, 256)
+        singles = pairs.sum(axis=0) + pairs.sum(axis=1) + np.bincount(waiting[even:], minlength=256)
+        first = ONE - _SINGLE_ONE
+        self._counts[first + _SINGLES.start : first + _SINGLES.stop] += singles[_SINGLES]
+        self._filled = 0
+
+
+def exponents(numbers: Array) -> Counts:
+    """The exponent of every number, as the bits of a Float64 count it."""
+    bits = np.ascontiguousarray(numbers, np.float64).view(np.uint64) >> np.uint64(_SHIFT)
+    # As signed numbers, which counting takes as they are.
+    found: Counts = bits.view(np.int64)
+    return np.bitwise_and(found, EXPONENTS - 1, out=found)

@@ -4,15 +4,14 @@ The plan says which boxes of which stored slices a tensor is made of, and the ex
 in memory; here is what NumPy's users expect around that. Nothing is ever written.
 """
 
-from reshard.opened.arrays import numpy_dtype
-from reshard.opened.checkpoint import Effort, OpenedCheckpoint
+from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.opened.opening import open, open_requested, reading_request
-from reshard.opened.tensor import LazyTensor
+from reshard.opened.tensor import LazyTensor, numpy_dtype
 
 __all__ = [
-    "Effort",
     "LazyTensor",
     "OpenedCheckpoint",
+    "ReadingEffort",
     "numpy_dtype",
     "open",
     "open_requested",

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
+import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import CheckpointError
 from reshard.execute import ExecutionOptions
 from reshard.execute.casts import Overflowed
-from reshard.opened.ahead import in_file_order, read_ahead
-from reshard.opened.contents import Contents
-from reshard.opened.engine import Engine
+from reshard.execute.reader import BoxReader, in_order
+from reshard.layout import whole_box
+from reshard.opened.contents import OpenedContents, in_file_order
 from reshard.opened.equal import check_equal, equal_of
 from reshard.opened.tensor import LazyTensor
 from reshard.plan.pieces import TargetTensor
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of
-from reshard.storage.costs import LOCAL
+from reshard.storage.costs import LOCAL, Storage
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
 
 Array = npt.NDArray[Any]
+
+# Tensors that one thread reads one after the other: so many, or of so many bytes together.
+_MOST_TOGETHER = 64
+_BYTES_TOGETHER = 1 << 20
 
 
 class NoSuchTensorError(CheckpointError, KeyError):
@@ -41,7 +47,7 @@ class NoSuchTensorError(CheckpointError, KeyError):
 
 
 @dataclass(frozen=True)
-class Effort:
+class ReadingEffort:
     """What may be used for reading.
 
     Attributes:
@@ -77,14 +83,14 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         report: told of warnings and notes.
     """
 
-    def __init__(self, request: Request, handles: FileHandles, effort: Effort, report: Report) -> None:
+    def __init__(self, request: Request, handles: FileHandles, effort: ReadingEffort, report: Report) -> None:
         self._request = request
         self._handles = handles
         self._effort = effort
         self._report = report
         self._lock = threading.Lock()
-        self._contents: Optional[Contents] = None
-        self._engine: Optional[Engine] = None
+        self._contents: Optional[OpenedContents] = None
+        self._reader: Optional[BoxReader] = None
         self._closed = False
         self._comparing = threading.Lock()
         self._compared: set[str] = set()
@@ -92,7 +98,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._forgotten = weakref.finalize(self, handles.close)
 
     @property
-    def contents(self) -> Contents:
+    def contents(self) -> OpenedContents:
         """What there is, from headers.
 
         Raises:
@@ -104,22 +110,22 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 raise ValueError("the checkpoint is closed")
             if self._contents is None:
                 plan = make_plan(self._request, self._handles, self._report)
-                self._contents = Contents(plan, plan.asked[0])
+                self._contents = OpenedContents(plan, plan.asked[0])
             return self._contents
 
     @property
-    def engine(self) -> Engine:
-        """What reads."""
+    def reader(self) -> BoxReader:
+        """Reads the tensors."""
         checkpoint = self.contents.plan.checkpoint
         with self._lock:
-            if self._engine is None:
+            if self._reader is None:
                 example = next(iter(checkpoint.files.values()), None)
                 storage = LOCAL if example is None else storage_of(example)
                 effort = self._effort
                 # The other half is for what is read ahead.
-                options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, storage)
-                self._engine = Engine(self._handles, options, _warning(self._report))
-            return self._engine
+                options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, _asked_for_little(storage))
+                self._reader = BoxReader(self._handles, options, _warning(self._report))
+            return self._reader
 
     def target(self, name: str) -> TargetTensor:
         """What a tensor is made of; what it stands for is compared with it when it is first asked for.
@@ -131,7 +137,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         checkpoint = self.contents.plan.checkpoint
         with self._comparing:
             if name not in self._compared:
-                check_equal(checkpoint, equal_of(checkpoint, [name]), self.engine)
+                check_equal(checkpoint, equal_of(checkpoint, [name]), self.reader)
                 self._compared.add(name)
         return self.contents.target(name)
 
@@ -192,7 +198,7 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         """
         chosen = [self[name] for name in (self if names is None else dict.fromkeys(names))]
         order = in_file_order(self.contents, [tensor.name for tensor in chosen])
-        yield from read_ahead(map(self.__getitem__, order.names), self.engine, self._effort.max_memory // 2)
+        yield from _read_ahead(map(self.__getitem__, order.names), self.reader, self._effort.max_memory // 2)
         self.check_unchanged(order.paths)
 
     def check_unchanged(self, paths: Optional[Iterable[str]] = None) -> None:
@@ -211,10 +217,10 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         """Close the files; tensors cannot be read any more."""
         with self._lock:
             self._closed = True
-            engine, self._engine = self._engine, None
+            reader, self._reader = self._reader, None
             self._contents = None
-        if engine is not None:
-            engine.close()
+        if reader is not None:
+            reader.close()
         self._forgotten()
 
     def __enter__(self) -> OpenedCheckpoint:
@@ -230,3 +236,67 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         return f"<OpenedCheckpoint {self._request.src}>"
+
+
+class _Batch:
+    """Tensors that are read together: a large one in parts by all threads, or small ones by one thread."""
+
+    def __init__(self, tensors: Sequence[LazyTensor]) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self.arrays: list[tuple[str, Array]] = []
+        self._tensors = tensors
+
+    def begin(self, reader: BoxReader) -> list[Callable[[], None]]:
+        """Make the arrays; what threads have to do to fill them."""
+        self.arrays = [(tensor.name, tensor.empty(tensor.shape)) for tensor in self._tensors]
+        rooms = [array.reshape(-1).view(np.uint8).data for _, array in self.arrays]
+        targets = [tensor.target for tensor in self._tensors]
+        if len(targets) == 1 and rooms[0].nbytes:
+            return list(reader.parts(targets[0], whole_box(targets[0].shape), rooms[0]))
+        return [partial(_read_each, reader, targets, rooms)]
+
+
+def _read_each(reader: BoxReader, targets: Sequence[TargetTensor], rooms: Sequence[memoryview]) -> None:
+    with reader.worker() as worker:
+        for target, room in zip(targets, rooms):
+            if len(room):
+                worker.filler.fill(target, whole_box(target.shape), room)
+
+
+def _read_ahead(tensors: Iterable[LazyTensor], reader: BoxReader, budget: int) -> Iterator[tuple[str, Array]]:
+    """Read tensors whole, in the order given.
+
+    Args:
+        tensors: which.
+        reader: reads them.
+        budget: bytes of arrays at the most that are read, or being read, and not yet taken; or one tensor.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    batches = _batches(tensors, min(_BYTES_TOGETHER, budget))
+    begin = partial(_Batch.begin, reader=reader)
+    for batch, _ in in_order(reader.pool, batches, begin, budget, lambda batch: batch.nbytes):
+        arrays, batch.arrays = batch.arrays[::-1], []
+        while arrays:
+            yield arrays.pop()
+
+
+def _batches(tensors: Iterable[LazyTensor], most: int) -> Iterator[_Batch]:
+    """Tensors one by one, small ones several at a time."""
+    few: list[LazyTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if few and (len(few) == _MOST_TOGETHER or nbytes + tensor.nbytes > most):
+            yield _Batch(few)
+            few, nbytes = [], 0
+        few.append(tensor)
+        nbytes += tensor.nbytes
+    if few:
+        yield _Batch(few)
+
+
+def _asked_for_little(storage: Storage) -> Storage:
+    """Storage where single elements may be read: no request reads more beside them than it is worth."""
+    window = min(storage.window, storage.worth_skipping)
+    return storage._replace(window=window, small=min(storage.small, window // 4))

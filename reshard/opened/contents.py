@@ -7,7 +7,7 @@ is are asked here, so that whatever the plan does with names and types is true o
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from reshard.checkpoints import Tensor
@@ -17,7 +17,7 @@ from reshard.plan.plan import Plan
 from reshard.plan.target_tensors import TargetTensors
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor by its name.
 
     Attributes:
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Contents:
+class OpenedContents:
     """The tensors of one file of a plan, by name; for any number of threads.
 
     Args:
@@ -57,8 +57,8 @@ class Contents:
         position = section.position(file)
         for kind in plan.kinds_of(section):
             shape = shape_of(kind.box_of(position))
-            found += (Entry(tensor.name, tensor.dtype, kind.item_size, shape) for tensor in kind.tensors)
-        self.entries: Mapping[str, Entry] = {entry.name: entry for entry in sorted(found)}
+            found += (TensorEntry(tensor.name, tensor.dtype, kind.item_size, shape) for tensor in kind.tensors)
+        self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in sorted(found)}
 
     def target(self, name: str) -> TargetTensor:
         """What a tensor is made of."""
@@ -78,6 +78,29 @@ class Contents:
             return self._tensors[self._places[name]]
 
 
-def _entry_of(name: str, tensor: Tensor) -> Entry:
+def _entry_of(name: str, tensor: Tensor) -> TensorEntry:
     # A text is one element.
-    return Entry(name, tensor.dtype, tensor.item_size, tensor.shape)
+    return TensorEntry(name, tensor.dtype, tensor.item_size, tensor.shape)
+
+
+class ReadingOrder(NamedTuple):
+    """Tensors in the order in which their first bytes lie in the files, and those files."""
+
+    names: list[str]
+    paths: set[str]
+
+
+def in_file_order(contents: OpenedContents, names: Iterable[str]) -> ReadingOrder:
+    """The order in which tensors are read best."""
+    paths: set[str] = set()
+
+    def key(name: str) -> tuple[str, int, str]:
+        # There may be very many pieces, so they are made anew where the tensor is read.
+        pieces = contents.target(name).pieces
+        paths.update(piece.source.path for piece in pieces)
+        for piece in pieces:
+            for offset, _ in piece.source.extents:
+                return piece.source.path, offset, name
+        return "", 0, name
+
+    return ReadingOrder(sorted(names, key=key), paths)

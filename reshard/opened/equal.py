@@ -12,9 +12,10 @@ from reshard.checkpoints.checkpoint import Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import stored_checkpoint
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.execute import Progress
-from reshard.execute.boxes import boxes_of_range
+from reshard.execute.filling import boxes_of_range
+from reshard.execute.reader import CHUNK_BYTES, BoxReader
+from reshard.execute.reading import Bytes
 from reshard.layout import Box, Grid, Overlap, volume_of, whole_box
-from reshard.opened.engine import CHUNK_BYTES, Bytes, Engine
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.text.wording import quoted
 
@@ -29,7 +30,7 @@ def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
 def check_equal(
     checkpoint: Checkpoint,
     equals: Collection[Equal],
-    engine: Engine,
+    reader: BoxReader,
     progress: Optional[Progress] = None,
     most: Optional[int] = None,
 ) -> None:
@@ -38,7 +39,7 @@ def check_equal(
     Args:
         checkpoint: what holds them.
         equals: which.
-        engine: reads them.
+        reader: reads them.
         progress: told of bytes.
         most: bytes of each to compare; all by default.
 
@@ -55,12 +56,12 @@ def check_equal(
     )
     try:
         for equal in equals:
-            _check(stored_checkpoint(checkpoint), equal, engine, progress, most)
+            _check(stored_checkpoint(checkpoint), equal, reader, progress, most)
     finally:
         progress.end()
 
 
-def _check(checkpoint: Checkpoint, equal: Equal, engine: Engine, progress: Progress, most: Optional[int]) -> None:
+def _check(checkpoint: Checkpoint, equal: Equal, reader: BoxReader, progress: Progress, most: Optional[int]) -> None:
     first = equal.taken
     for other in equal.others:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
@@ -71,9 +72,9 @@ def _check(checkpoint: Checkpoint, equal: Equal, engine: Engine, progress: Progr
     target, *others = (_whole(checkpoint, tensor) for tensor in (first, *equal.others))
     for box in boxes_of_range(first.shape, 0, count, step):
         nbytes = volume_of(box) * first.item_size
-        engine.fill(target, box, mine[:nbytes])
+        reader.read(target, box, mine[:nbytes].data)
         for tensor, made in zip(equal.others, others):
-            engine.fill(made, box, theirs[:nbytes])
+            reader.read(made, box, theirs[:nbytes].data)
             if not np.array_equal(mine[:nbytes], theirs[:nbytes]):
                 raise _differ(checkpoint, equal, tensor, _first_difference(mine, theirs, box, first.item_size))
         progress.wrote(nbytes * (1 + len(others)))

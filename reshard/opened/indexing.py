@@ -20,7 +20,7 @@ from reshard.layout import Box, volume_of
 Array = npt.NDArray[Any]
 
 
-class Axis(NamedTuple):
+class ChosenAxis(NamedTuple):
     """The positions chosen along a dimension, ascending.
 
     Attributes:
@@ -47,7 +47,7 @@ class Selection(NamedTuple):
         finish: what is left to do: an index into the array of the chosen elements.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[ChosenAxis, ...]
     finish: tuple[Any, ...]
 
     @property
@@ -79,11 +79,11 @@ class Selection(NamedTuple):
         axes = []
         for (start, step, length), (low, high), turn in zip(self.axes, box, turned):
             first = length - high if turn.step == -1 else low
-            axes.append(Axis(start + first * step, step, high - low))
+            axes.append(ChosenAxis(start + first * step, step, high - low))
         return Selection(tuple(axes), turned[: len(axes)])
 
 
-class Reading(NamedTuple):
+class BoxReading(NamedTuple):
     """A box to be read, and where its elements go.
 
     Attributes:
@@ -113,12 +113,12 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
         raise IndexError("an index can only have a single ellipsis ('...')")
     if len(named) > len(shape):
         raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, but {len(named)} were indexed")
-    axes: list[Axis] = []
+    axes: list[ChosenAxis] = []
     finish: list[Any] = []
     for part in parts:
         if part is Ellipsis:
             count = len(shape) - len(named)
-            axes += (Axis(0, 1, size) for size in shape[len(axes) : len(axes) + count])
+            axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) : len(axes) + count])
             finish.append(part)
         elif part is None:
             finish.append(None)
@@ -126,25 +126,25 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
             axis, left = _one(part, shape[len(axes)], len(axes))
             axes.append(axis)
             finish.append(left)
-    axes += (Axis(0, 1, size) for size in shape[len(axes) :])
+    axes += (ChosenAxis(0, 1, size) for size in shape[len(axes) :])
     return Selection(tuple(axes), tuple(finish))
 
 
 def whole(shape: Sequence[int]) -> Selection:
     """All of a tensor, as it is."""
-    return Selection(tuple(Axis(0, 1, size) for size in shape), (Ellipsis,))
+    return Selection(tuple(ChosenAxis(0, 1, size) for size in shape), (Ellipsis,))
 
 
-def _one(part: Any, size: int, number: int) -> tuple[Axis, Any]:
+def _one(part: Any, size: int, number: int) -> tuple[ChosenAxis, Any]:
     """What is chosen along one dimension, and what is left to do there."""
     if isinstance(part, slice):
         start, stop, step = part.indices(size)
         count = len(range(start, stop, step))
         if not count:
-            return Axis(0, 1, 0), slice(None)
+            return ChosenAxis(0, 1, 0), slice(None)
         if step > 0:
-            return Axis(start, step, count), slice(None)
-        return Axis(start + (count - 1) * step, -step, count), slice(None, None, -1)
+            return ChosenAxis(start, step, count), slice(None)
+        return ChosenAxis(start + (count - 1) * step, -step, count), slice(None, None, -1)
     if isinstance(part, (bool, np.bool_)):
         raise IndexError(_NO_INDEX)
     try:
@@ -153,7 +153,7 @@ def _one(part: Any, size: int, number: int) -> tuple[Axis, Any]:
         raise IndexError(_NO_INDEX) from error
     if not -size <= position < size:
         raise IndexError(f"index {position} is out of bounds for axis {number} with size {size}")
-    return Axis(position % size, 1, 1), 0
+    return ChosenAxis(position % size, 1, 1), 0
 
 
 _NO_INDEX = "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a tensor that is read lazily"
@@ -161,7 +161,7 @@ _NO_INDEX = "only integers, slices (`:`), ellipsis (`...`) and None are valid in
 
 def readings(
     selection: Selection, shape: Sequence[int], item_size: int, out: Array, most: int, skip: int
-) -> Iterator[Reading]:
+) -> Iterator[BoxReading]:
     """The boxes to read for a selection, none without elements.
 
     What lies between positions of a step is read with them where it is little, and left out where it is much.
@@ -185,10 +185,10 @@ def readings(
         if apart is None:
             steps = [axis.step if axis.length > 1 else 1 for axis in axes]
             if max(steps, default=1) == 1 and place.flags.c_contiguous:
-                yield Reading(box, None, place)
+                yield BoxReading(box, None, place)
                 continue
             if volume_of(box) * item_size <= most or volume_of(box) == 1:
-                yield Reading(box, tuple(slice(None, None, step) for step in steps), place)
+                yield BoxReading(box, tuple(slice(None, None, step) for step in steps), place)
                 continue
             apart = next(a for a, axis in enumerate(axes) if axis.length > 1)
         # Halves, the first on top, so that files are read forwards.
@@ -196,15 +196,17 @@ def readings(
         pending += [_part(axes, place, apart, half, axes[apart].length), _part(axes, place, apart, 0, half)]
 
 
-def _far(axis: Axis, row: int, skip: int) -> bool:
+def _far(axis: ChosenAxis, row: int, skip: int) -> bool:
     """Whether positions of a dimension lie so far apart that each is read by itself."""
     return axis.length > 1 and axis.step > 1 and (axis.step - 1) * row > skip
 
 
-def _part(axes: tuple[Axis, ...], out: Array, number: int, first: int, last: int) -> tuple[tuple[Axis, ...], Array]:
+def _part(
+    axes: tuple[ChosenAxis, ...], out: Array, number: int, first: int, last: int
+) -> tuple[tuple[ChosenAxis, ...], Array]:
     """The positions ``first`` to ``last`` of one dimension, and where they go."""
     start, step, _ = axes[number]
-    some = Axis(start + first * step, step, last - first)
+    some = ChosenAxis(start + first * step, step, last - first)
     place = (*(slice(None) for _ in axes[:number]), slice(first, last))
     return (*axes[:number], some, *axes[number + 1 :]), out[place]
 

@@ -14,7 +14,7 @@ from reshard.errors import UsageError
 from reshard.forms.form import Layouts, Reading
 from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
 from reshard.forms.target import FileId
-from reshard.opened.checkpoint import Effort, OpenedCheckpoint
+from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.plan.typed_edits import typed_edits
@@ -94,7 +94,7 @@ def open(
     request = reading_request(
         os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, str(step), file_suffix, filters, report, edits
     )
-    return open_requested(request, Effort(jobs or usable_cpus(), max_memory, io), decryption, report)
+    return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
 
 @asks_once
@@ -148,7 +148,7 @@ def reading_request(
 
 
 def open_requested(
-    request: Request, effort: Effort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
+    request: Request, effort: ReadingEffort, decryption: Optional[Decryption] = None, report: Optional[Report] = None
 ) -> OpenedCheckpoint:
     """Open what a request would convert.
 

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.execute.boxes import boxes_of_range
-from reshard.opened.arrays import EXTENDED, numpy_dtype, plain_dtype
-from reshard.opened.contents import Entry
-from reshard.opened.engine import CHUNK_BYTES
-from reshard.opened.indexing import into, select, whole
+from reshard.checkpoints.formats.dtypes import DTYPES, NUMPY_NAMES, TEXT
+from reshard.execute.filling import boxes_of_range
+from reshard.execute.reader import CHUNK_BYTES, BoxReader
+from reshard.opened.contents import TensorEntry
+from reshard.opened.indexing import Selection, into, readings, select, whole
 from reshard.plan.pieces import TargetTensor
 
 if TYPE_CHECKING:
     from reshard.opened.checkpoint import OpenedCheckpoint
 
 Array = npt.NDArray[Any]
+
+_UNSIGNED = (1, 2, 4, 8)
+# Text is stored as UTF-32, which is how NumPy holds it.
+_CHARACTER = 4
 
 
 class LazyTensor:
@@ -39,7 +43,7 @@ class LazyTensor:
         dtype_name: MindSpore's name of the type, such as ``BFloat16``.
     """
 
-    def __init__(self, owner: OpenedCheckpoint, entry: Entry) -> None:
+    def __init__(self, owner: OpenedCheckpoint, entry: TensorEntry) -> None:
         self.name = entry.name
         self.shape = entry.shape
         self.dtype_name = entry.dtype
@@ -84,7 +88,7 @@ class LazyTensor:
         """
         selection = select(index, self.shape)
         array = self.empty(selection.shape)
-        self._owner.engine.read(self.target, selection, array)
+        _read(self._owner.reader, self.target, selection, array)
         return array[selection.finish]
 
     def read_into(self, array: Array, index: Any = ...) -> None:
@@ -105,7 +109,7 @@ class LazyTensor:
             raise TypeError(f"{self.name} is {self.dtype_name}: an array of {self.dtype} is needed, not {array.dtype}")
         if not array.flags.writeable:
             raise TypeError(f"the array that {self.name} is to be read into may not be written")
-        self._owner.engine.read(self.target, selection, into(array, selection))
+        _read(self._owner.reader, self.target, selection, into(array, selection))
 
     def blocks(self, index: Any = ..., most: int = CHUNK_BYTES) -> Iterator[Array]:
         """The elements of ``tensor[index]`` in C order, a few at a time.
@@ -123,12 +127,12 @@ class LazyTensor:
         """
         selection = select(index, self.shape)
         turned = selection.turned
-        target, engine = self.target, self._owner.engine
+        target, reader = self.target, self._owner.reader
         count = math.prod(selection.shape)
         for box in boxes_of_range(selection.shape, 0, count, max(1, most // max(1, self._item_size))):
             part = selection.part(box)
             array = self.empty(part.shape)
-            engine.read(target, part, array)
+            _read(reader, target, part, array)
             yield np.ascontiguousarray(array[turned]).reshape(-1)
 
     def empty(self, shape: tuple[int, ...]) -> Array:
@@ -164,5 +168,64 @@ class LazyTensor:
     def _bits(self) -> np.dtype[Any]:
         """Unsigned integers of its size for a type that NumPy lacks; else its own dtype."""
         # ml_dtypes gives some of its types the kind of NumPy's own floats.
-        lacking = self.dtype_name in EXTENDED or self.dtype.kind == "V" or self.dtype.metadata is not None
-        return np.dtype(f"<u{self._item_size}") if lacking and self._item_size in (1, 2, 4, 8) else self.dtype
+        lacking = _extended(self.dtype_name) is not None or self.dtype.kind == "V" or self.dtype.metadata is not None
+        return np.dtype(f"<u{self._item_size}") if lacking and self._item_size in _UNSIGNED else self.dtype
+
+
+def _read(reader: BoxReader, tensor: TargetTensor, selection: Selection, out: Array) -> None:
+    """Read a selection into an array of its shape, of elements of the tensor's size, with any strides."""
+    most, skip = reader.options.block_bytes, reader.options.storage.worth_skipping
+    for box, taken, part in readings(selection, tensor.shape, tensor.item_size, out, most, skip):
+        if taken is None:
+            reader.read(tensor, box, part.reshape(-1).view(np.uint8).data)
+        else:
+            reader.gather(tensor, box, taken, part)
+
+
+def numpy_dtype(name: str, item_size: int) -> np.dtype[Any]:
+    """The dtype that stands for a type.
+
+    NumPy has no bfloat16 and no 8-bit floats. The package ml_dtypes has; where it is not installed, or too old, such
+    elements are unsigned integers of their size, and the dtype's metadata has their name.
+
+    Args:
+        name: MindSpore's name of the type.
+        item_size: bytes of an element; all of a text is one.
+    """
+    if name == TEXT:
+        return np.dtype(f"<U{item_size // _CHARACTER}")
+    if name in NUMPY_NAMES:
+        return np.dtype(NUMPY_NAMES[name])
+    return extended_dtype(name) or stand_in(name, item_size)
+
+
+def extended_dtype(name: str) -> Optional[np.dtype[Any]]:
+    """What ml_dtypes calls a type that NumPy lacks; None where it is not installed, or does not have it."""
+    extended = _extended(name)
+    if extended is None:
+        return None
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    found = getattr(ml_dtypes, extended, None)
+    return None if found is None else np.dtype(found)
+
+
+def _extended(name: str) -> Optional[str]:
+    row = DTYPES.get(name)
+    return None if row is None else row.extended
+
+
+def stand_in(name: str, item_size: int) -> np.dtype[Any]:
+    """Unsigned integers, or plain bytes, for a type that NumPy lacks; ``metadata["name"]`` is its name."""
+    plain = f"<u{item_size}" if item_size in _UNSIGNED else f"V{item_size}"
+    # NumPy's stubs know only the second argument of what is no alias.
+    make: Any = np.dtype
+    made: np.dtype[Any] = make(plain, metadata={"name": name})
+    return made
+
+
+def plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype for arrays that are handed out: without metadata, of which `numpy.save` warns."""
+    return dtype if dtype.metadata is None else np.dtype(dtype.str)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.numbers.magnitudes import ONE
 from reshard.numbers.statistics import TensorStatistics
+from reshard.numbers.widening import ONE
 from reshard.pictures.svg import CHARACTER_WIDTH, LINE_HEIGHT, document, paragraph, rectangle, text
 from reshard.text.wording import one_line, plural
 

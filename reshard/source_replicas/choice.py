@@ -33,7 +33,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS, belongs_to_rank, is_weight
 _FEWEST_PROBED = 4
 
 
-class Group(NamedTuple):
+class HolderGroup(NamedTuple):
     """Ranks of one stage that are said to hold the same slice.
 
     Attributes:
@@ -74,7 +74,7 @@ class Replicated(NamedTuple):
     """
 
     box: Box
-    groups: tuple[Group, ...]
+    groups: tuple[HolderGroup, ...]
 
     @property
     def holders(self) -> list[Holder]:
@@ -150,7 +150,7 @@ class Replicated(NamedTuple):
         return axis, max(1, min(stop - start, most // inner))
 
 
-class Alike:
+class AlikeParameters:
     """Parameters that are cut alike, and that the same available ranks hold.
 
     Attributes:
@@ -184,7 +184,7 @@ class Alike:
                 ranks = tuple(sharding.holders(part))
                 available = tuple(rank for rank in ranks if rank in present)
                 if available:
-                    groups.append(Group(ranks, available, held))
+                    groups.append(HolderGroup(ranks, available, held))
             self._made[number] = Replicated(box, tuple(groups))
         return self._made[number]
 
@@ -209,7 +209,7 @@ class Alike:
         return [part for part in found if sum(held[number] for held, number in zip(counts, part)) > 1]
 
 
-def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[Alike]:
+def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeParameters]:
     """Parameters by how they are cut and held, those first that tell most of a strategy.
 
     Values that belong to a rank are no replicas, whatever a strategy says, and left out.
@@ -218,7 +218,7 @@ def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[Alike]
         parameters: what is compared.
         step: the files.
     """
-    found: dict[object, Alike] = {}
+    found: dict[object, AlikeParameters] = {}
     known = {parameter.name for parameter in parameters}
     for parameter in parameters:
         if belongs_to_rank(parameter.name):
@@ -228,7 +228,7 @@ def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[Alike]
         gradients = parameter.name.startswith(ACCUMULATED_GRADIENTS)
         key = (parameter.shape, parameter.item_size, layouts, present, gradients)
         if key not in found:
-            found[key] = Alike(parameter, present)
+            found[key] = AlikeParameters(parameter, present)
         found[key].parameters.append(parameter)
     for kind in found.values():
         kind.parameters.sort(key=lambda parameter: (not is_weight(parameter.name, known), number_of(parameter.name)))
@@ -242,14 +242,6 @@ def number_of(*words: object) -> int:
     """A number that is the same in every run, and spread over 64 bits."""
     data = repr(words).encode()
     return zlib.crc32(data) << 32 | zlib.crc32(data[::-1], 1)
-
-
-def offset_in(box: Box, held: Box, item_size: int) -> int:
-    """Bytes from the first one of a slice to the first one of a box in it."""
-    offset = 0
-    for (start, _), (low, high) in zip(box, held):
-        offset = offset * (high - low) + start - low
-    return offset * item_size
 
 
 def _divisors(count: int) -> list[int]:

@@ -7,22 +7,35 @@ between data-parallel ranks until they are reduced: only where everything is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, Optional
+
+import numpy as np
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.execute import ExecutionOptions, Progress
+from reshard.execute.filling import boxes_of_range
+from reshard.execute.reader import in_order
+from reshard.execute.reading import Bytes
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
-from reshard.layout import volume_of
-from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
-from reshard.source_replicas.files import ReplicaFiles
-from reshard.source_replicas.outcome import Comparison
-from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, Samples, sample_box
-from reshard.source_replicas.tally import Tally, is_gradient
+from reshard.layout import shape_of, volume_of
+from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, alike
+from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
+from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
 
 # Ranks that are put together by what they hold.
 _MOST_GROUPED = 64
+# Bytes of a tensor that a thread takes at a time, and files that it compares with one other.
+_PART_BYTES = 64 << 20
+_MOST_FILES = 64
+# Parts per thread that are under way, or wait for an earlier one.
+_AHEAD = 4
 
 
 def compare_replicas(
@@ -32,7 +45,7 @@ def compare_replicas(
     execution: ExecutionOptions,
     progress: Progress,
     effort: str,
-) -> Comparison:
+) -> ReplicaComparison:
     """Compare what ranks hold that should be the same.
 
     Args:
@@ -49,15 +62,13 @@ def compare_replicas(
     """
     everything = effort == "all"
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
-    files = ReplicaFiles(step, handles, execution.storage)
     kinds = alike(chosen, step)
     tally = Tally(step)
-    if everything:
-        from reshard.source_replicas.everything import Everything
-
-        Everything(kinds, files, execution, progress, tally).run()
-    else:
-        Samples(kinds, files, execution.storage.remote, EFFORTS[effort], tally).run()
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+        if everything:
+            Everything(kinds, files, execution, progress, tally).run()
+        else:
+            Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
     if result.differing:
         # Neither the strategy nor the replicas are to blame for files of which only some are written anew.
@@ -77,17 +88,135 @@ def holders_alike(
         RetryableError: a file cannot be read.
     """
     sharding = stage_shardings(parameter)[0]
-    files = ReplicaFiles(step, handles, execution.storage)
     ranks = sorted(step.ranks_with(parameter.name, sharding.stage))[:_MOST_GROUPED]
-    for place in range(MOST_PLACES):
-        found: dict[bytes, list[int]] = {}
-        for rank in ranks:
-            holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
-            own = Replicated(holder.box, (Group((rank,), (rank,), holder.box),))
-            box = sample_box(own, parameter, number_of(parameter.name, place))
-            data = bytearray(volume_of(box) * parameter.item_size)
-            files.read(parameter, holder, box, memoryview(data))
-            found.setdefault(bytes(data), []).append(rank)
-        if len(found) > 1:
-            break
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
+        for place in range(MOST_PLACES):
+            found: dict[bytes, list[int]] = {}
+            for rank in ranks:
+                holder = Holder(rank, sharding.grid.slice_box(sharding.slice_of(rank)))
+                data = files.sample(parameter, holder, own_sample_box(parameter, holder, place))
+                found.setdefault(data, []).append(rank)
+            if len(found) > 1:
+                break
     return list(found.values())
+
+
+class _ComparedPart(NamedTuple):
+    """What a thread compares at a time: a box of a parameter, on one rank and on some others."""
+
+    kind: AlikeParameters
+    parameter: GlobalTensor
+    replicated: Replicated
+    holders: list[Holder]
+
+
+class Everything:
+    """Compares all of every slice that several ranks hold.
+
+    Args:
+        kinds: what can be compared.
+        files: where it is read.
+        execution: threads and memory.
+        progress: told of bytes.
+        tally: what is compared is counted there.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[AlikeParameters],
+        files: ReplicaFiles,
+        execution: ExecutionOptions,
+        progress: Progress,
+        tally: Tally,
+    ) -> None:
+        self._kinds = kinds
+        self._files = files
+        self._execution = execution
+        self._progress = progress
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        # Buffers of each thread.
+        self._own = threading.local()
+
+    def run(self) -> None:
+        """Compare it.
+
+        Raises:
+            RetryableError: a file cannot be read.
+        """
+        threads = self._execution.threads
+        self._progress.begin(self._nbytes(), "comparing replicas")
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                done = in_order(
+                    pool, self._parts(), lambda part: [partial(self._compare, part)], _AHEAD * threads, stop=self._stop
+                )
+                for part, ((telling, ranks),) in done:
+                    if telling:
+                        self._tally.add(part.kind, part.parameter, ranks)
+        finally:
+            self._progress.end()
+
+    def _nbytes(self) -> int:
+        total = 0
+        for kind in self._kinds:
+            boxes = map(kind.replicated, range(len(kind)))
+            elements = sum(volume_of(replicated.box) * _reads(len(replicated.holders)) for replicated in boxes)
+            total += elements * kind.parameters[0].item_size * len(kind.parameters)
+        return total
+
+    def _parts(self) -> Iterator[_ComparedPart]:
+        """Everything, in an order in which few files are read at a time."""
+        for kind in self._kinds:
+            for replicated in map(kind.replicated, range(len(kind))):
+                first, *others = replicated.holders
+                for start in range(0, len(others), _MOST_FILES):
+                    holders = [first, *others[start : start + _MOST_FILES]]
+                    for parameter in kind.parameters:
+                        for piece in _pieces(replicated, parameter.item_size):
+                            yield _ComparedPart(kind, parameter, piece, holders)
+
+    def _compare(self, part: _ComparedPart) -> tuple[bool, Optional[tuple[int, int]]]:
+        """Whether what was compared is not all of one value, and the first two ranks that differ, if any do."""
+        if not hasattr(self._own, "buffers"):
+            self._own.buffers = np.empty((2, self._execution.block_bytes), np.uint8)
+        one, other = self._own.buffers
+        parameter, (first, *others) = part.parameter, part.holders
+        telling = False
+        for box in part.replicated.runs(max(1, len(one) // parameter.item_size)):
+            if self._stop.is_set():
+                break
+            mine = one[: volume_of(box) * parameter.item_size]
+            theirs = other[: len(mine)]
+            self._files.read(parameter, first, box, mine.data)
+            for holder in others:
+                self._files.read(parameter, holder, box, theirs.data)
+                if not np.array_equal(mine, theirs):
+                    return True, (first.rank, holder.rank)
+            telling = telling or not _is_constant(mine, parameter.item_size)
+            with self._lock:
+                self._progress.wrote(len(mine) * len(part.holders))
+        return telling, None
+
+
+def _reads(holders: int) -> int:
+    """How often a box is read that so many ranks hold: the first one's once for every batch of others."""
+    return holders - 1 + -(-(holders - 1) // _MOST_FILES)
+
+
+def _pieces(replicated: Replicated, item_size: int) -> Iterator[Replicated]:
+    """A large box in several ones, so that several threads can take them."""
+    most = max(1, _PART_BYTES // item_size)
+    if volume_of(replicated.box) <= most:
+        yield replicated
+        return
+    for piece in boxes_of_range(shape_of(replicated.box), 0, volume_of(replicated.box), most):
+        box = tuple((start + low, start + high) for (start, _), (low, high) in zip(replicated.box, piece))
+        yield replicated._replace(box=box)
+
+
+def _is_constant(data: Bytes, item_size: int) -> bool:
+    """Whether all elements are the same."""
+    elements = data.reshape(-1, item_size)
+    return bool((elements == elements[0]).all())

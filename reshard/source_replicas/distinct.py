@@ -1,4 +1,4 @@
-"""Whether ranks that should hold different slices of a parameter do.
+"""Whether ranks that should hold different slices of a parameter do, and those of a stage what is the stage's.
 
 A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer of them or none.
 But what it takes for different slices are replicas then. Slices of a trained weight are never equal, unless they have
@@ -9,21 +9,24 @@ matrix that is coarser repeats them so.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
-from reshard.errors import DamagedCheckpointError, RetryableError
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.forms.ranks.holding import stage_shardings
 from reshard.layout import shape_of, volume_of
-from reshard.source_replicas.choice import Group, Holder, Replicated, alike, number_of
-from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
-from reshard.source_replicas.samples import MOST_PLACES, sample_box
+from reshard.source_replicas.choice import Holder, alike
+from reshard.source_replicas.samples import MOST_PLACES, UNREADABLE, ReplicaFiles, own_sample_box
+from reshard.strategies import Strategy
 
+# Tied parameters, at the most.
+_FEW_TIED = 3
 _MOST_OF_A_KIND = 2
 _FEW_SLICES = 16
 # Different elements of a slice that no other one has by chance.
@@ -80,30 +83,44 @@ def compare_slices(
         handles: open files.
         execution: what they lie on.
     """
-    files = ReplicaFiles(step, handles, execution.storage)
     deadline = time.monotonic() + _SECONDS
     chosen = [one for kind in alike(list(parameters), step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]
-    compared = 0
-    same: list[SameSlices] = []
-    with at_a_time(execution.storage.remote) as (compare_each, read_each):
+    held = {one.name: holders for one in chosen if len(holders := _holders(one, step)) > 1}
+    groups: dict[str, list[list[int]]] = {}
+    with contextlib.closing(ReplicaFiles(step, handles, execution)) as files:
 
-        def equal(parameter: GlobalTensor) -> tuple[list[Holder], list[list[int]]]:
+        def read(task: tuple[GlobalTensor, int, Holder]) -> Optional[bytes]:
+            parameter, place, holder = task
             if time.monotonic() > deadline:
-                return [], []
-            holders = _holders(parameter, step)
-            try:
-                return holders, _equal(parameter, holders, files, read_each) if len(holders) > 1 else []
-            except (DamagedCheckpointError, RetryableError):
-                return holders, []
+                return None
+            box = own_sample_box(parameter, holder, place)
+            with contextlib.suppress(*UNREADABLE):
+                return files.sample(parameter, holder, box)
+            return None
 
-        for parameter, (holders, groups) in zip(chosen, compare_each(equal, chosen)):
-            compared += bool(groups)
-            first = next((group for group in groups if len(group) > 1), None)
-            if first is not None:
-                layout = stage_shardings(parameter)[0].layout
-                is_whole = len(first) == len(holders) and layout.slice_count == layout.shards
-                same.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
-    return Distinctness(compared, same)
+        pending = [parameter for parameter in chosen if parameter.name in held]
+        for place in range(MOST_PLACES):
+            tasks = ((parameter, place, holder) for parameter in pending for holder in held[parameter.name])
+            data = files.each(read, tasks)
+            again = []
+            for parameter in pending:
+                own = list(itertools.islice(data, len(held[parameter.name])))
+                if None in own:
+                    continue
+                equal = _equal(parameter.item_size, held[parameter.name], own)
+                if equal:
+                    groups[parameter.name] = equal
+                else:
+                    again.append(parameter)
+            pending = again
+    same: list[SameSlices] = []
+    for parameter in chosen:
+        first = next((group for group in groups.get(parameter.name, ()) if len(group) > 1), None)
+        if first is not None:
+            layout = stage_shardings(parameter)[0].layout
+            is_whole = len(first) == len(held[parameter.name]) and layout.slice_count == layout.shards
+            same.append(SameSlices(parameter.name, (first[0], first[1]), is_whole))
+    return Distinctness(len(groups), same)
 
 
 def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
@@ -118,22 +135,33 @@ def _holders(parameter: GlobalTensor, step: SourceStep) -> list[Holder]:
     return [holder for holder in made if volume_of(holder.box) and shape_of(holder.box) == shape_of(made[0].box)]
 
 
-def _equal(parameter: GlobalTensor, holders: list[Holder], files: ReplicaFiles, read_each: Each) -> list[list[int]]:
-    """Ranks, those together whose slices are equal; none where they have too few different elements to tell."""
-    for place in range(MOST_PLACES):
+def _equal(item_size: int, holders: list[Holder], samples: list[Optional[bytes]]) -> list[list[int]]:
+    """Ranks, those together whose samples are equal; none where they have too few different elements to tell."""
+    found: dict[bytes, list[int]] = {}
+    for holder, data in zip(holders, samples):
+        assert data is not None
+        elements = {data[at : at + item_size] for at in range(0, len(data), item_size)}
+        if len(elements) >= _FEWEST_ELEMENTS:
+            found.setdefault(data, []).append(holder.rank)
+    return list(found.values())
 
-        def read(holder: Holder, place: int = place) -> bytes:
-            own = Replicated(holder.box, (Group((holder.rank,), (holder.rank,), holder.box),))
-            box = sample_box(own, parameter, number_of(parameter.name, place))
-            data = bytearray(volume_of(box) * parameter.item_size)
-            files.read(parameter, holder, box, memoryview(data))
-            return bytes(data)
 
-        found: dict[bytes, list[int]] = {}
-        for holder, data in zip(holders, read_each(read, holders)):
-            elements = {data[at : at + parameter.item_size] for at in range(0, len(data), parameter.item_size)}
-            if len(elements) >= _FEWEST_ELEMENTS:
-                found.setdefault(data, []).append(holder.rank)
-        if found:
-            return list(found.values())
-    return []
+def misplaced(strategy: Strategy, step: SourceStep) -> list[str]:
+    """Parameters that ranks of a pipeline stage hold though only others list them, sorted, if they are most.
+
+    Ranks of a stage hold the parameters of that stage, and seldom a few tied ones of another. Where they hold most of
+    what only other stages should, the stages are those of another run; slices that happen to have the same shapes
+    would be put together wrongly.
+
+    Args:
+        strategy: what the checkpoint is said to have been saved with.
+        step: the files.
+    """
+    listed = set(strategy.parameters) & step.names()
+    found: set[str] = set()
+    for stage in strategy.stages:
+        # Files that are built alike share their tensors.
+        tensors = {id(step.indexes[rank].tensors): step.indexes[rank].tensors for rank in step.loaded(stage)}
+        for names in tensors.values():
+            found |= listed & names.keys() - stage.layouts.keys()
+    return sorted(found) if len(found) > max(_FEW_TIED, len(listed) // 2) else []

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
+from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.source_replicas.choice import AlikeParameters
 from reshard.text.messages import Message, joined, listing
+from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
 from reshard.text.wording import plural, quoted, rank_ranges
 
 _MOST_EXAMPLES = 2
@@ -60,7 +66,7 @@ class Differing(NamedTuple):
     is_cut: bool
 
 
-class Comparison(NamedTuple):
+class ReplicaComparison(NamedTuple):
     """What came of comparing alleged replicas.
 
     Attributes:
@@ -155,3 +161,69 @@ class Comparison(NamedTuple):
             "if replicas are known to have diverged, as those of norms that data-parallel ranks do not synchronise: "
             "--check-replicas never",
         )
+
+
+class Tally:
+    """What has been compared so far, and what differs.
+
+    Args:
+        step: the files that are compared.
+    """
+
+    def __init__(self, step: SourceStep) -> None:
+        self._step = step
+        self._samples = 0
+        self._compared: dict[int, set[str]] = defaultdict(set)
+        self._differing: dict[str, Differing] = {}
+
+    def add(self, kind: AlikeParameters, parameter: GlobalTensor, ranks: Optional[tuple[int, int]]) -> None:
+        """Count a box that was compared and is not all of one value.
+
+        Args:
+            kind: the kind of parameter.
+            parameter: the parameter.
+            ranks: two ranks that differ in the box, if any do; of several boxes the first one's are told.
+        """
+        self._samples += 1
+        self._compared[id(kind)].add(parameter.name)
+        if ranks is not None and parameter.name not in self._differing:
+            files = self._step.files[ranks[0]], self._step.files[ranks[1]]
+            self._differing[parameter.name] = Differing(parameter.name, ranks, files, kind.is_cut)
+
+    def result(self, kinds: Sequence[AlikeParameters], compared: str) -> ReplicaComparison:
+        """What came of it.
+
+        Args:
+            kinds: what was to be compared.
+            compared: see `ReplicaCheck`.
+        """
+        kinds = [kind for kind in kinds if not is_gradient(kind.parameters[0])]
+        found = {id(kind): self._compared[id(kind)] for kind in kinds}
+        cut = [kind for kind in kinds if kind.is_cut]
+        check = ReplicaCheck(
+            compared=compared,
+            samples=self._samples,
+            parameters=sum(map(len, found.values())),
+            untested=sum(len(kind.parameters) for kind in kinds if not len(kind)),
+            tested=any(found[id(kind)] for kind in cut or kinds),
+        )
+        known = {parameter.name for kind in kinds for parameter in kind.parameters}
+        differing = sorted(self._differing.values(), key=lambda item: _telling(item, known))
+        gradients = [item for item in differing if item.parameter.startswith(ACCUMULATED_GRADIENTS)]
+        return ReplicaComparison(
+            check=check,
+            differing=[item for item in differing if item not in gradients],
+            gradients=gradients,
+            compared_cut=sum(len(found[id(kind)]) for kind in cut),
+            of_a_layout=any(len(names) > 1 and names <= self._differing.keys() for names in found.values()),
+        )
+
+
+def is_gradient(parameter: GlobalTensor) -> bool:
+    """Whether a parameter is accumulated gradients, which may differ until they are reduced."""
+    return parameter.name.startswith(ACCUMULATED_GRADIENTS)
+
+
+def _telling(differing: Differing, known: Container[str]) -> tuple[bool, bool, str]:
+    """Sorts what tells most first."""
+    return not differing.is_cut, not is_weight(differing.parameter, known), differing.parameter

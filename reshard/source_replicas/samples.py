@@ -6,25 +6,87 @@ values that tell something, and so do all others where something differs; the re
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Callable, NamedTuple, Optional, TypeVar
 
+from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import DamagedCheckpointError, RetryableError
+from reshard.execute import ExecutionOptions
+from reshard.execute.reader import BoxReader, in_order
+from reshard.forms.ranks.checkpoint import SourceStep
 from reshard.layout import Box, volume_of
-from reshard.source_replicas.choice import Alike, Holder, Replicated, number_of
-from reshard.source_replicas.files import Each, ReplicaFiles, at_a_time
-from reshard.source_replicas.tally import Tally
+from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
+from reshard.source_replicas.choice import AlikeParameters, Holder, HolderGroup, Replicated, number_of
+from reshard.source_replicas.outcome import Tally
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 _SAMPLE_BYTES = 4 << 10
 MOST_PLACES = 4
 """Places that are tried where all elements are the same."""
 
+UNREADABLE = (DamagedCheckpointError, RetryableError)
+"""Errors of a file that samples pass over: whoever needs it will find out."""
 
-class Effort(NamedTuple):
+
+# Requests under way where each takes a round trip.
+_IN_FLIGHT = 16
+
+
+class ReplicaFiles:
+    """The files of a step; any number of threads may read them.
+
+    Args:
+        step: the step.
+        handles: open files.
+        execution: what they lie on, threads and memory.
+    """
+
+    def __init__(self, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> None:
+        self._step = step
+        self._remote = execution.storage.remote
+        # No windows: what lies around a sample is of no use.
+        options = replace(execution, io="pread", storage=execution.storage._replace(small=0))
+        self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
+
+    def read(self, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        """Fill ``out`` with a box of a holder's slice.
+
+        Raises:
+            RetryableError: the file cannot be read.
+        """
+        index = self._step.indexes[holder.rank]
+        source = StoredSlice(index.path, holder.rank, index.tensors[parameter.name].extents, holder.box)
+        tensor = TargetTensor(parameter.name, parameter.item_size, holder.box, (Piece(source, holder.box),))
+        inside = tuple((low - start, high - start) for (low, high), (start, _) in zip(box, holder.box))
+        self._reader.read_alone(tensor, inside, out)
+
+    def sample(self, parameter: GlobalTensor, holder: Holder, box: Box) -> bytes:
+        """The bytes of a small box, likewise."""
+        data = bytearray(volume_of(box) * parameter.item_size)
+        self.read(parameter, holder, box, memoryview(data))
+        return bytes(data)
+
+    def each(self, work: Callable[[_T], _R], tasks: Iterable[_T]) -> Iterator[_R]:
+        """The results of tasks in their order; some are done at the same time if requests take a round trip."""
+        if not self._remote:
+            return map(work, tasks)
+        done = in_order(self._reader.pool, tasks, lambda task: [partial(work, task)], 2 * _IN_FLIGHT)
+        return (result for _, (result,) in done)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._reader.close()
+
+
+class SamplingEffort(NamedTuple):
     """How much is sampled.
 
     Attributes:
@@ -40,14 +102,14 @@ class Effort(NamedTuple):
     seconds: float
 
 
-EFFORTS = {"auto": Effort(1, 256, 1024, 1.0), "more": Effort(4, 1 << 15, 1 << 16, 60.0)}
+EFFORTS = {"auto": SamplingEffort(1, 256, 1024, 1.0), "more": SamplingEffort(4, 1 << 15, 1 << 16, 60.0)}
 """How much is sampled, by the word for it."""
 
 
 class _Sample(NamedTuple):
     """A parameter, what of it several ranks hold, and which of them are compared."""
 
-    kind: Alike
+    kind: AlikeParameters
     parameter: GlobalTensor
     replicated: Replicated
     holders: list[Holder]
@@ -55,18 +117,36 @@ class _Sample(NamedTuple):
     is_probe: bool
 
 
-class _Outcome(NamedTuple):
-    """What came of a sample.
+class _First(NamedTuple):
+    """What the first holder of a sample holds.
 
     Attributes:
         reads: requests that it took.
-        telling: whether something was compared that is not all of one value.
-        ranks: two ranks that differ, if any do.
+        box: which box.
+        data: its bytes.
+        telling: whether they are not all of one value.
     """
 
     reads: int
-    telling: bool = False
-    ranks: Optional[tuple[int, int]] = None
+    box: Box
+    data: bytes
+    telling: bool
+
+
+class _Compared(NamedTuple):
+    """What came of samples, by their numbers.
+
+    Attributes:
+        differing: two ranks that differ.
+        skipped: samples that could not be read, or for which there was no time.
+    """
+
+    differing: dict[int, tuple[int, int]]
+    skipped: set[int]
+
+    def open(self, number: int) -> bool:
+        """Whether further holders could tell more."""
+        return number not in self.differing and number not in self.skipped
 
 
 class Samples:
@@ -75,15 +155,15 @@ class Samples:
     Args:
         kinds: what can be compared.
         files: where it is read.
-        remote: whether requests take a round trip.
         effort: how much is sampled.
         tally: what is compared is counted there.
     """
 
-    def __init__(self, kinds: Sequence[Alike], files: ReplicaFiles, remote: bool, effort: Effort, tally: Tally) -> None:
+    def __init__(
+        self, kinds: Sequence[AlikeParameters], files: ReplicaFiles, effort: SamplingEffort, tally: Tally
+    ) -> None:
         self._kinds = [kind for kind in kinds if len(kind)]
         self._files = files
-        self._remote = remote
         self._effort = effort
         self._tally = tally
         self._reads = 0
@@ -94,20 +174,44 @@ class Samples:
 
     def run(self) -> None:
         """Compare them."""
-        with at_a_time(self._remote) as (compare_each, read_each):
-            compare = functools.partial(self._compare, read_each)
-            for turn in itertools.count():
-                samples = list(self._samples(turn))
-                if not samples:
-                    return
-                for sample, outcome in zip(samples, compare_each(compare, samples)):
-                    self._reads += outcome.reads
-                    if outcome.telling:
-                        self._tally.add(sample.kind, sample.parameter, outcome.ranks)
-                        if sample.is_probe:
-                            self._probed.add(sample.kind.structure)
-                        if outcome.ranks is not None:
-                            self._doubtful.add(sample.kind.structure)
+        for turn in itertools.count():
+            samples = list(self._samples(turn))
+            if not samples:
+                return
+            firsts = list(self._files.each(self._first, samples))
+            compared = _Compared({}, set())
+            for number, holder, same in self._files.each(self._same, self._others(samples, firsts, compared)):
+                if compared.open(number):
+                    self._reads += 1
+                    if same is None:
+                        compared.skipped.add(number)
+                    elif not same:
+                        compared.differing[number] = (samples[number].holders[0].rank, holder.rank)
+            for number, (sample, first) in enumerate(zip(samples, firsts)):
+                if first is not None and number not in compared.skipped:
+                    self._reads += first.reads
+                    ranks = compared.differing.get(number)
+                    if first.telling or ranks is not None:
+                        self._count(sample, ranks)
+
+    def _others(
+        self, samples: Sequence[_Sample], firsts: Sequence[Optional[_First]], compared: _Compared
+    ) -> Iterator[tuple[int, _Sample, _First, Holder]]:
+        """The holders to compare with the first one of every sample, as long as there is time."""
+        for number, (sample, first) in enumerate(zip(samples, firsts)):
+            if first is None or time.monotonic() > self._deadline:
+                compared.skipped.add(number)
+                continue
+            for holder in sample.holders[1:]:
+                if compared.open(number):
+                    yield number, sample, first, holder
+
+    def _count(self, sample: _Sample, ranks: Optional[tuple[int, int]]) -> None:
+        self._tally.add(sample.kind, sample.parameter, ranks)
+        if sample.is_probe:
+            self._probed.add(sample.kind.structure)
+        if ranks is not None:
+            self._doubtful.add(sample.kind.structure)
 
     def _samples(self, turn: int) -> Iterator[_Sample]:
         """One of every kind that has more, as long as it is not enough."""
@@ -133,34 +237,35 @@ class Samples:
             reads += len(holders)
             yield _Sample(kind, parameter, replicated, holders, number, is_probe)
 
-    def _compare(self, read_each: Each, sample: _Sample) -> _Outcome:
+    def _first(self, sample: _Sample) -> Optional[_First]:
+        """What the first holder holds, at a place where it tells something; None where it cannot be read."""
         if time.monotonic() > self._deadline:
-            return _Outcome(0)
-        parameter, (first, *others) = sample.parameter, sample.holders
-        reads = 0
-        try:
+            return None
+        parameter = sample.parameter
+        with contextlib.suppress(*UNREADABLE):
             for place in range(MOST_PLACES):
                 box = sample_box(sample.replicated, parameter, number_of(sample.number, place))
-                mine = self._read(parameter, box, first)
-                reads += 1
-                telling = mine != mine[: parameter.item_size] * (len(mine) // parameter.item_size)
+                data = self._files.sample(parameter, sample.holders[0], box)
+                telling = data != data[: parameter.item_size] * (len(data) // parameter.item_size)
                 if telling or box == sample.replicated.box:
                     break
-            for other, theirs in zip(others, read_each(functools.partial(self._read, parameter, box), others)):
-                reads += 1
-                if theirs != mine:
-                    return _Outcome(reads, True, (first.rank, other.rank))
-        except (DamagedCheckpointError, RetryableError):
-            # Whoever needs this file will find out.
-            return _Outcome(reads)
-        return _Outcome(reads, telling)
+            return _First(place + 1, box, data, telling)
+        return None
 
-    def _read(self, parameter: GlobalTensor, box: Box, holder: Holder) -> bytearray:
-        data = bytearray(volume_of(box) * parameter.item_size)
-        self._files.read(parameter, holder, box, memoryview(data))
-        return data
+    def _same(self, task: tuple[int, _Sample, _First, Holder]) -> tuple[int, Holder, Optional[bool]]:
+        """Whether another holder holds the same; None where that cannot be read."""
+        number, sample, first, holder = task
+        with contextlib.suppress(*UNREADABLE):
+            return number, holder, self._files.sample(sample.parameter, holder, first.box) == first.data
+        return number, holder, None
 
 
 def sample_box(replicated: Replicated, parameter: GlobalTensor, number: int) -> tuple[tuple[int, int], ...]:
     """A box to sample in what several ranks hold of a parameter, another place for every number."""
     return replicated.run(max(1, _SAMPLE_BYTES // parameter.item_size), number)
+
+
+def own_sample_box(parameter: GlobalTensor, holder: Holder, place: int) -> tuple[tuple[int, int], ...]:
+    """A box to sample in a holder's slice; at the same place in slices of the same shape."""
+    own = Replicated(holder.box, (HolderGroup((holder.rank,), (holder.rank,), holder.box),))
+    return sample_box(own, parameter, number_of(parameter.name, place))

@@ -23,7 +23,7 @@ from reshard.forms.ranks.holding import StageSharding
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.layout import Layout
 from reshard.source_replicas import (
-    Comparison,
+    ReplicaComparison,
     SameSlices,
     compare_replicas,
     compare_slices,
@@ -95,7 +95,7 @@ class StrategyCheck:
     not_held: list[str]
     not_listed: list[str]
     not_described: list[str]
-    comparison: Comparison
+    comparison: ReplicaComparison
     same_slices: list[SameSlices]
     misplaced: list[str]
     alike: Optional[HeldAlike]

@@ -24,8 +24,8 @@ from reshard.forms.ranks.coverage import lost_slices
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.layout import Layout
 from reshard.source_replicas import (
-    Comparison,
     Distinctness,
+    ReplicaComparison,
     compare_replicas,
     compare_slices,
     misplaced,
@@ -41,7 +41,7 @@ _MOST_EXAMPLES = 3
 _WHOLE = "leaves it whole"
 
 
-class _Fit(NamedTuple):
+class _StrategyFit(NamedTuple):
     """How a strategy fits files.
 
     Attributes:
@@ -99,7 +99,7 @@ class SwapTest:
                 raise
             raise swapped from error
 
-    def _tells_apart(self, fit: _Fit) -> bool:
+    def _tells_apart(self, fit: _StrategyFit) -> bool:
         """Whether the target's strategy fits otherwise than because it cuts everything as the source's does."""
         return fit.tested or any(_cuts(self._source, name) != _cuts(self._target, name) for name in fit.parameters)
 
@@ -161,7 +161,7 @@ class SwapTest:
             "other on purpose: --check-replicas never",
         )
 
-    def _fit(self, strategy: Strategy, files: StepFiles) -> Optional[_Fit]:
+    def _fit(self, strategy: Strategy, files: StepFiles) -> Optional[_StrategyFit]:
         """How a strategy fits all files of a step; None where it does not."""
         step = SourceStep(files, self._handles, Report())
         step.load(step.files)
@@ -177,9 +177,9 @@ class SwapTest:
         if not parameters or lost_slices(parameters.values(), step):
             return None
         comparison = self._compared(parameters.values(), step)
-        return None if comparison.differing else _Fit(step, parameters, comparison.check.tested)
+        return None if comparison.differing else _StrategyFit(step, parameters, comparison.check.tested)
 
-    def _compared(self, parameters: Iterable[GlobalTensor], step: SourceStep) -> Comparison:
+    def _compared(self, parameters: Iterable[GlobalTensor], step: SourceStep) -> ReplicaComparison:
         return compare_replicas(parameters, step, self._handles, self._execution(step), Progress(), "auto")
 
     def _slices(self, parameters: Iterable[GlobalTensor], step: SourceStep) -> Distinctness:
@@ -188,7 +188,7 @@ class SwapTest:
     def _execution(self, step: SourceStep) -> ExecutionOptions:
         return ExecutionOptions(jobs=1, storage=storage_of(next(iter(step.files.values()))))
 
-    def _error(self, fit: _Fit, lost: Optional[IncompleteSourceError] = None) -> CheckpointError:
+    def _error(self, fit: _StrategyFit, lost: Optional[IncompleteSourceError] = None) -> CheckpointError:
         """The error of swapped strategies, and of what else is wrong if they are not: ranks may as well be lost."""
         source, target = self._source, self._target
         text = f"the source strategy ({source.path}) does not fit the checkpoint"
@@ -203,7 +203,7 @@ class SwapTest:
             hints += [f"if they are not: {lost.hint}"] if lost.hint else []
         return CheckpointError(joined("\n", lines), file=fit.step.place, hint="\n".join(hints))
 
-    def _examples(self, fit: _Fit) -> Iterator[str]:
+    def _examples(self, fit: _StrategyFit) -> Iterator[str]:
         """Parameters that the strategies cut differently, of each pair of cuts one."""
         told: set[tuple[str, str]] = set()
         for name in fit.parameters:

@@ -12,8 +12,8 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
+from reshard.execute import ExecutionOptions, Progress, convert
 from reshard.execute import run as run_module
-from reshard.execute.run import ExecutionOptions, Progress, convert
 from reshard.execute.writing import TargetWriter
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 import pytest
 
-from reshard.source_replicas.files import ReplicaFiles
+from reshard.source_replicas.samples import ReplicaFiles
 from tests.corpus import FIXTURES, ROOT
 from tests.object_store import KEY, SECRET, Objects
 from tests.running import LAUNCHER, Argument, done, fails, reshard, warns

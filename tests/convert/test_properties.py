@@ -12,7 +12,7 @@ from hypothesis import assume, given, note
 from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
-from reshard.execute import run as run_module
+from reshard.execute import options as execution
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import costs as storage_module
@@ -344,7 +344,7 @@ def test_how_bytes_are_moved_does_not_change_them(data: st.DataObject) -> None:
             with contextlib.ExitStack() as changed:
                 if name == "tiny":
                     # Buffers smaller than a row of most tensors; 16 bytes hold an element.
-                    changed.enter_context(mock.patch.object(run_module, "LEAST_BLOCK_BYTES", 32))
+                    changed.enter_context(mock.patch.object(execution, "LEAST_BLOCK_BYTES", 32))
                 if name == "remote":
                     changed.enter_context(mock.patch.object(storage_module, "file_system_of", lambda path: "nfs"))
                 world.dst = world.root / name

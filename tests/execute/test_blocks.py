@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.boxes import boxes_of_range
-from reshard.execute.filling import BlockFiller
-from reshard.execute.reading import Reader, make_reader
+from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.reading import ByteReader, make_reader
 from reshard.layout import Box, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
@@ -78,7 +77,7 @@ def tensors(draw: st.DrawFn, directory: Path) -> tuple[TargetTensor, npt.NDArray
     return TargetTensor("w", item_size, box, tuple(pieces)), full[tuple(slice(*interval) for interval in box)]
 
 
-def reader(storage: Storage, mapped: bool, handles: FileHandles) -> Reader:
+def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:
     return make_reader(storage, mapped, handles, window_bytes=1 << 20, most_maps=4)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from reshard.checkpoints.formats import alike
 from reshard.checkpoints.formats import open as opening
-from reshard.execute import reading, run
+from reshard.execute import options, reading
 from reshard.storage import ReadableFile, fill
 from reshard.storage import costs as storage_costs
 from tests.counting import count_opened
@@ -214,7 +214,7 @@ def test_requests_grow_with_the_bytes_and_not_faster(
     layers: int, tmp_path: Path, costs: Costs, no_windows: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors larger than the buffers: the requests are as large as these allow."""
-    monkeypatch.setattr(run, "MOST_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(options, "MOST_BLOCK_BYTES", 16 << 10)
     full = {f"w{number}": value(f"w{number}", (64, 1024)) for number in range(layers)}
     old, new = (single({name: layout([n], [0, -1]) for name in full}) for n in (4, 2))
     write_tree(tmp_path / "src", cut_ranks(old, full))

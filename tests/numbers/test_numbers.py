@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 import reshard
 from reshard.execute import Progress
-from reshard.numbers import magnitudes, statistics, sweep
-from reshard.numbers.difference import Differences, Pair, differences
-from reshard.numbers.magnitudes import ONE
+from reshard.numbers import statistics, sweep, widening
+from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.numbers.widening import BYTES, Widener, in_numpy, table
+from reshard.numbers.widening import BYTES, ONE, Widener, in_numpy, table
 from tests.conftest import LONG
 from tests.layouts import strategies
 from tests.reference import Array
@@ -263,7 +262,7 @@ def test_magnitudes_are_counted_as_number_by_number(data: st.DataObject) -> None
         # Tensors of several parts and blocks, which are computed with by the same threads one after the other.
         patch.setattr(sweep, "CHUNK_ELEMENTS", data.draw(st.sampled_from([100, 1 << 23])))
         patch.setattr(statistics, "AT_ONCE", data.draw(st.sampled_from([1, 7, 1 << 16])))
-        patch.setattr(magnitudes, "_TOGETHER", data.draw(st.sampled_from([1 << 16, 1 << 18])))
+        patch.setattr(widening, "_TOGETHER", data.draw(st.sampled_from([1 << 16, 1 << 18])))
         path = Path(directory) / "all.safetensors"
         write_checkpoint(path, {"a": value, "b": value})
         with reshard.open(path, src_strategy="none", jobs=2) as opened:
@@ -318,7 +317,7 @@ def compared(root: Path, one: dict[str, Value], other: dict[str, Value]) -> Diff
         return differences(a, b, MEMORY, Progress())
 
 
-def check_difference(pair: Pair, one: Value, other: Value) -> None:
+def check_difference(pair: TensorPair, one: Value, other: Value) -> None:
     """The pair against NumPy, in numbers wide enough for all types."""
     a, b = (values_of(value) for value in (one, other))
     same_bits = one.dtype == other.dtype and one.array.tobytes() == other.array.tobytes()
@@ -383,13 +382,13 @@ def test_only_what_differs_is_subtracted(tmp_path: Path, monkeypatch: pytest.Mon
     compares: list[int] = []
     from reshard.numbers import difference
 
-    compare = difference._Computer._compare
+    compare = difference._DifferenceComputer._compare
 
     def counting(self: Any, found: Any, first: int, *raws: Any) -> None:
         compares.append(first)
         compare(self, found, first, *raws)
 
-    monkeypatch.setattr(difference._Computer, "_compare", counting)
+    monkeypatch.setattr(difference._DifferenceComputer, "_compare", counting)
     assert compared(tmp_path, {"w": one}, {"w": one}).equal and not compares
     array = one.array.copy()
     array[0, 0] += 1
@@ -409,7 +408,7 @@ def test_names_shapes_and_types_are_compared(tmp_path: Path) -> None:
     )
     assert (found.only_a, found.only_b, found.shapes) == (["x"], ["y"], {"s": ((2, 3), (3, 2))})
     assert found.differing == [
-        Pair("t", ("Float32", "BFloat16"), (3,), False),
-        Pair("z", ("Float32", "Float32"), (1,), False),
+        TensorPair("t", ("Float32", "BFloat16"), (3,), False),
+        TensorPair("z", ("Float32", "Float32"), (1,), False),
     ]
     assert not found.equal

@@ -16,12 +16,13 @@ from typing import Any, Optional
 import pytest
 
 import reshard as library
+from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.execute import reading
-from reshard.layout import Layout
+from reshard.layout import Box, Layout
 from reshard.plan.pieces import StoredSlice
-from reshard.source_replicas import files
-from reshard.source_replicas.choice import Group
+from reshard.source_replicas.choice import Holder, HolderGroup
+from reshard.source_replicas.samples import ReplicaFiles
 from tests.counting import count_opened
 from tests.reference import Strategy
 from tests.running import Argument, Result, done, fails, reshard, warns
@@ -208,14 +209,13 @@ class Reads:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     counted = Reads(count_opened(monkeypatch))
 
-    class Counting(reading.ExplicitReader):
-        """What reads samples; the conversion has readers of its own."""
+    read = ReplicaFiles.read
 
-        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
-            counted.sampled.append((source.path, len(out)))
-            super().read_into(source, start, out)
+    def counting(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        counted.sampled.append((self._step.indexes[holder.rank].path, len(out)))
+        read(self, parameter, holder, box, out)
 
-    monkeypatch.setattr(files, "ExplicitReader", Counting)
+    monkeypatch.setattr(ReplicaFiles, "read", counting)
     return counted
 
 
@@ -418,14 +418,15 @@ def test_a_damaged_file_counts_as_absent_here_too(tree: Tree) -> None:
 
 def test_a_sample_that_cannot_be_read_does_not_end_a_conversion(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.save()
+    read = ReplicaFiles.read
 
-    class Failing(reading.ExplicitReader):
-        def read_into(self, source: StoredSlice, start: int, out: memoryview) -> None:
-            if source.rank == 5:
-                raise reading.unreadable(source, OSError(5, "Input/output error"))
-            super().read_into(source, start, out)
+    def failing(self: ReplicaFiles, parameter: GlobalTensor, holder: Holder, box: Box, out: memoryview) -> None:
+        if holder.rank == 5:
+            source = StoredSlice(self._step.indexes[5].path, 5, (), box)
+            raise reading.unreadable(source, OSError(5, "Input/output error"))
+        read(self, parameter, holder, box, out)
 
-    monkeypatch.setattr(files, "ExplicitReader", Failing)
+    monkeypatch.setattr(ReplicaFiles, "read", failing)
     found = replicas(done(*tree.words(tree.true, "--json")))
     assert found["tested"] and 18 < found["samples"] < 54
     tree.dst = tree.root / "other"
@@ -468,7 +469,7 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
         for alleged in group_of.values():
             for number in {0, alleged.slice_count // 2, alleged.slice_count - 1}:
                 group = tuple(alleged.holders(number).tolist())
-                probed = Group(group, group, ()).probed()
+                probed = HolderGroup(group, group, ()).probed()
                 assert probed[0] == group[0]
                 for true in group_of:
                     if len({true[rank] for rank in group}) > 1:
@@ -479,11 +480,11 @@ def test_a_probe_finds_every_wrong_layout_that_its_group_can_show(devices: int) 
 
 def test_a_probe_of_a_thousand_ranks_takes_a_dozen_or_as_many_of_those_that_are_left() -> None:
     group = tuple(range(0, 8192, 8))
-    assert len(Group(group, group, ()).probed()) == 12
+    assert len(HolderGroup(group, group, ()).probed()) == 12
     left = (8 * 77, 8 * 500)
-    assert Group(group, left, ()).probed() == [*left]
+    assert HolderGroup(group, left, ()).probed() == [*left]
     some = group[300:700]
-    found = Group(group, some, ()).probed()
+    found = HolderGroup(group, some, ()).probed()
     assert len(found) == 12 and set(found) <= set(some) and max(found) == some[-1]
 
 

@@ -15,7 +15,7 @@ import pytest
 from reshard.checkpoints import FileHandles, read_index
 from reshard.execute import filling
 from reshard.execute import run as run_module
-from reshard.execute.boxes import boxes_of_range
+from reshard.execute.filling import boxes_of_range
 from reshard.forms.cuts import Cut
 from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor

@@ -7,7 +7,7 @@ here: nothing needs more than their size, so types that NumPy lacks are no speci
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 TEXT = "str"
 MAP_TENSOR = "MapTensor"
@@ -19,55 +19,86 @@ INT4 = "Int4"
 MEMORY = "memory"
 """In place of a format: tensors that are read and never written. It holds all that has elements, and text."""
 
-# Two Int4 values share a byte; files count the packed bytes, and so does everything here.
-ITEM_SIZES = {
-    "Bool": 1,
-    "Int4": 1,
-    "Int8": 1,
-    "UInt8": 1,
-    "Float8E4M3FN": 1,
-    "Float8E5M2": 1,
-    "Float8E8M0": 1,
-    "Float8E4M3FNUZ": 1,
-    "Float8E5M2FNUZ": 1,
-    "Int16": 2,
-    "UInt16": 2,
-    "Float16": 2,
-    "BFloat16": 2,
-    "Int32": 4,
-    "UInt32": 4,
-    "Float32": 4,
-    "Int64": 8,
-    "UInt64": 8,
-    "Float64": 8,
-    "Complex64": 8,
-    "Complex128": 16,
-}
-"""Bytes of one element, for the types whose size does not depend on the file."""
 
-SAFETENSORS_NAMES = {
-    "Bool": "BOOL",
-    "Int8": "I8",
-    "UInt8": "U8",
-    "Float8E4M3FN": "F8_E4M3",
-    "Float8E5M2": "F8_E5M2",
-    "Float8E8M0": "F8_E8M0",
-    "Float8E4M3FNUZ": "F8_E4M3FNUZ",
-    "Float8E5M2FNUZ": "F8_E5M2FNUZ",
-    "Int16": "I16",
-    "UInt16": "U16",
-    "Float16": "F16",
-    "BFloat16": "BF16",
-    "Int32": "I32",
-    "UInt32": "U32",
-    "Float32": "F32",
-    "Int64": "I64",
-    "UInt64": "U64",
-    "Float64": "F64",
-    "Complex64": "C64",
-    # Stored as I8, and marked in the file's metadata.
-    "Int4": "I8",
-}
+class FloatLayout(NamedTuple):
+    """The bits of a floating point type: a sign, an exponent and a mantissa.
+
+    Attributes:
+        exponent: bits of the exponent.
+        mantissa: bits of the mantissa.
+        bias: of the exponent.
+        infinite: whether the largest exponent is of infinities and NaN.
+        negative_zero: whether there is one; else its bits are the only NaN.
+    """
+
+    exponent: int
+    mantissa: int
+    bias: int
+    infinite: bool = True
+    negative_zero: bool = True
+
+
+class DType(NamedTuple):
+    """An element type.
+
+    Attributes:
+        name: MindSpore's name.
+        size: bytes of an element as files count them.
+        safetensors: its name in a safetensors file; None where it has none.
+        ckpt: its name in a `.ckpt` file; None where MindSpore has no such type there.
+        numpy: what NumPy calls it; None where NumPy lacks it.
+        extended: what ml_dtypes calls it, where NumPy lacks it.
+        layout: its bits; None where it is no floating point type with a sign.
+        packed: numbers in an element.
+    """
+
+    name: str
+    size: int
+    safetensors: Optional[str]
+    ckpt: Optional[str]
+    numpy: Optional[str] = None
+    extended: Optional[str] = None
+    layout: Optional[FloatLayout] = None
+    packed: int = 1
+
+
+_TABLE = (
+    DType("Bool", 1, "BOOL", "Bool", "?"),
+    # Two values share a byte; files count the packed bytes, and so does everything here. safetensors files mark such
+    # a tensor in their metadata.
+    DType(INT4, 1, "I8", INT4, "i1", packed=2),
+    DType("Int8", 1, "I8", "Int8", "i1"),
+    DType("UInt8", 1, "U8", "UInt8", "u1"),
+    DType("Float8E4M3FN", 1, "F8_E4M3", None, None, "float8_e4m3fn", FloatLayout(4, 3, 7, infinite=False)),
+    DType("Float8E5M2", 1, "F8_E5M2", None, None, "float8_e5m2", FloatLayout(5, 2, 15)),
+    # An exponent alone, without a sign.
+    DType("Float8E8M0", 1, "F8_E8M0", None, None, "float8_e8m0fnu"),
+    DType("Float8E4M3FNUZ", 1, "F8_E4M3FNUZ", None, None, "float8_e4m3fnuz", FloatLayout(4, 3, 8, False, False)),
+    DType("Float8E5M2FNUZ", 1, "F8_E5M2FNUZ", None, None, "float8_e5m2fnuz", FloatLayout(5, 2, 16, False, False)),
+    DType("Int16", 2, "I16", "Int16", "<i2"),
+    DType("UInt16", 2, "U16", "UInt16", "<u2"),
+    DType("Float16", 2, "F16", "Float16", "<f2", None, FloatLayout(5, 10, 15)),
+    DType("BFloat16", 2, "BF16", "BFloat16", None, "bfloat16", FloatLayout(8, 7, 127)),
+    DType("Int32", 4, "I32", "Int32", "<i4"),
+    DType("UInt32", 4, "U32", "UInt32", "<u4"),
+    DType("Float32", 4, "F32", "Float32", "<f4", None, FloatLayout(8, 23, 127)),
+    DType("Int64", 8, "I64", "Int64", "<i8"),
+    DType("UInt64", 8, "U64", "UInt64", "<u8"),
+    DType("Float64", 8, "F64", "Float64", "<f8", None, FloatLayout(11, 52, 1023)),
+    DType("Complex64", 8, "C64", "Complex64", "<c8"),
+    DType("Complex128", 16, None, "Complex128", "<c16"),
+)
+
+DTYPES = {row.name: row for row in _TABLE}
+"""The element types whose size does not depend on the file, by MindSpore's name."""
+
+ITEM_SIZES = {row.name: row.size for row in _TABLE}
+"""Bytes of one element."""
+
+NUMPY_NAMES = {row.name: row.numpy for row in _TABLE if row.numpy is not None}
+"""What NumPy calls a type."""
+
+SAFETENSORS_NAMES = {row.name: row.safetensors for row in _TABLE if row.safetensors is not None}
 """What safetensors calls a type."""
 
 FROM_SAFETENSORS = {stored: dtype for dtype, stored in SAFETENSORS_NAMES.items() if dtype != INT4}
@@ -93,9 +124,7 @@ def dtype_named(text: str) -> Optional[str]:
     return {**stored, **_SHORT, **named}.get(word)
 
 
-INTEGERS = frozenset(
-    {"Int4", "Int8", "UInt8", "Int16", "UInt16", "Int32", "UInt32", "Int64", "UInt64"},
-)
+INTEGERS = frozenset(name for name, numpy in NUMPY_NAMES.items() if numpy.strip("<")[0] in "iu")
 """Types that NumPy holds as integers (Bool is none of them)."""
 
 
@@ -122,5 +151,5 @@ def can_hold(format: str, dtype: str) -> bool:
     if format == MEMORY:
         return True
     if format == "ckpt":
-        return not dtype.startswith("Float8")
+        return dtype not in DTYPES or DTYPES[dtype].ckpt is not None
     return dtype in SAFETENSORS_NAMES
