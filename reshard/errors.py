@@ -116,6 +116,20 @@ class UnwritableError(RetryableError):
     """Nothing more can be written: no space, no quota, a read-only file system, too many open files."""
 
 
+class VerificationError(ReshardError):
+    """A checkpoint differs from what it was compared with, and must not be used.
+
+    Attributes:
+        differences: what differs.
+    """
+
+    status = 4
+
+    def __init__(self, message: str, differences: Sequence[object]) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
 def one_error(problems: Sequence[InputError], headline: str) -> InputError:
     """Several problems as one error, so that all are seen at once; those that differ in the parameter only together.
 

@@ -14,16 +14,16 @@ from reshard.checkpoints.forms import RANKS, check_holds_ranks, form_of
 from reshard.checkpoints.rank_tree.source_ranks import check_ranks
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.compared_edits import EDITS, compared_edits
-from reshard.cli.edits import edits_of
-from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
+from reshard.convert.ends import typed_strategy
+from reshard.convert.recorded import EDITS, compared_edits
 from reshard.errors import IncompleteSourceError, UsageError
 from reshard.execute import ExecutionOptions
 from reshard.opened.engine import Engine
 from reshard.opened.equal import check_equal, equal_of
+from reshard.plan.typed_edits import edits_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
 from reshard.text.filter_advice import warn_of_unmatched

@@ -9,10 +9,10 @@ from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_of, summary_json
-from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
+from reshard.convert.ends import typed_strategy
 from reshard.errors import UsageError
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, rank_ranges, step_words

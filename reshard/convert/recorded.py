@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.checkpoints.forms import CHECKPOINT2, RANKS, form_of
-from reshard.cli.edits import edits_of
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.plan.edits import Edits as AskedEdits
+from reshard.plan.typed_edits import edits_of
 from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
 from reshard.records.identity import short_digest

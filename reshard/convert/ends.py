@@ -16,10 +16,11 @@ from reshard.checkpoints.forms import (
     read_checkpoint,
     strategy_of,
 )
-from reshard.cli import options
+from reshard.convert.options import Options
 from reshard.errors import UsageError
+from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
 from reshard.text.report import Report
 
 _WITH_STRATEGY = (RANKS, CHECKPOINT2)
@@ -61,9 +62,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     if source_path is None:
         (check_holds_ranks if form == RANKS else check_there)(src)
     if to in _WITH_STRATEGY:
-        source_path, target_path = options.required_strategies(source_path if form == RANKS else NONE, target_path)
+        source_path, target_path = required_strategies(source_path if form == RANKS else NONE, target_path)
     elif form == RANKS:
-        source_path, _ = options.required_strategies(source_path, NONE)
+        source_path, _ = required_strategies(source_path, NONE)
     source = typed_strategy(source_path, report) if form == RANKS else Strategy.none()
     if to not in _WITH_STRATEGY:
         return Ends(form, source, to, Strategy.none())
@@ -123,3 +124,16 @@ def typed_strategy(path: str, report: Report) -> Strategy:
     for note in strategy.notes:
         report.note(note)
     return strategy
+
+
+def check_verifiable(request: Request, options: Options) -> None:
+    """Refuse to verify a part of the files of full weights: they are compared with the source together.
+
+    Raises:
+        UsageError: it is asked for.
+    """
+    if options.verify and request.to != RANKS and (request.files is not None or options.share is not None):
+        raise UsageError(
+            f"--verify goes with all files of {request.to}, which are verified together",
+            hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
+        )
