@@ -18,7 +18,7 @@ from tests.running import done
 
 DEMO = ROOT / "fixtures" / "demo"
 SRC = DEMO / "src_checkpoints"
-STRATEGIES = {"src_strategy": DEMO / "src_strategy.ckpt", "dst_strategy": DEMO / "dst_strategy.ckpt"}
+STRATEGIES: dict[str, Any] = {"src_strategy": DEMO / "src_strategy.ckpt", "dst_strategy": DEMO / "dst_strategy.ckpt"}
 QWEN3 = ROOT / "fixtures" / "models" / "qwen3"
 # How a command prints and gets its share of the work; what methods do; an endpoint is one of the environment here.
 ONLY_COMMAND = {"scheduler", "verify", "dry_run", "progress", "quiet", "verbose", "debug", "as_json", "endpoint_url"}
@@ -56,7 +56,7 @@ def test_a_conversion_writes_the_bytes_of_the_command_line(tmp_path: Path, given
 
 
 def test_names_and_packing(tmp_path: Path) -> None:
-    rules = {"names": "qwen3,gate_up=interleaved,qkv=grouped"}
+    rules: dict[str, Any] = {"names": "qwen3,gate_up=interleaved,qkv=grouped"}
     reshard.Conversion(QWEN3, tmp_path / "ranks", dst_strategy="none", **rules).convert(verify=True)
     back = reshard.Conversion(
         tmp_path / "ranks",
