@@ -28,12 +28,14 @@ from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
-from reshard.verification import Difference, Means, RecordedCrcs
+from reshard.verification.crcs import RecordedCrcs
+from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
-    Source,
     verify_copies,
     verify_replicas,
 )
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -88,9 +90,10 @@ def verify(
     has no checksums (--checksum crc32 of convert records them), the exit status is 2 unless --headers-only
     is given.
 
-    With --src, every tensor is computed again from SRC by independent code and compared through fingerprints.
-    Strategies, step, names and casts are those that the records in OUT contain; options override them. OUT
-    and SRC may be of any form. An index or other metadata in OUT must agree with its files.
+    With --src, every tensor is computed again from SRC by independent code and compared byte by byte.
+    Strategies, step, names and casts are those that the records in OUT contain; options override them.
+    Recorded rules are left out where SRC has OUT's names already. OUT and SRC may be of any form. An index or
+    other metadata in OUT must agree with its files.
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
@@ -113,7 +116,7 @@ def verify(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
                     hint="leave them out",
                 )
-            whole = Source(out, form_of(out), Strategy.none(), typed["step"])
+            whole = Place(out, form_of(out), Strategy.none(), typed["step"])
             differing, verdict = verify_copies(whole, filters, means, report, crcs)
             found += differing
         elif replicas:

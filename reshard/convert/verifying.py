@@ -12,7 +12,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.forms import RANKS, counted_as, form_of
 from reshard.convert.ends import read_ends, told_by
 from reshard.convert.options import Options
-from reshard.convert.recorded import compared_edits, edits_of_target, strategies_of_target
+from reshard.convert.recorded import edits_of_target, strategies_of_target
 from reshard.convert.summary import Summary
 from reshard.errors import InputError, UsageError
 from reshard.execute import Progress
@@ -24,11 +24,12 @@ from reshard.strategies import SAME
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
-from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
+from reshard.verification.crcs import RecordedCrcs
+from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
     Adapter,
-    Source,
+    Converted,
     Target,
     converted_files,
     recorded_plan,
@@ -36,12 +37,14 @@ from reshard.verification.end_to_end import (
     recovered_ranks,
     verify_conversion,
 )
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
 
 
 def verify_written(
     request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
 ) -> list[Difference]:
-    """Compare what was written, and what was there before, with the source by fingerprints.
+    """Compare what was written, and what was there before, with what the source makes of it.
 
     Files of ranks are compared as far as they were asked for; other forms as a whole.
     """
@@ -55,13 +58,9 @@ def verify_written(
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         found = verify_conversion(
-            Source(
-                request.src,
-                request.form,
-                request.source,
-                step,
-                request.file_suffix,
-                compared_edits(request.edits),
+            Converted(
+                Place(request.src, request.form, request.source, step, request.file_suffix),
+                request.edits,
                 adapter=adapter,
             ),
             Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
@@ -135,7 +134,7 @@ def verify_with_source(
     told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
     with told if ends.form == to == RANKS and edits is None else contextlib.nullcontext():
         found += verify_conversion(
-            Source(src, ends.form, ends.source, step, typed["file_suffix"], edits, recorded),
+            Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
             Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
             filters=filters,
             means=means,

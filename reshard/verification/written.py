@@ -19,16 +19,17 @@ from reshard.checkpoints.full import HYPER_PARAMETERS, MAP_FILES, UNIFIED, FullW
 from reshard.checkpoints.full.weight_map import read_weight_map
 from reshard.errors import InputError
 from reshard.storage import is_regular_file
+from reshard.strategies import Strategy
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names
 from reshard.verification.difference import Difference
-from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.library import library_differences
+from reshard.verification.stored import Source
 
 
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
-) -> tuple[Optional[FormTree], list[Difference]]:
+) -> tuple[Optional[Source], list[Difference]]:
     """Read a converted checkpoint.
 
     Args:
@@ -45,7 +46,7 @@ def read_written(
     """
     try:
         checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
-        written = tree_of(checkpoint)
+        written = Source(checkpoint, Strategy.none())
         problems = _problems_of_iteration if isinstance(checkpoint, Checkpoint2) else _problems_of_map
         found = [Difference("file", None, (), text, (name,)) for name, text in problems(directory, written)]
     except InputError as error:
@@ -65,7 +66,7 @@ def read_written(
     return written, found
 
 
-def _problems_of_map(directory: str, written: FormTree) -> Iterator[tuple[str, str]]:
+def _problems_of_map(directory: str, written: Source) -> Iterator[tuple[str, str]]:
     """In what a map of full weights does not say what the files hold: the map's name, and what is wrong."""
     checkpoint = written.checkpoint
     assert isinstance(checkpoint, FullWeights)
@@ -87,7 +88,7 @@ def _problems_of_map(directory: str, written: FormTree) -> Iterator[tuple[str, s
         yield name, f"does not say in which file {plural(len(wrong), 'tensor')} are: {told}"
 
 
-def _problems_of_iteration(directory: str, written: FormTree) -> Iterator[tuple[str, str]]:
+def _problems_of_iteration(directory: str, written: Source) -> Iterator[tuple[str, str]]:
     """In what an iteration's files say something else than what is there: the file's name, and what is wrong."""
     checkpoint = written.checkpoint
     assert isinstance(checkpoint, Checkpoint2)

@@ -22,9 +22,10 @@ from reshard.lora.low_rank import LowRank, Products
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.verification import Means
-from reshard.verification.edited import Edits
-from reshard.verification.end_to_end import Adapter, Source, Target, verify_conversion
+from reshard.verification.edited import Casts
+from reshard.verification.end_to_end import Adapter, Converted, Target, verify_conversion
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -411,13 +412,11 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Source(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
+        matrices = Place(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
         found = verify_conversion(
-            Source(
-                str(src),
-                HUGGINGFACE,
-                Strategy.none(),
-                edits=Edits(None, None, None, None, False, ()),
+            Converted(
+                Place(str(src), HUGGINGFACE, Strategy.none()),
+                Casts(()),
                 adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
             ),
             Target(str(out), HUGGINGFACE, Strategy.none(), {}),
