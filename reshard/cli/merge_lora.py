@@ -59,7 +59,7 @@ reshard merge-lora base/ adapter/ merged/ \\
     show_default="adapter_config.json beside ADAPTER",
     help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
-@options.target_form
+@options.target_form("that of BASE; ranks with --dst-strategy")
 @options.source
 @options.fallback
 @options.writing
@@ -86,7 +86,7 @@ def merge_lora(
 
     form = form_of(base)
     if typed["to"] is None:
-        typed["to"] = form
+        typed["to"] = form if typed["dst_strategy"] is None else RANKS
     if typed["to"] in (RANKS, CHECKPOINT2) and typed["dst_strategy"] is None:
         if form not in (RANKS, CHECKPOINT2):
             raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")

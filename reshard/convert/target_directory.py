@@ -59,6 +59,7 @@ from reshard.storage import (
     write_whole,
     writing_error,
 )
+from reshard.strategies import SAME
 from reshard.target import TargetForm
 from reshard.target.marks import UNFINISHED, UNFINISHED_CONTENT, marks_of, unfinished_mark
 from reshard.text.report import Report
@@ -138,9 +139,12 @@ class TargetDirectory:
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         made = plan.checkpoint
+        # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
+        # differs between runs that have different source ranks, although they write the same.
+        same = request.form == RANKS and request.target.path == SAME
         identity = Identity(
             source_strategy=strategy_digest(request.source),
-            target_strategy=strategy_digest(request.target),
+            target_strategy=strategy_digest(request.source if same else request.target),
             ranks=plan.form.count,
             step=plan.checkpoint.step,
             include=tuple(sorted(request.filters.include)),

@@ -14,12 +14,12 @@ from reshard.convert.ends import read_ends, told_by
 from reshard.convert.options import Options
 from reshard.convert.recorded import edits_of_target, strategies_of_target
 from reshard.convert.summary import Summary
-from reshard.errors import InputError, UsageError
+from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.execute import Progress
 from reshard.plan.request import Request
 from reshard.records import Manifest, read_manifest
 from reshard.source_replicas.swapped import SwapTest
-from reshard.storage import real
+from reshard.storage import exists, real
 from reshard.strategies import SAME
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -100,6 +100,8 @@ def verify_with_source(
     Raises:
         ReshardError: options contradict each other or the records, or something cannot be read.
     """
+    if not exists(out):
+        raise CheckpointError(f"{out}: does not exist", file=out)
     manifest = _manifest(out)
     found: list[Difference] = []
     if manifest is not None:

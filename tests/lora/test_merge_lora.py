@@ -177,6 +177,14 @@ def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, sty
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
 
 
+def test_a_target_strategy_alone_makes_ranks_of_full_weights(tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    layouts = {name: layout([2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
+    saved = write_strategy(tmp_path / "two.ckpt", single(layouts), SHAPES, "merged")
+    done("merge-lora", src, adapter, tmp_path / "out", "--dst-strategy", saved, "--verify")
+    assert sorted(read_tree(tmp_path / "out")) == [0, 1]
+
+
 def test_a_run_that_is_given_again_goes_on_and_another_adapter_is_refused(tmp_path: Path) -> None:
     src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
     words: list[Argument] = ["merge-lora", src, adapter, tmp_path / "out", "--max-shard-size", "1MB"]

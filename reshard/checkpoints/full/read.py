@@ -23,7 +23,7 @@ from reshard.checkpoints.full.directory import (
 from reshard.checkpoints.full.weight_map import HYPER_PARAMETERS, UNIFIED_MAP, read_weight_map
 from reshard.checkpoints.full.weights import HUGGINGFACE, UNIFIED, FullWeights
 from reshard.checkpoints.name_order import natural_order
-from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.errors import CheckpointError
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
 from reshard.text.report import Report
@@ -56,8 +56,6 @@ def read_unified(
     weight_map = read_weight_map(map_path)
     files = natural_order(set(weight_map.values()))
     hyper_parameters = [HYPER_PARAMETERS] if HYPER_PARAMETERS in names and HYPER_PARAMETERS not in files else []
-    if not files and not hyper_parameters:
-        raise DamagedCheckpointError(f"{map_path}: is damaged: it lists no tensors", file=map_path)
     contents = Contents.read(directory, [*files, *hyper_parameters], handles, damaged)
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
     say_unread(directory, names, files, PART, map_path, report)
