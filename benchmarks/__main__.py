@@ -35,6 +35,8 @@ from reshard.storage.costs import file_system_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
+# The sections after this line are written by hand and stay.
+BY_HAND = "<!-- by hand -->\n"
 SCRIPTS = [
     throughput,
     forms,
@@ -59,7 +61,9 @@ SCRIPTS = [
 def main(names: Sequence[str]) -> None:
     """Measure, print and write; with names of scripts only their sections are measured anew."""
     chosen = [script for script in SCRIPTS if not names or script.__name__.rpartition(".")[2] in names]
-    sections = dict(_sections(PAGE.read_text(encoding="utf-8"))) if names and PAGE.exists() else {}
+    measured, _, reasons = PAGE.read_text(encoding="utf-8").partition(BY_HAND)
+    by_hand = BY_HAND + reasons
+    sections = dict(_sections(measured)) if names else {}
     for script in chosen:
         load = os.getloadavg()[0]
         title, *lines = script.measure().lines
@@ -80,10 +84,10 @@ order alternates; the spread is that of single pairs. Single runs vary by a fact
 has to find fresh pages for what is written, so the ratio of the medians stands beside. `cp` keeps one core
 busy and `reshard` all of them, so whatever else the machine does slows it more: load averages are given, and the
 ratio of processor times tells what a quiet machine would. What conversions wrote was compared with what it must be.
+The reasons are at the end: [where the time goes](#where-the-time-goes).
 """
-    PAGE.parent.mkdir(exist_ok=True)
     text = "\n".join(f"{title}\n\n{section}" for title, section in sections.items())
-    PAGE.write_text(f"{head}\n{text}", encoding="utf-8")
+    PAGE.write_text(f"{head}\n{text}\n{by_hand}", encoding="utf-8")
 
 
 def _sections(page: str) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
-The functions here have MindSpore's own names and signatures, so that a script changes one import;
-`open` reads tensors where they lie; `reshard.convert` is the typed interface beneath. Nothing is imported before
-it is used.
+`Conversion` plans, converts and verifies; `open` reads tensors without a conversion. The functions have MindSpore's own
+names and signatures, so that a script changes one import. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from reshard._version import __version__
 # Not typing's: nothing is loaded before signals are handled (`reshard.entry`).
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from reshard.api import Conversion
     from reshard.mindspore_api import (
         convert_checkpoint_by_rank,
         convert_checkpoints,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Without `open`: who imports everything keeps Python's own.
 __all__ = [
+    "Conversion",
     "__version__",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
@@ -48,6 +49,10 @@ def __getattr__(name: str) -> object:
         from reshard import opened
 
         return opened.open
+    if name == "Conversion":
+        from reshard import api
+
+        return api.Conversion
     if name in __all__:
         from reshard import mindspore_api, mindspore_unified
 

@@ -107,13 +107,27 @@ class TargetError(InputError):
 
 
 class RetryableError(ReshardError):
-    """I/O failed in a way that a retry may cure: no space, not writable, source vanished."""
+    """I/O failed in a way that a retry may cure: no space, the source vanished."""
 
     status = 1
 
 
 class UnwritableError(RetryableError):
-    """Nothing more can be written: no space, no quota, a read-only file system, too many open files."""
+    """Nothing more can be written: no space, no quota, too many open files."""
+
+
+class VerificationError(ReshardError):
+    """A checkpoint differs from what it was compared with, and must not be used.
+
+    Attributes:
+        differences: what differs.
+    """
+
+    status = 4
+
+    def __init__(self, message: str, differences: Sequence[object]) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 def one_error(problems: Sequence[InputError], headline: str) -> InputError:

@@ -15,7 +15,7 @@ from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.storage import real
 from reshard.strategies import merge_pipeline, read_group_info, read_strategy
-from reshard.text.report import Report
+from reshard.text.report import logged
 
 LOG = logging.getLogger("reshard")
 
@@ -124,11 +124,6 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
         StrategyError: it is no group_info file.
     """
     return list(read_group_info(str(group_info_file_name)).restore_ranks)
-
-
-def logged() -> Report:
-    """Warnings and notes go to the logger ``reshard``; Python shows the warnings unless told otherwise."""
-    return Report(lambda kind, text: LOG.log(logging.WARNING if kind == "warning" else logging.INFO, "%s", text))
 
 
 def path_of(strategy: Optional[str]) -> Optional[str]:

@@ -11,7 +11,7 @@ from reshard.errors import UsageError
 from reshard.forms.full import UNIFIED
 from reshard.forms.registry import form_named, form_of
 from reshard.forms.target import FileId
-from reshard.mindspore_api import LOG, checked_format, logged, path_of
+from reshard.mindspore_api import LOG, checked_format, path_of
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
 from reshard.storage import real
@@ -20,6 +20,7 @@ from reshard.text.globs import pattern_of
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
 from reshard.text.names import ACCUMULATED_GRADIENTS, is_weight
+from reshard.text.report import logged
 
 
 def unified_safetensors(

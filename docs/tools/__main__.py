@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.tools import commands, pages, pictures, recordings
+from docs.tools import commands, pages, pictures
 
 commands.PAGE.write_text(commands.reference(), encoding="utf-8")
 with tempfile.TemporaryDirectory() as place:
@@ -16,7 +16,3 @@ chosen = [Path(name).resolve() for name in sys.argv[1:]] or pages.pages()
 for page in chosen:
     with pages.home() as place:
         pages.rewrite(page, pages.type_page(page, place))
-    if page == recordings.PAGE:
-        with tempfile.TemporaryDirectory() as place:
-            made = recordings.record(Path(place))
-            pages.rewrite(page, [printed for printed in made if not recordings.same(printed)])

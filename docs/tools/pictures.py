@@ -1,4 +1,4 @@
-"""The pictures of docs/forms.md: which elements of one small tensor lie in which file of every form.
+"""The pictures of docs/formats.md: which elements of one small tensor lie in which file of every form.
 
 Nothing in them is drawn from memory: a checkpoint of four ranks is converted to every form, and the files are opened.
 The tensor's elements are 0, 1, 2 and so on, so that what is found in a file tells which they are.

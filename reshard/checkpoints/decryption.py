@@ -142,3 +142,17 @@ class DecryptedFiles:
             )
         found = self._keys.get(mode) or self._keys.setdefault(mode, Key(mode, key, file.path))
         return Blocks(file, found)
+
+
+def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
+    """How encrypted source files are read; None without a key.
+
+    Raises:
+        UsageError: there is a mode without a key.
+        InputError: the key cannot be read.
+    """
+    if key_file is None:
+        if mode is not None:
+            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
+        return None
+    return Decryption(key_file, mode)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.cli import options
-from reshard.cli.edits import edits_of
-from reshard.cli.forms import read_ends
 from reshard.cli.output import listener, totals_json, totals_words
 from reshard.convert import Options, Summary, usable_cpus
+from reshard.convert.ends import read_ends
 from reshard.forms.registry import counted_as
 from reshard.forms.target import FileId
 from reshard.plan.request import Request
+from reshard.plan.typed_edits import edits_of
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters

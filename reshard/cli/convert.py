@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Optional
 
-from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
@@ -16,16 +14,13 @@ from reshard.cli.progress import progress_of
 from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.convert import Options, Summary, prepare
-from reshard.errors import UsageError
-from reshard.execute import Progress
-from reshard.forms.registry import counted_as, form_named
+from reshard.convert.ends import check_verifiable
+from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
-from reshard.storage import real
 from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, step_words
 
 if TYPE_CHECKING:
-    from reshard.verification.difference import Difference
     from reshard.verification.end_to_end import Adapter
 
 
@@ -108,11 +103,7 @@ def _convert(
 ) -> None:
     request, report = request_between(src, dst, ranks, typed)
     how = options_of(typed, adding=adding, share=share)
-    if how.verify and not form_named(request.to).options.by_rank and (ranks is not None or share is not None):
-        raise UsageError(
-            f"--verify goes with all files of {request.to}, which are verified together",
-            hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
-        )
+    check_verifiable(request, how)
     carry_out(request, report, typed, how, scheduler)
 
 
@@ -152,7 +143,12 @@ def carry_out(
         # Verification takes files for damaged that the conversion found to be.
         request = prepared.plan.request
     before = time.monotonic()
-    found = _verify(request, how, summary, progress, adapter) if how.verify else None
+    found = None
+    if how.verify:
+        # Loaded only here, because by-rank runs in loops.
+        from reshard.convert.verifying import verify_written
+
+        found = verify_written(request, how, summary, progress, adapter)
     verifying = time.monotonic() - before
     if typed["as_json"]:
         differences = None if found is None else [difference._asdict() for difference in found]
@@ -163,45 +159,6 @@ def carry_out(
         from reshard.cli.verify import tell_differences
 
         tell_differences(found, typed["quiet"])
-
-
-def _verify(
-    request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
-) -> list[Difference]:
-    """Compare what was written, and what was there before, with what the source makes of it.
-
-    Files of ranks are compared as far as they were asked for; other forms as a whole.
-    """
-    # Loaded only here, because by-rank runs in loops.
-    from reshard.verification.crcs import RecordedCrcs
-    from reshard.verification.end_to_end import Converted, Target, recorded_step, verify_conversion
-    from reshard.verification.reading import Means
-    from reshard.verification.sources import Place
-
-    assert isinstance(request.src, str)
-    report = Report()
-    with FileHandles(decryption=how.decryption) as handles:
-        means = Means(handles, how.jobs, how.max_memory, progress)
-        step = recorded_step(request.src, request.form, summary.step)
-        by_rank = form_named(request.to).options.by_rank
-        files = summary.target_files
-        if not by_rank:
-            files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
-        found = verify_conversion(
-            Converted(
-                Place(request.src, request.form, request.source, step, request.file_suffix),
-                request.edits,
-                adapter=adapter,
-            ),
-            Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
-            filters=request.filters,
-            means=means,
-            report=report,
-            crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
-            known=request.damaged,
-        )
-        means.check_unchanged()
-        return found
 
 
 def _tell(

@@ -10,7 +10,6 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.edits import edits_of
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
 from reshard.cli.output import alarming, echo_json, listener, say
 from reshard.cli.progress import progress_of
@@ -19,6 +18,7 @@ from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
 from reshard.plan.edits import Edits
+from reshard.plan.typed_edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable

@@ -12,12 +12,11 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.compared_edits import EDITS
-from reshard.cli.edits import edits_of
-from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
+from reshard.convert.ends import typed_strategy
+from reshard.convert.recorded import EDITS
 from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader
@@ -25,6 +24,7 @@ from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.registry import check_holds_ranks, form_named, form_of
 from reshard.opened.equal import check_equal, equal_of
+from reshard.plan.typed_edits import edits_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
 from reshard.text.filter_advice import warn_of_unmatched

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.edits import edits_of
 from reshard.cli.opened import number_json, opened, shape_words
 from reshard.cli.output import echo_json, is_quiet, is_verbose, listener, say
 from reshard.errors import CheckpointError, UsageError
@@ -25,6 +24,7 @@ from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
 from reshard.opened.tensor import stand_in
+from reshard.plan.typed_edits import edits_of
 from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing

@@ -132,28 +132,6 @@ def strategies(command: F) -> F:
     )
 
 
-def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
-    """The values of --src-strategy and --dst-strategy.
-
-    Raises:
-        UsageError: one was left out; guessing 'none' would silently copy slices as whole tensors.
-    """
-    if source is not None and target is not None:
-        return source, target
-    options = {"--src-strategy": source, "--dst-strategy": target}
-    missing = [option for option, value in options.items() if value is None]
-    raise UsageError(
-        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-        hint=f"{_why_missing(missing[0])}, or pass none for an unsharded checkpoint",
-    )
-
-
-def _why_missing(option: str) -> str:
-    if option == "--dst-strategy":
-        return "add --dst-strategy FILE or DIR for the layout of the target"
-    return f"rank files do not record how they are cut: add {option} FILE or DIR"
-
-
 def ranks(group: str, text: str) -> Callable[[F], F]:
     """--ranks."""
     return option(group, "--ranks", type=Ranks(), metavar="0-7,12", show_default="all", help=text)
@@ -303,14 +281,10 @@ def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decr
         UsageError: there is a mode without a key.
         InputError: there is no key where it should be.
     """
-    if key_file is None:
-        if mode is not None:
-            raise UsageError("--decrypt-mode is given without a key", hint="name its file: --decrypt-key-file FILE")
-        return None
     # Help and the commands that read no checkpoint do without.
-    from reshard.checkpoints import Decryption
+    from reshard.checkpoints import decryption
 
-    return Decryption(key_file, mode)
+    return decryption.decryption_of(key_file, mode)
 
 
 def selection(command: F) -> F:
@@ -339,7 +313,7 @@ def selection(command: F) -> F:
 
 
 def edits(command: F) -> F:
-    """Names and types, for `edits.edits_of`."""
+    """Names and types, for `plan.typed_edits.edits_of`."""
     return _all(
         command,
         [

@@ -12,7 +12,7 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, show_notes
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
-from reshard.strategies import read_strategy
+from reshard.strategies import read_strategy, required_strategies
 from reshard.text.wording import plural, rank_ranges
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
@@ -104,7 +104,7 @@ def _of_strategies(
     """
     from reshard.plan.replicas import ReplicaChoice
 
-    source, target = map(read_strategy, options.required_strategies(src_strategy, dst_strategy))
+    source, target = map(read_strategy, required_strategies(src_strategy, dst_strategy))
     if not 0 <= rank < target.device_count:
         raise UsageError(
             f"rank {rank} is out of range: the target strategy ({target.path}) has "

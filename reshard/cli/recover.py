@@ -8,10 +8,10 @@ from typing import Any, Optional
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_of, summary_json
-from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
+from reshard.convert.ends import typed_strategy
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report

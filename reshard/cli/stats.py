@@ -9,13 +9,13 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.edits import edits_of
 from reshard.cli.opened import location_json, location_words, number_json, number_words, opened, shape_words
 from reshard.cli.output import alarming, echo_json, listener, say, write_picture
 from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.errors import UsageError
 from reshard.numbers.statistics import TensorStatistics, statistics_of
+from reshard.plan.typed_edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable

@@ -13,33 +13,24 @@ import click
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import command, option
-from reshard.cli.compared_edits import EDITS, edits_of_target, strategies_of_target
-from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
-from reshard.errors import CheckpointError, InputError, TargetError, UsageError
+from reshard.convert.ends import typed_strategy
+from reshard.convert.recorded import EDITS
+from reshard.convert.verifying import against_manifest, of_ranks, verify_with_source
+from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
-from reshard.records import Manifest, read_manifest
+from reshard.records import read_manifest
 from reshard.records.status import status_of
-from reshard.source_replicas.swapped import SwapTest
-from reshard.storage import exists
-from reshard.strategies import SAME, Strategy
+from reshard.strategies import Strategy
 from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
-from reshard.verification.against_manifest import compare_with_manifest
 from reshard.verification.crcs import RecordedCrcs
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
-    Converted,
-    Target,
-    converted_files,
-    recorded_plan,
-    recorded_step,
-    recovered_ranks,
-    verify_conversion,
     verify_copies,
     verify_replicas,
 )
@@ -141,63 +132,8 @@ def verify(
                 hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
             )
         if src is not None:
-            if not exists(out):
-                raise CheckpointError(f"{out}: does not exist", file=out)
-            manifest = _manifest(out)
-            if manifest is not None:
-                found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
-            plan = recorded_plan(out, manifest, report)
-            to = form_of(out) if plan is None else plan.form
-            by_rank = form_named(to).options.by_rank
-            if not by_rank and ranks is not None:
-                raise UsageError(
-                    f"--ranks goes with files of ranks; files of {to} are compared with the source together",
-                    hint="leave out --ranks, or --src",
-                )
             strategies = {"src_strategy": src_strategy, "dst_strategy": dst_strategy}
-            ends = read_ends(
-                src,
-                {
-                    **strategies_of_target(out, src, to, strategies, plan, report),
-                    "to": to,
-                    "format": None,
-                    "max_shard_size": None,
-                    **typed,
-                },
-                report,
-            )
-            step = typed["step"]
-            if plan is not None:
-                if step == "latest":
-                    step = recorded_step(src, ends.form, plan.step)
-                if not (filters.include or filters.exclude):
-                    filters = Filters(plan.include, plan.exclude)
-            ends = told_by(src, ends, step)
-            if by_rank and ranks is None and manifest is None:
-                ranks = recovered_ranks(out)
-                if ranks is not None:
-                    report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
-            if by_rank:
-                files, others = converted_files(out, manifest, ranks)
-                found += others
-            else:
-                files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
-            edits, recorded = edits_of_target(out, src, typed, plan, report)
-            told = SwapTest(ends.source, ends.target, handles).told(src, step, typed["file_suffix"])
-            with (
-                told
-                if form_named(ends.form).options.by_rank and by_rank and edits is None
-                else contextlib.nullcontext()
-            ):
-                found += verify_conversion(
-                    Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
-                    Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
-                    filters=filters,
-                    means=means,
-                    report=report,
-                    crcs=crcs,
-                    recovered=plan is not None and plan.task == "recover",
-                )
+            found += verify_with_source(out, src, {**typed, **strategies}, ranks, filters, means, report, crcs)
             verdict = f"verified: no differences from {src}"
         elif any(typed[name] for name in EDITS):
             raise UsageError("--src is missing", hint="names and types are of a comparison with --src SRC")
@@ -209,12 +145,12 @@ def verify(
                     "--include and --exclude go with --src or --replicas",
                     hint="OUT alone is compared with its manifest, file by file",
                 )
-            manifest = _of_ranks(read_manifest(out), ranks)
+            manifest = of_ranks(read_manifest(out), ranks)
             noun = counted_as(manifest.plan.form)
             if headers_only:
                 without = tuple(file._replace(crc32=None) for file in manifest.files)
                 manifest = dataclasses.replace(manifest, files=without)
-            found += _against_manifest(out, manifest, ranks, means)
+            found += against_manifest(out, manifest, ranks, means)
             unchecked = [file.rank for file in manifest.files if file.crc32 is None]
             verdict = "verified: no differences from the manifest in sizes, headers and checksums"
             if unchecked:
@@ -277,32 +213,6 @@ def _folded(found: Sequence[Difference]) -> list[str]:
     return [*lines[:MOST_LINES], *([f"... and {plural(left, 'more difference')}; -v shows all"] if left else [])]
 
 
-def _against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
-    """What is not as the manifest says, of some ranks or all."""
-    found = compare_with_manifest(out, manifest, means)
-    return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
-
-
-def _of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
-    """A manifest of some of its ranks, or all.
-
-    Raises:
-        UsageError: it has not all of them; to look at nothing must not pass for a comparison.
-    """
-    if ranks is None:
-        return manifest
-    files = tuple(file for file in manifest.files if file.rank in ranks)
-    beyond = sorted(set(ranks).difference(file.rank for file in files))
-    noun = counted_as(manifest.plan.form)
-    if beyond:
-        raise UsageError(
-            f"{rank_ranges(beyond, noun)} (--ranks) is out of range: the manifest has "
-            f"{rank_ranges([file.rank for file in manifest.files], noun)}",
-            rank=beyond[0],
-        )
-    return dataclasses.replace(manifest, files=files)
-
-
 def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Report) -> None:
     """Say which files may have been changed, of ranks whose contents are not compared."""
     with contextlib.suppress(TargetError):
@@ -311,11 +221,3 @@ def _warn_of_changed(out: str, unchecked: Sequence[int], noun: str, report: Repo
             numbered = rank_ranges(changed, noun)
             files = numbered if noun == "file" else f"files of {numbered}"
             report.warn(f"{files} have another time than when they were written, so they may have been changed since")
-
-
-def _manifest(out: str) -> Optional[Manifest]:
-    try:
-        return read_manifest(out)
-    except InputError:
-        # A part of the ranks, or written by something else: the comparison with the source stands alone.
-        return None

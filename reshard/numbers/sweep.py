@@ -34,7 +34,7 @@ CHUNK_ELEMENTS = 1 << 23
 _BLOCK_BYTES = 512 << 10
 # Of all that a thread needs here: blocks of two tensors, and what is computed of them.
 _THREAD_BYTES = 3 << 20
-# Threads may take as much beside what was asked for; see docs/performance.md.
+# Threads may take as much beside what was asked for; see docs/benchmarks.md.
 _SPARE = 32 << 20
 _TOLD_BYTES = 4 << 20
 # Chunks per thread that are under way, or wait for an earlier one.

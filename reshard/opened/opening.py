@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Optional, Union
 
 from reshard.checkpoints import Decryption, FileHandles
+from reshard.checkpoints.decryption import decryption_of
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.defaults import MAX_MEMORY, usable_cpus
 from reshard.errors import UsageError
@@ -21,6 +22,7 @@ from reshard.plan.typed_edits import typed_edits
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters
+from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
 from reshard.text.wording import plural
 
@@ -28,6 +30,7 @@ Path = Union[str, "os.PathLike[str]"]
 Texts = Union[str, Sequence[str]]
 
 
+@python_words()
 def open(
     src: Path,
     *,
@@ -83,16 +86,24 @@ def open(
         UsageError: options are missing, or do not go together.
         ReshardError: there is nothing to open, or a strategy cannot be read.
     """
-    report = logged()
-    filters = Filters(_texts(include), _texts(exclude))
-    edits = typed_edits(os.fspath(src), _text(names), _texts(rename), _text(config), reverse, optimizer, _texts(cast))
-    if decrypt_mode is not None and decrypt_key_file is None:
-        raise UsageError("decrypt_mode is given without a key", hint="name its file: decrypt_key_file=FILE")
+    report = logged(in_python)
+    filters = Filters(texts_of(include), texts_of(exclude))
+    edits = typed_edits(
+        os.fspath(src), text_of(names), texts_of(rename), text_of(config), reverse, optimizer, texts_of(cast)
+    )
     if io not in ("auto", "mmap", "pread"):
         raise UsageError(f"io {io!r} is none of 'auto', 'mmap' and 'pread'")
-    decryption = None if decrypt_key_file is None else Decryption(os.fspath(decrypt_key_file), decrypt_mode)
+    decryption = decryption_of(text_of(decrypt_key_file), decrypt_mode)
     request = reading_request(
-        os.fspath(src), _text(src_strategy), _text(dst_strategy), rank, str(step), file_suffix, filters, report, edits
+        os.fspath(src),
+        text_of(src_strategy),
+        text_of(dst_strategy),
+        rank,
+        str(step),
+        file_suffix,
+        filters,
+        report,
+        edits,
     )
     return open_requested(request, ReadingEffort(jobs or usable_cpus(), max_memory, io), decryption, report)
 
@@ -227,10 +238,11 @@ def _read(path: str, report: Report) -> Strategy:
     return strategy
 
 
-def _texts(said: Texts) -> tuple[str, ...]:
+def texts_of(said: Texts) -> tuple[str, ...]:
     """One text or several: the letters of one are never meant."""
     return (said,) if isinstance(said, str) else tuple(said)
 
 
-def _text(path: Optional[Path]) -> Optional[str]:
+def text_of(path: Optional[Path]) -> Optional[str]:
+    """A path as a text."""
     return None if path is None else os.fspath(path)

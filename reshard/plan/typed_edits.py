@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 from reshard.errors import UsageError
 from reshard.plan.edits import Edits, Words
@@ -59,4 +59,26 @@ def typed_edits(
         optimizer=optimizer,
         casts=tuple(map(CastAsked.parse, cast)),
         words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast)),
+    )
+
+
+def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
+    """What the options of names and types ask for; None where names and types stay as they are.
+
+    Args:
+        src: the source; its config.json is taken where none is named.
+        typed: the options' values.
+
+    Raises:
+        UsageError: they do not go together, or ask for what there is not.
+        ReshardError: a table cannot be read.
+    """
+    return typed_edits(
+        src,
+        typed["names"],
+        typed["rename"],
+        typed["config"],
+        typed["reverse"],
+        typed["optimizer"] is not None,
+        typed["cast"],
     )

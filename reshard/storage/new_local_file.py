@@ -46,7 +46,7 @@ class NewLocalFile:
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
-        # The disk begins at once, not when everything waits for the flush; see docs/performance.md.
+        # The disk begins at once, not when everything waits for the flush; see docs/benchmarks.md.
         os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> FileStatus:

@@ -10,7 +10,7 @@ from reshard.strategies.groups import GroupInfo, read_group_info
 from reshard.strategies.merge import merge_pipeline
 from reshard.strategies.model import NONE, SAME, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
 from reshard.strategies.one_file import read_strategy_file
-from reshard.strategies.read import read_strategy
+from reshard.strategies.read import read_strategy, required_strategies
 
 __all__ = [
     "NONE",
@@ -25,4 +25,5 @@ __all__ = [
     "read_group_info",
     "read_strategy",
     "read_strategy_file",
+    "required_strategies",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Optional
 
-from reshard.errors import StrategyError
+from reshard.errors import StrategyError, UsageError
 from reshard.storage import is_directory
 from reshard.strategies.directory import check_gaps, find_stages
 from reshard.strategies.model import NONE, RecordedLayout, Strategy
@@ -47,3 +47,25 @@ def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedL
     check_gaps(record)
     stages = agreed_stages({stage.number or 0: [stage] for stage in record.stages})
     return Strategy(stages, path), {stage.number or 0: stage.recorded for stage in record.stages}
+
+
+def required_strategies(source: Optional[str], target: Optional[str]) -> tuple[str, str]:
+    """The values of --src-strategy and --dst-strategy.
+
+    Raises:
+        UsageError: one was left out; guessing 'none' would silently copy slices as whole tensors.
+    """
+    if source is not None and target is not None:
+        return source, target
+    options = {"--src-strategy": source, "--dst-strategy": target}
+    missing = [option for option, value in options.items() if value is None]
+    raise UsageError(
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+        hint=f"{_why_missing(missing[0])}, or pass none for an unsharded checkpoint",
+    )
+
+
+def _why_missing(option: str) -> str:
+    if option == "--dst-strategy":
+        return "add --dst-strategy FILE or DIR for the layout of the target"
+    return f"rank files do not record how they are cut: add {option} FILE or DIR"

@@ -37,9 +37,13 @@ class Report:
             self._listener(kind, text)
 
 
-def logged() -> Report:
-    """A report to the logger ``reshard``; Python shows its warnings unless told otherwise."""
+def logged(words: Callable[[str], str] = str) -> Report:
+    """A report to the logger ``reshard``; Python shows its warnings unless told otherwise.
+
+    Args:
+        words: gives texts the words that the caller knows.
+    """
     import logging
 
     log = logging.getLogger("reshard")
-    return Report(lambda kind, text: log.log(logging.WARNING if kind == "warning" else logging.INFO, "%s", text))
+    return Report(lambda kind, text: log.log(logging.WARNING if kind == "warning" else logging.INFO, "%s", words(text)))

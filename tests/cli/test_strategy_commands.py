@@ -161,22 +161,6 @@ def test_elements_are_shown_where_a_json_strategy_tells_the_shape(tmp_path: Path
     assert "4..8, shard 2 of 2" in done("strategy", "show", path, "w").out
 
 
-@pytest.mark.parametrize(
-    ("picture", "strategy", "parameter"),
-    [
-        ("optimizer-shards", "02_dp2mp4_opt", WEIGHT),
-        ("replicas", "01_dp2mp4_adam", "backbone.blocks.0.attention.dense1.weight"),
-        ("split-by-hand", "12_manual_split4", "embedding.embedding_table"),
-    ],
-)
-def test_the_pictures_of_the_documentation_are_what_the_command_draws(
-    tmp_path: Path, picture: str, strategy: str, parameter: str
-) -> None:
-    made = tmp_path / "made.svg"
-    done("strategy", "show", FIXTURES / strategy / "strategy", parameter, "--svg", made)
-    assert made.read_bytes() == (ROOT / "docs" / "pictures" / f"show-{picture}.svg").read_bytes()
-
-
 # Names.
 
 

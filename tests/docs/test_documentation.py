@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tools import commands, pages, pictures, recordings
+from docs.tools import commands, pages, pictures
 from reshard.cli.main import cli
 from tests.corpus import ROOT
 
@@ -28,13 +28,6 @@ def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path)
             assert found.same, f"{line}\n{found.output}"
         if page == README:
             check_what_the_readme_makes(place / "out")
-
-
-def test_the_recordings_of_a_terminal_show_what_is_shown_today(tmp_path: Path) -> None:
-    made = recordings.record(tmp_path, shape=(64, 64))
-    assert made
-    for recorded in made:
-        assert recordings.same(recorded), f"`make docs` records it anew:\n{recorded.output}"
 
 
 def check_what_the_readme_makes(out: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.checkpoints import FileHandles
-from reshard.cli import options
+from reshard.convert.options import Options
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
@@ -19,8 +19,9 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
+from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
 from reshard.text.report import Report
 
 
@@ -63,9 +64,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_there)(src)
     if to.options.cut:
-        source_path, target_path = options.required_strategies(source_path if needs_strategy else NONE, target_path)
+        source_path, target_path = required_strategies(source_path if needs_strategy else NONE, target_path)
     elif needs_strategy:
-        source_path, _ = options.required_strategies(source_path, NONE)
+        source_path, _ = required_strategies(source_path, NONE)
     source = typed_strategy(source_path, report) if needs_strategy else Strategy.none()
     if not to.options.cut:
         target = Strategy.none()
@@ -130,3 +131,17 @@ def typed_strategy(path: str, report: Report) -> Strategy:
     for note in strategy.notes:
         report.note(note)
     return strategy
+
+
+def check_verifiable(request: Request, options: Options) -> None:
+    """Refuse to verify a part of the files of full weights: they are compared with the source together.
+
+    Raises:
+        UsageError: it is asked for.
+    """
+    in_part = request.files is not None or options.share is not None
+    if options.verify and in_part and not form_named(request.to).options.by_rank:
+        raise UsageError(
+            f"--verify goes with all files of {request.to}, which are verified together",
+            hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
+        )

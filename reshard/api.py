@@ -1,0 +1,273 @@
+"""A conversion for scripts: the parameters once, for planning, converting and verifying.
+
+It is a class because packages are called ``reshard.convert`` and ``reshard.plan``: a function of the same name would
+be replaced by the package as soon as anything imports it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Optional, Union
+
+from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import decryption_of
+from reshard.convert import Options, Summary, prepare, usable_cpus
+from reshard.convert.ends import check_verifiable, read_ends
+from reshard.convert.transfers import Transfers, transfers_of
+from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY
+from reshard.errors import UsageError, VerificationError
+from reshard.execute import Progress
+from reshard.execute.destination import Space
+from reshard.forms.full.written_files import parse_size
+from reshard.forms.registry import FORMS
+from reshard.forms.target import FileId
+from reshard.opened.opening import Path, Texts, text_of, texts_of
+from reshard.plan.request import Request
+from reshard.plan.typed_edits import edits_of
+from reshard.text.messages import block
+from reshard.text.name_filters import Filters
+from reshard.text.python_words import in_python, python_words
+from reshard.text.report import Report, logged
+
+_CHOICES = {
+    "to": (None, *(form.name for form in FORMS)),
+    "format": ("same", "ckpt", "safetensors"),
+    "io": ("auto", "mmap", "pread"),
+    "crc": ("auto", "never"),
+    "check_replicas": ("auto", "all", "never"),
+    "checksum": ("none", "crc32"),
+}
+
+
+class Planned(NamedTuple):
+    """What a conversion would do.
+
+    Attributes:
+        summary: as after the conversion; ``bytes_written`` and ``ranks`` are what would be written.
+        transfers: bytes that every target file takes from every source file, and bytes read from each.
+        buffers: bytes of all buffers.
+        space: what is needed and free on every file system below the target directory.
+    """
+
+    summary: Summary
+    transfers: Transfers
+    buffers: int
+    space: list[Space]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion of a checkpoint to another layout, form, names or types.
+
+    The parameters are the options of `reshard convert`. Warnings and notes go to the logger ``reshard``.
+
+    Attributes:
+        src: rank directories, a file, a path with ``{rank}`` in it, or a directory of another form.
+        dst: the target directory.
+        src_strategy: strategy file or directory of rank files; ``"none"`` for an unsharded checkpoint.
+        dst_strategy: strategy of the target; ``"none"`` for one unsharded rank, ``"same"`` for that of ``src``.
+        to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"`` or ``"huggingface"``.
+        ranks: only these target ranks, or numbers of target files; by default all.
+        shard: write share I of N, ``(I, N)``.
+        prefix: target file names begin so.
+        format: ``"same"``, ``"ckpt"`` or ``"safetensors"``.
+        max_shard_size: bytes in a file of full weights, or a text such as ``"5GB"``.
+        step: ``"3_10"``, the number of an iteration, or ``"latest"``, the newest complete one.
+        fallback: take an older step if the newest is incomplete.
+        file_suffix: take only files of ranks whose stem ends so.
+        include: take only names that match this pattern, or one of these.
+        exclude: skip names that match; overrides ``include``.
+        strict: missing parameters are errors.
+        names: a built-in table of names and packing, such as ``"qwen3"``, or the file of one.
+        rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
+        config: file with the sizes that the table needs; by default the config.json of ``src``.
+        reverse: read the table from right to left, whichever side fits.
+        optimizer: apply the table to optimizer state as well; otherwise optimizer state is skipped.
+        cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"``; the last match wins.
+        jobs: CPUs to keep busy; by default those that this process may use.
+        max_memory: bytes of all buffers.
+        io: ``"auto"``, ``"mmap"`` or ``"pread"``.
+        crc: ``"never"`` skips the CRCs that source files record.
+        check_replicas: ``"all"`` compares replicas of the source in full, ``"never"`` not at all.
+        checksum: ``"crc32"`` records a checksum of every target file.
+        overwrite: replace existing targets.
+        accept_changed_source: continue although existing targets were made from other source files.
+        decrypt_key_file: file with the key of encrypted ``.ckpt`` files.
+        decrypt_mode: refuse files that are encrypted in another mode.
+    """
+
+    src: Path
+    dst: Path
+    src_strategy: Optional[Path] = None
+    dst_strategy: Optional[Path] = None
+    to: Optional[str] = None
+    ranks: Optional[Sequence[int]] = None
+    shard: Optional[tuple[int, int]] = None
+    prefix: Optional[str] = DEFAULT_PREFIX
+    format: str = "same"
+    max_shard_size: Union[int, str, None] = None
+    step: Union[str, int] = "latest"
+    fallback: bool = True
+    file_suffix: Optional[str] = None
+    include: Texts = ()
+    exclude: Texts = ()
+    strict: bool = False
+    names: Optional[Path] = None
+    rename: Texts = ()
+    config: Optional[Path] = None
+    reverse: bool = False
+    optimizer: bool = False
+    cast: Texts = ()
+    jobs: Optional[int] = None
+    max_memory: int = MAX_MEMORY
+    io: str = "auto"
+    crc: str = "auto"
+    check_replicas: str = "auto"
+    checksum: str = "none"
+    overwrite: bool = False
+    accept_changed_source: bool = False
+    decrypt_key_file: Optional[Path] = None
+    decrypt_mode: Optional[str] = None
+
+    @python_words()
+    def plan(self) -> Planned:
+        """Plan and check the conversion; nothing is written.
+
+        Raises:
+            ReshardError: the conversion would be refused.
+        """
+        report = logged(in_python)
+        how = self._options(dry_run=True)
+        with prepare(self._request(report), how, report) as prepared:
+            summary = prepared.carry_out()
+            state = prepared.state
+            moved = transfers_of(state.plan, state.work, state.execution)
+            return Planned(_in_python(summary), moved, state.execution.buffer_bytes, state.space)
+
+    @python_words()
+    def convert(self, verify: bool = False) -> Summary:
+        """Convert; a conversion that was interrupted continues.
+
+        Args:
+            verify: compare the result with the source afterwards.
+
+        Raises:
+            VerificationError: the result differs from the source.
+            ReshardError: the conversion cannot be made, or failed.
+        """
+        report = logged(in_python)
+        how = self._options(verify=verify)
+        request = self._request(report)
+        check_verifiable(request, how)
+        with prepare(request, how, report) as prepared:
+            summary = prepared.carry_out()
+            # Files that the conversion found to be damaged count as absent in verification, too.
+            request = prepared.plan.request
+        if verify:
+            from reshard.convert.verifying import verify_written
+
+            _refuse(verify_written(request, how, summary, Progress(), None), request.dst)
+        return _in_python(summary)
+
+    @python_words()
+    def verify(self) -> None:
+        """Compare ``dst`` with ``src``; strategies, step, names and types default to what ``dst`` records.
+
+        Raises:
+            VerificationError: something differs.
+            ReshardError: something is missing or cannot be read.
+        """
+        from reshard.convert.verifying import verify_with_source
+        from reshard.verification.crcs import RecordedCrcs
+        from reshard.verification.reading import Means
+
+        report = logged(in_python)
+        how = self._options()
+        with FileHandles(decryption=how.decryption) as handles:
+            means = Means(handles, how.jobs, how.max_memory, Progress())
+            found = verify_with_source(
+                os.fspath(self.dst),
+                os.fspath(self.src),
+                self._typed(),
+                self._ranks(),
+                Filters(texts_of(self.include), texts_of(self.exclude)),
+                means,
+                report,
+                RecordedCrcs(means, report) if how.crc == "auto" else None,
+            )
+            means.check_unchanged()
+        _refuse(found, os.fspath(self.dst))
+
+    def _typed(self) -> dict[str, Any]:
+        """The parameters as the command line has them."""
+        paths = ("src_strategy", "dst_strategy", "names", "config")
+        size = self.max_shard_size
+        return {
+            **vars(self),
+            **{name: text_of(getattr(self, name)) for name in paths},
+            "step": str(self.step),
+            "rename": texts_of(self.rename),
+            "cast": texts_of(self.cast),
+            "optimizer": "keep" if self.optimizer else None,
+            "format": None if self.format == "same" else self.format,
+            "max_shard_size": parse_size(size) if isinstance(size, str) else size,
+        }
+
+    def _ranks(self) -> Optional[tuple[int, ...]]:
+        return None if self.ranks is None else tuple(sorted(set(self.ranks)))
+
+    def _request(self, report: Report) -> Request:
+        typed = self._typed()
+        src, ranks = os.fspath(self.src), self._ranks()
+        ends = read_ends(src, typed, report)
+        return Request(
+            src=src,
+            dst=os.fspath(self.dst),
+            source=ends.source,
+            target=ends.target,
+            files=None if ranks is None else tuple(map(FileId, ranks)),
+            prefix=self.prefix,
+            format=self.format,
+            step=str(self.step),
+            fallback=self.fallback,
+            file_suffix=self.file_suffix,
+            filters=Filters(texts_of(self.include), texts_of(self.exclude)),
+            strict=self.strict,
+            form=ends.form,
+            to=ends.to,
+            max_shard_size=typed["max_shard_size"],
+            edits=edits_of(src, typed),
+        )
+
+    def _options(self, dry_run: bool = False, verify: bool = False) -> Options:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, filter(None, choices)))}")
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            raise UsageError(f"shard={self.shard} is no share: (0, 4) is the first of four")
+        return Options(
+            jobs=self.jobs or usable_cpus(),
+            max_memory=self.max_memory,
+            io=self.io,
+            crc=self.crc,
+            check_replicas=self.check_replicas,
+            checksum=self.checksum,
+            overwrite=self.overwrite,
+            accept_changed_source=self.accept_changed_source,
+            verify=verify,
+            dry_run=dry_run,
+            share=self.shard,
+            decryption=decryption_of(text_of(self.decrypt_key_file), self.decrypt_mode),
+        )
+
+
+def _refuse(found: Sequence[object], dst: str) -> None:
+    if found:
+        raise VerificationError(block(f"{dst}: differs from its source:", [*map(str, found)]), found)
+
+
+def _in_python(summary: Summary) -> Summary:
+    return replace(summary, warnings=[*map(in_python, summary.warnings)], notes=[*map(in_python, summary.notes)])

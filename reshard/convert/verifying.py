@@ -1,0 +1,183 @@
+"""What was converted, compared with its source or its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from reshard.checkpoints import FileHandles
+from reshard.convert.ends import read_ends, told_by
+from reshard.convert.options import Options
+from reshard.convert.recorded import edits_of_target, strategies_of_target
+from reshard.convert.summary import Summary
+from reshard.errors import CheckpointError, InputError, UsageError
+from reshard.execute import Progress
+from reshard.forms.registry import counted_as, form_named, form_of
+from reshard.plan.request import Request
+from reshard.records import Manifest, read_manifest
+from reshard.source_replicas.swapped import SwapTest
+from reshard.storage import exists, real
+from reshard.strategies import SAME
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.text.wording import rank_ranges
+from reshard.verification.against_manifest import compare_with_manifest
+from reshard.verification.crcs import RecordedCrcs
+from reshard.verification.difference import Difference
+from reshard.verification.end_to_end import (
+    Adapter,
+    Converted,
+    Target,
+    converted_files,
+    recorded_plan,
+    recorded_step,
+    recovered_ranks,
+    verify_conversion,
+)
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
+
+
+def verify_written(
+    request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
+) -> list[Difference]:
+    """Compare what was written, and what was there before, with what the source makes of it.
+
+    Files of ranks are compared as far as they were asked for; other forms as a whole.
+    """
+    assert isinstance(request.src, str)
+    report = Report()
+    with FileHandles(decryption=how.decryption) as handles:
+        means = Means(handles, how.jobs, how.max_memory, progress)
+        step = recorded_step(request.src, request.form, summary.step)
+        by_rank = form_named(request.to).options.by_rank
+        files = summary.target_files
+        if not by_rank:
+            files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
+        found = verify_conversion(
+            Converted(
+                Place(request.src, request.form, request.source, step, request.file_suffix),
+                request.edits,
+                adapter=adapter,
+            ),
+            Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
+            filters=request.filters,
+            means=means,
+            report=report,
+            crcs=RecordedCrcs(means, report) if how.crc == "auto" else None,
+            known=request.damaged,
+        )
+        means.check_unchanged()
+        return found
+
+
+def verify_with_source(
+    out: str,
+    src: str,
+    typed: Mapping[str, Any],
+    ranks: Optional[tuple[int, ...]],
+    filters: Filters,
+    means: Means,
+    report: Report,
+    crcs: Optional[RecordedCrcs],
+) -> list[Difference]:
+    """Compare a converted checkpoint with its source, and with its manifest if it has one.
+
+    Args:
+        out: the converted checkpoint.
+        src: what it was converted from.
+        typed: the options of strategies, names and types, ``step`` and ``file_suffix``. Those that are not given are
+            taken from the records in ``out``.
+        ranks: only these ranks of ``out``.
+        filters: parameters that are compared.
+        means: files, threads and memory.
+        report: told of warnings and notes.
+        crcs: the CRCs that source files record; None where they are not checked.
+
+    Raises:
+        ReshardError: options contradict each other or the records, or something cannot be read.
+    """
+    if not exists(out):
+        raise CheckpointError(f"{out}: does not exist", file=out)
+    manifest = _manifest(out)
+    found: list[Difference] = []
+    if manifest is not None:
+        found += against_manifest(out, of_ranks(manifest, ranks), ranks, means)
+    plan = recorded_plan(out, manifest, report)
+    to = form_of(out) if plan is None else plan.form
+    by_rank = form_named(to).options.by_rank
+    if not by_rank and ranks is not None:
+        raise UsageError(
+            f"--ranks goes with files of ranks; files of {to} are compared with the source together",
+            hint="leave out --ranks, or --src",
+        )
+    strategies = {name: typed[name] for name in ("src_strategy", "dst_strategy")}
+    given = {**typed, **strategies_of_target(out, src, to, strategies, plan, report)}
+    ends = read_ends(src, {**given, "to": to, "format": None, "max_shard_size": None}, report)
+    step = typed["step"]
+    if plan is not None:
+        if step == "latest":
+            step = recorded_step(src, ends.form, plan.step)
+        if not (filters.include or filters.exclude):
+            filters = Filters(plan.include, plan.exclude)
+    ends = told_by(src, ends, step)
+    if by_rank and ranks is None and manifest is None:
+        ranks = recovered_ranks(out)
+        if ranks is not None:
+            report.note(f"compared: {rank_ranges(ranks)}, since only lost ranks were to be recovered")
+    if by_rank:
+        files, others = converted_files(out, manifest, ranks)
+        found += others
+    else:
+        files = {} if manifest is None else {file.rank: file.file for file in manifest.files}
+    edits, recorded = edits_of_target(out, src, typed, plan, report)
+    told = SwapTest(ends.source, ends.target, means.handles).told(src, step, typed["file_suffix"])
+    between_ranks = by_rank and form_named(ends.form).options.by_rank and edits is None
+    with told if between_ranks else contextlib.nullcontext():
+        found += verify_conversion(
+            Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
+            Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
+            filters=filters,
+            means=means,
+            report=report,
+            crcs=crcs,
+            recovered=plan is not None and plan.task == "recover",
+        )
+    return found
+
+
+def against_manifest(out: str, manifest: Manifest, ranks: Optional[tuple[int, ...]], means: Means) -> list[Difference]:
+    """What is not as the manifest says, of some ranks or all."""
+    found = compare_with_manifest(out, manifest, means)
+    return [difference for difference in found if ranks is None or set(difference.ranks) & set(ranks)]
+
+
+def of_ranks(manifest: Manifest, ranks: Optional[tuple[int, ...]]) -> Manifest:
+    """A manifest of some of its ranks, or all.
+
+    Raises:
+        UsageError: it has not all of them; to look at nothing must not pass for a comparison.
+    """
+    if ranks is None:
+        return manifest
+    files = tuple(file for file in manifest.files if file.rank in ranks)
+    beyond = sorted(set(ranks).difference(file.rank for file in files))
+    noun = counted_as(manifest.plan.form)
+    if beyond:
+        raise UsageError(
+            f"{rank_ranges(beyond, noun)} (--ranks) is out of range: the manifest has "
+            f"{rank_ranges([file.rank for file in manifest.files], noun)}",
+            rank=beyond[0],
+        )
+    return dataclasses.replace(manifest, files=files)
+
+
+def _manifest(out: str) -> Optional[Manifest]:
+    try:
+        return read_manifest(out)
+    except InputError:
+        # A part of the ranks, or written by something else: the comparison with the source stands alone.
+        return None
