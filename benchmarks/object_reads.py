@@ -1,4 +1,4 @@
-"""Reads all objects of a bucket in large ranges, as many at a time as told, into one file.
+"""Reads all objects of a bucket in large ranges with boto3, as many at a time as told, into one file.
 
 usage: python -m benchmarks.object_reads ENDPOINT THREADS REQUEST_BYTES DIRECTORY OUT
 
@@ -13,21 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import obstore
-from obstore.store import S3Store
+import boto3
+from botocore.config import Config
 
 
 def main() -> None:
     """Read and write everything."""
     endpoint, threads, request, directory, out = sys.argv[1:]
-    store = S3Store(
-        "bench",
-        endpoint=endpoint,
-        region="us-east-1",
-        access_key_id="none",
-        secret_access_key="none",
-        client_options={"allow_http": True},
-    )
+    client = boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=64, region_name="us-east-1"))
     root, step = Path(directory), int(request)
     ranges = []
     place = 0
@@ -40,7 +33,8 @@ def main() -> None:
     def move(one: tuple[str, int, int, int]) -> None:
         key, start, stop, where = one
         done = 0
-        for chunk in obstore.get(store, key, options={"range": (start, stop)}).stream(min_chunk_size=256 << 10):
+        found = client.get_object(Bucket="bench", Key=key, Range=f"bytes={start}-{stop - 1}")
+        for chunk in found["Body"].iter_chunks(256 << 10):
             done += os.pwrite(target, chunk, where + done)
 
     begun = time.perf_counter()

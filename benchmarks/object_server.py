@@ -3,7 +3,9 @@
 usage: python -m benchmarks.object_server DIRECTORY MILLISECONDS BYTES_A_SECOND
 
 Only what conversions take is there: HEAD, GET of a range, lists, PUT with conditions, multipart uploads. Prints its
-port. Delays of several requests pass at the same time, as on a network, and all bytes share so many a second.
+port. GET /seconds tells how long it was from the first upload that was begun to the last that was completed, since
+that was asked before. Delays of several requests pass at the same time, as on a network, and all bytes share so many a
+second.
 Files are sent by the kernel, and nothing is hashed, so that little of the machine is taken from what is measured.
 """
 
@@ -65,6 +67,8 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
     uploads.mkdir(exist_ok=True)
     # Metadata of objects, by path, and of uploads, by number.
     said: dict[str, dict[str, str]] = {}
+    # When uploads were begun and completed.
+    times: list[float] = []
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -85,7 +89,10 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             self._answer(body=False)
 
         def do_GET(self) -> None:
-            self._answer(body=True)
+            if self.path == "/seconds":
+                self._plain(200, str(max(times) - min(times)).encode())
+                return times.clear()
+            return self._answer(body=True)
 
         def do_PUT(self) -> None:
             key, query = self._asked()
@@ -100,9 +107,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
                     file.write(data)
                     left -= len(data)
             with lock:
-                there = _etag(whole) if whole.is_file() else None
-                wanted = self.headers.get("If-Match")
-                if (self.headers.get("If-None-Match") and there) or (wanted and wanted != there):
+                if self._is_unmet(whole):
                     unnamed.unlink()
                     return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
                 if key.endswith("/"):
@@ -119,12 +124,15 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             key, query = self._asked()
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if "uploads" in query:
+                times.append(time.perf_counter() - delay)
                 number = uuid.uuid4().hex
                 (uploads / number).mkdir()
                 said[number] = self._metadata()
                 text = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
                 return self._plain(200, text.encode())
             number = query["uploadId"][0]
+            if self._is_unmet(root / key):
+                return self._plain(412, b"<Error><Code>PreconditionFailed</Code></Error>")
             with (uploads / number / "whole").open("wb") as whole:
                 for part in sorted(
                     (path for path in (uploads / number).iterdir() if path.name != "whole"), key=_number
@@ -136,6 +144,7 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             (root / key).parent.mkdir(parents=True, exist_ok=True)
             (uploads / number / "whole").rename(root / key)
             said[str(root / key)] = said.pop(number)
+            times.append(time.perf_counter())
             text = f"<CompleteMultipartUploadResult><ETag>{_etag(root / key)}</ETag></CompleteMultipartUploadResult>"
             return self._plain(200, text.encode())
 
@@ -153,6 +162,12 @@ def handler(root: Path, delay: float, link: Link) -> type[BaseHTTPRequestHandler
             url = urlsplit(self.path)
             _, _, key = unquote(url.path).lstrip("/").partition("/")
             return key, parse_qs(url.query, keep_blank_values=True)
+
+        def _is_unmet(self, path: Path) -> bool:
+            """Whether a condition does not hold under which something is to be written."""
+            there = _etag(path) if path.is_file() else None
+            wanted = self.headers.get("If-Match")
+            return bool((self.headers.get("If-None-Match") and there) or (wanted and wanted != there))
 
         def _metadata(self) -> dict[str, str]:
             return {name: value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}

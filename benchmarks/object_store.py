@@ -100,10 +100,10 @@ def _as_safetensors(place: Path, claim: Claim) -> None:
 
 
 @contextlib.contextmanager
-def served(directory: Path, delay: int) -> Iterator[str]:
+def served(directory: Path, delay: int, rate: float = RATE) -> Iterator[str]:
     """The endpoint of a server process that has a directory as a bucket; credentials are in the environment."""
     os.environ.update(AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_EC2_METADATA_DISABLED="true")
-    command = [sys.executable, "-m", "benchmarks.object_server", str(directory), str(delay), str(RATE)]
+    command = [sys.executable, "-m", "benchmarks.object_server", str(directory), str(delay), str(rate)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -48,6 +48,17 @@ server.serve_forever()
 """
 
 
+class Answer(NamedTuple):
+    """What a service answers."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    def without(self, name: str) -> Answer:
+        return self._replace(headers={key: value for key, value in self.headers.items() if key.lower() != name})
+
+
 @dataclass
 class Faults:
     """What goes wrong on the way to the store.
@@ -56,8 +67,9 @@ class Faults:
         delay: seconds before every answer.
         choose: says what happens to a request, by its number from 0 on, method and path: ``drop``, which closes the
             connection without an answer; ``cut``, which does so in the middle of the answer; ``unavailable``, a 503;
-            ``lost``, which does what is asked and gives no answer; ``refuse``, a 403; ``conflict``, a 409; None for
-            nothing.
+            ``lost``, which does what is asked and gives no answer; ``refuse``, a 403; ``conflict``, a 409; ``silent``,
+            which never answers; None for nothing.
+        edit: changes an answer, given method, path, status, headers and content.
         conditions: of writes: ``heed``; ``ignore``, as services do that do not know them; ``refuse``, a 501.
         clock: seconds that the service's clock is ahead of when its objects say that they were put.
         requests: how many there were, by method.
@@ -68,6 +80,7 @@ class Faults:
     conditions: str = "heed"
     clock: float = 0.0
     choose: Callable[[int, str, str], Optional[str]] = lambda number, method, path: None
+    edit: Callable[[str, str, Answer], Answer] = lambda method, path, answer: answer
     requests: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, str]] = field(default_factory=list)
 
@@ -95,6 +108,7 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self.faults = Faults()
+        self.closed = threading.Event()
         lock = threading.Lock()
         writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         proxy = self
@@ -119,33 +133,44 @@ class Proxy:
                 self.pass_on(faults.choose(number, self.command, self.path))
 
             def pass_on(self, fault: Optional[str]) -> None:
+                faults = proxy.faults
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 answer: Optional[http.client.HTTPResponse]
                 refusal: Optional[str] = None
                 if fault == "drop":
                     return self.hang_up()
+                if fault == "silent":
+                    proxy.closed.wait(60)
+                    return self.hang_up()
                 if fault in _REFUSALS:
                     return self.refuse(fault)
-                if self.command in ("PUT", "DELETE") and "?" not in self.path:
+                completes = self.command == "POST" and "uploadId=" in self.path
+                if (self.command in ("PUT", "DELETE") and "?" not in self.path) or completes:
                     with lock:
-                        alone = writing[self.path]
+                        alone = writing[self.path.partition("?")[0]]
                     with alone:
-                        refusal = self.unmet() if self.command == "PUT" else None
+                        refusal = self.unmet() if self.command != "DELETE" else None
                         answer, content = self.ask(self.command, body) if refusal is None else (None, b"")
                 else:
                     answer, content = self.ask(self.command, body)
-                    if answer.status == 500 and "uploadId=" in self.path and not self.is_under_way():
-                        # The server's own fault, where other services have an answer.
-                        answer, refusal = None, "no upload"
+                if answer is not None and answer.status == 500 and "uploadId=" in self.path and not self.is_under_way():
+                    # The server's own fault, where other services have an answer.
+                    answer, refusal = None, "no upload"
                 if fault == "lost":
                     return self.hang_up()
                 if answer is None:
                     return self.refuse(str(refusal))
-                self.send_response(answer.status)
-                for name, value in answer.getheaders():
-                    if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
-                        self.send_header(name, value)
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+                headers = {
+                    name: value
+                    for name, value in answer.getheaders()
+                    if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date")
+                }
+                headers["Date"] = self.date_time_string()
+                status, headers, content = faults.edit(self.command, self.path, Answer(answer.status, headers, content))
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", length or str(len(content)))
                 self.end_headers()
                 if self.command != "HEAD":
@@ -154,17 +179,19 @@ class Proxy:
                     self.hang_up()
                 return None
 
-            def ask(self, method: str, body: bytes = b"") -> tuple[http.client.HTTPResponse, bytes]:
+            def ask(
+                self, method: str, body: bytes = b"", path: Optional[str] = None
+            ) -> tuple[http.client.HTTPResponse, bytes]:
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 own = method == self.command
-                heeded = self.command != "PUT"
+                heeded = self.command not in ("PUT", "POST")
                 headers = {
                     name: value
                     for name, value in self.headers.items()
                     if (heeded or name.lower() not in _CONDITIONS) and (own or not name.lower().startswith("content-"))
                 }
                 with contextlib.closing(server):
-                    server.request(method, self.path, body, headers)
+                    server.request(method, path or self.path, body, headers)
                     answer = server.getresponse()
                     return answer, answer.read()
 
@@ -175,7 +202,7 @@ class Proxy:
                     return None
                 if proxy.faults.conditions == "refuse":
                     return "not implemented"
-                there, _ = self.ask("HEAD")
+                there, _ = self.ask("HEAD", path=self.path.partition("?")[0])
                 if there.status == 404:
                     return None if match is None else "absent"
                 return None if match is not None and match == there.getheader("ETag") else "unmet"
@@ -222,6 +249,7 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def close(self) -> None:
+        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -282,7 +310,6 @@ class Objects:
 def object_server() -> Iterator[int]:
     """The port of a server process."""
     pytest.importorskip("boto3")
-    pytest.importorskip("obstore")
     pytest.importorskip("moto.server")
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
     process = subprocess.Popen(

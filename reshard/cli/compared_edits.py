@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from reshard.cli.edits import edits_of
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import Edits as AskedEdits
+from reshard.plan.edits import Edits
 from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
 from reshard.records.identity import short_digest
@@ -17,23 +17,10 @@ from reshard.storage import exists
 from reshard.strategies import NONE, SAME, read_strategy
 from reshard.text.report import Report
 
-if TYPE_CHECKING:
-    from reshard.verification.edited import Edits
-
 EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast")
 """The options of names and types, as click calls their values."""
 
 _OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast"
-
-
-def compared_edits(edits: Optional[AskedEdits]) -> Optional[Edits]:
-    """What verification has to know of what was asked for; None where names and types stay."""
-    if edits is None:
-        return None
-    # Loaded only here, because by-rank runs in loops.
-    from reshard.verification.edited import Edits
-
-    return Edits(edits.table, edits.renames, edits.config, edits.reverse, edits.optimizer, edits.casts)
 
 
 def edits_of_target(
@@ -57,8 +44,8 @@ def edits_of_target(
     """
     edits = edits_of(src, typed)
     if edits is None and plan is not None and plan.edits:
-        return compared_edits(_recorded(out, src, plan, report)), True
-    return compared_edits(edits), False
+        return _recorded(out, src, plan, report), True
+    return edits, False
 
 
 def strategies_of_target(
@@ -112,7 +99,7 @@ def strategies_of_target(
     return found
 
 
-def _recorded(out: str, src: str, plan: Identity, report: Report) -> AskedEdits:
+def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     try:
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
         commands = [given for ledger in ledgers for given in ledger.given() if _words(given)]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Optional
 from reshard.checkpoints import FileHandles
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.compared_edits import compared_edits
 from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
 from reshard.cli.output import echo_json, say
 from reshard.cli.progress import progress_of
@@ -26,7 +25,7 @@ from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, step_words
 
 if TYPE_CHECKING:
-    from reshard.verification import Difference
+    from reshard.verification.difference import Difference
     from reshard.verification.end_to_end import Adapter
 
 
@@ -169,13 +168,15 @@ def carry_out(
 def _verify(
     request: Request, how: Options, summary: Summary, progress: Progress, adapter: Optional[Adapter]
 ) -> list[Difference]:
-    """Compare what was written, and what was there before, with the source by fingerprints.
+    """Compare what was written, and what was there before, with what the source makes of it.
 
     Files of ranks are compared as far as they were asked for; other forms as a whole.
     """
     # Loaded only here, because by-rank runs in loops.
-    from reshard.verification import Means, RecordedCrcs
-    from reshard.verification.end_to_end import Source, Target, recorded_step, verify_conversion
+    from reshard.verification.crcs import RecordedCrcs
+    from reshard.verification.end_to_end import Converted, Target, recorded_step, verify_conversion
+    from reshard.verification.reading import Means
+    from reshard.verification.sources import Place
 
     assert isinstance(request.src, str)
     report = Report()
@@ -187,13 +188,9 @@ def _verify(
         if not by_rank:
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         found = verify_conversion(
-            Source(
-                request.src,
-                request.form,
-                request.source,
-                step,
-                request.file_suffix,
-                compared_edits(request.edits),
+            Converted(
+                Place(request.src, request.form, request.source, step, request.file_suffix),
+                request.edits,
                 adapter=adapter,
             ),
             Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),

@@ -12,13 +12,13 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.compared_edits import EDITS, compared_edits
+from reshard.cli.compared_edits import EDITS
 from reshard.cli.edits import edits_of
 from reshard.cli.forms import typed_strategy
 from reshard.cli.output import echo_json, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
-from reshard.errors import IncompleteSourceError, UsageError
+from reshard.errors import IncompleteSourceError, InputError, UsageError, one_error
 from reshard.execute import ExecutionOptions
 from reshard.forms.ranks import SourceTree, find_checkpoints
 from reshard.forms.ranks.source_ranks import check_ranks
@@ -32,23 +32,13 @@ from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
-from reshard.verification import (
-    Entry,
-    Fingerprints,
-    Means,
-    Needs,
-    RecordedCrcs,
-    check_complete,
-    digest_of,
-    fingerprints,
-    read_sound,
-    read_step,
-    read_tree,
-)
-from reshard.verification.edited import Edits, edited_tree
-from reshard.verification.end_to_end import FormReader, Source
+from reshard.verification.crcs import RecordedCrcs, read_sound
+from reshard.verification.edited import EditedSource
+from reshard.verification.fingerprint import Entry, Fingerprints, digest_of, fingerprints
+from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.tree import Tree
+from reshard.verification.sources import Place, Reader, read_files_of_ranks
+from reshard.verification.stored import Source
 
 
 @command(
@@ -104,30 +94,39 @@ def fingerprint(
     if edited and (src is None or ranks is not None):
         raise UsageError("--names, --rename and --cast need all of SRC", hint="leave out --ranks, and name SRC")
     if src is not None:
-        edits = compared_edits(edits_of(src, typed))
-        source = _source(src, strategy, typed, report)._replace(edits=edits)
+        edits = edits_of(src, typed)
+        place = _place(src, strategy, typed, report)
         filters = Filters(typed["include"], typed["exclude"])
         decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
         with FileHandles(decryption=decryption) as handles:
             progress = progress_of(typed["quiet"], typed["progress"])
             means = Means(handles, typed["jobs"] or usable_cpus(), typed["max_memory"], progress)
             crcs = RecordedCrcs(means, report) if typed["crc"] == "auto" else None
-            if form_named(source.form).options.by_rank:
-                tree = _rank_tree(source, ranks, filters, handles, crcs, report)
-                groups = {(stage.ranks.start, stage.ranks.stop) for stage in source.strategy.stages}
-                read = (
-                    None if ranks is None else {rank: digest_of(index.tensors) for rank, index in tree.indexes.items()}
-                )
+            by_rank = form_named(place.form).options.by_rank
+            if by_rank and ranks is not None:
+                source = _some_ranks(place, ranks, filters, handles, crcs, report)
             else:
-                tree, files = _form_tree(source, ranks, filters, means, crcs, report)
-                groups = {(file, file + 1) for file in files}
-                read = None if ranks is None else {file: "" for file in ranks}
-            known = () if edited else source.strategy.parameters
-            warn_of_unmatched(filters, (known, tree.names), report)
-            result = fingerprints(tree, means)
-            result.groups = groups
-            # All of it was found complete, whichever files are there.
-            result.read = {file: "" for start, stop in groups for file in range(start, stop)} if read is None else read
+                # What is needed is known only when it is known what is made of it.
+                wanted = Filters() if edited else filters
+                source = read_sound(Reader(place, handles, report, filters=wanted, files=ranks).read, crcs)
+                _check_files(source, ranks, place)
+                if not by_rank:
+                    _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
+            written = source if edits is None else EditedSource(source, edits, report)
+            known = () if edited else place.strategy.parameters
+            warn_of_unmatched(filters, (known, written.names), report)
+            result = fingerprints(written, means, filters.admit)
+            if by_rank:
+                result.groups = {(stage.ranks.start, stage.ranks.stop) for stage in place.strategy.stages}
+            else:
+                result.groups = {(file, file + 1) for file in source.checkpoint.files}
+            if ranks is None:
+                # All of it was found complete, whichever files are there.
+                result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
+            elif by_rank:
+                result.read = {rank: digest_of(source.checkpoint.indexes[rank].tensors) for rank in ranks}
+            else:
+                result.read = dict.fromkeys(ranks, "")
             means.check_unchanged()
     elif not merge:
         raise UsageError("SRC is missing", hint="name a checkpoint, or results of other runs with --merge FILE")
@@ -143,7 +142,7 @@ def fingerprint(
         _print(result, report)
 
 
-def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> Source:
+def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> Place:
     """What is read.
 
     Raises:
@@ -159,80 +158,57 @@ def _source(src: str, strategy: Optional[str], typed: Mapping[str, Any], report:
                 hint="rank files do not record how they are cut: add --strategy FILE or DIR, or pass none for an "
                 "unsharded checkpoint",
             )
-        return Source(src, form, typed_strategy(strategy, report), step, suffix)
+        return Place(src, form, typed_strategy(strategy, report), step, suffix)
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
     if suffix is not None:
         raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
-    return Source(src, form, Strategy.none(), step)
+    return Place(src, form, Strategy.none(), step)
 
 
-def _rank_tree(
-    source: Source,
-    ranks: Optional[tuple[int, ...]],
+def _some_ranks(
+    place: Place,
+    ranks: tuple[int, ...],
     filters: Filters,
     handles: FileHandles,
     crcs: Optional[RecordedCrcs],
     report: Report,
-) -> Tree:
-    """The files of ranks that are read, and the names in them."""
-    strategy, step, edits = source.strategy, source.step, source.edits
-    found = find_checkpoints(source.path, source.file_suffix)
-    check_ranks(found, strategy, handles)
-    if ranks is None:
-        tree = read_sound(lambda damaged: read_step(found, strategy, step, handles, report, damaged=damaged), crcs)
-        return _written(tree, strategy, edits, filters, report)
-    files = _files(found, strategy, ranks, step, report)
-    tree = read_sound(lambda damaged: read_tree(files, strategy, handles, filters.admit, damaged), crcs)
-    for rank, why in tree.damaged.items():
-        report.warn(f"{why}; rank {rank} counts as absent")
-    return tree
-
-
-def _written(tree: Tree, strategy: Strategy, edits: Optional[Edits], filters: Filters, report: Report) -> Tree:
-    """The names that are looked at, in the checkpoint or in what is made of it.
+) -> Source:
+    """The files of some ranks, whatever they lack.
 
     Raises:
-        IncompleteSourceError: they are not all there.
+        InputError: one is not there, or contradicts the strategy.
     """
-    if edits is None:
-        check_complete(tree, strategy, Needs(Strategy.none()), filters.admit)
-        return tree.only(filters.admit)
-    check_complete(tree, strategy, Needs(Strategy.none()))
-    return edited_tree(tree, edits, report).only(filters.admit)
+    found = find_checkpoints(place.path, place.file_suffix)
+    check_ranks(found, place.strategy, handles)
+    files = _files(found, place.strategy, ranks, place.step, report)
+    problems: dict[str, InputError] = {}
+
+    def read(damaged: Mapping[str, str]) -> Source:
+        problems.clear()
+        source, contradicting = read_files_of_ranks(files, place.strategy, handles, report, damaged, filters.admit)
+        problems.update(contradicting)
+        return source
+
+    source = read_sound(read, crcs)
+    if problems:
+        raise one_error([*problems.values()], f"{len(problems)} parameters do not fit the strategy")
+    return source
 
 
-def _form_tree(
-    source: Source,
-    files: Optional[tuple[int, ...]],
-    filters: Filters,
-    means: Means,
-    crcs: Optional[RecordedCrcs],
-    report: Report,
-) -> tuple[Tree, list[int]]:
-    """The files of another form that are read, by number, with the names in them, and the numbers of all files.
+def _check_files(source: Source, files: Optional[tuple[int, ...]], place: Place) -> None:
+    """Refuse numbers that no file has.
 
     Raises:
         UsageError: there is no file of a number.
     """
-
-    def wanted(name: str) -> bool:
-        return source.edits is not None or (files is None and filters.admit(name))
-
-    reader = FormReader(source, wanted, means, report, files)
-    tree = read_sound(reader.read, crcs)
-    there = [] if reader.checkpoint is None else sorted(reader.checkpoint.files)
+    there = sorted(source.checkpoint.files)
     beyond = sorted(set(files or ()).difference(there))
     if beyond:
         raise UsageError(
-            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {source.path} has {rank_ranges(there, 'file')}",
+            f"{rank_ranges(beyond, 'file')} (--ranks) is out of range: {place.path} has {rank_ranges(there, 'file')}",
             rank=beyond[0],
         )
-    if reader.checkpoint is not None:
-        _check_equal(reader.checkpoint, [name for name in tree.parameters if filters.admit(name)], means)
-    if source.edits is not None:
-        return _written(tree, reader.strategy, source.edits, filters, report), there
-    return tree.only(filters.admit), there
 
 
 def _check_equal(checkpoint: Checkpoint, names: Sequence[str], means: Means) -> None:

@@ -13,7 +13,7 @@ from reshard.cli.conversion import options_of, request_between
 from reshard.cli.convert import carry_out
 from reshard.cli.opened import effort_of
 from reshard.errors import UsageError
-from reshard.forms.registry import form_named, form_of
+from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
 from reshard.plan.edits import Edits
 from reshard.plan.request import Request
@@ -59,7 +59,7 @@ reshard merge-lora base/ adapter/ merged/ \\
     show_default="adapter_config.json beside ADAPTER",
     help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
-@options.target_form
+@options.target_form("that of BASE; ranks with --dst-strategy")
 @options.source
 @options.fallback
 @options.writing
@@ -86,7 +86,7 @@ def merge_lora(
 
     form = form_of(base)
     if typed["to"] is None:
-        typed["to"] = form
+        typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
     if form_named(typed["to"]).options.cut and typed["dst_strategy"] is None:
         if not form_named(form).options.cut:
             raise UsageError(f"--to {typed['to']}: --dst-strategy is missing", hint="name a strategy, or pass none")
@@ -142,11 +142,12 @@ def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]
 
 def _to_verify(reading: Request, scale: Scale) -> Adapter:
     """The adapter, as verification reads it."""
-    from reshard.verification.end_to_end import Adapter, Source, recorded_step
+    from reshard.verification.end_to_end import Adapter, recorded_step
+    from reshard.verification.sources import Place
 
     assert isinstance(reading.src, str)
     step = recorded_step(reading.src, reading.form, reading.step)
-    return Adapter(Source(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
+    return Adapter(Place(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
 _NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}

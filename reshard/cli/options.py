@@ -562,38 +562,42 @@ def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F],
     )
 
 
-def target_form(command: F) -> F:
-    """What is written: its form, names and format."""
-    return _all(
-        command,
-        [
-            option(
-                "Target",
-                "--to",
-                type=Form(),
-                show_default="ranks",
-                help="Form of the target; hf is short for huggingface.",
-            ),
-            option(
-                "Target",
-                "--max-shard-size",
-                type=ShardSize(),
-                metavar="SIZE",
-                show_default="5GB, unified 3GiB",
-                help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
-            ),
-            prefix(DEFAULT_PREFIX),
-            option(
-                "Target",
-                "--format",
-                "format",
-                type=Choice(["same", "ckpt", "safetensors"]),
-                default="same",
-                show_default=True,
-                help="Format of the target files.",
-            ),
-        ],
-    )
+def target_form(default: str) -> Callable[[F], F]:
+    """What is written: its form, names and format; ``default`` says which form is the default."""
+
+    def add(command: F) -> F:
+        return _all(
+            command,
+            [
+                option(
+                    "Target",
+                    "--to",
+                    type=Form(),
+                    show_default=default,
+                    help="Form of the target; hf is short for huggingface.",
+                ),
+                option(
+                    "Target",
+                    "--max-shard-size",
+                    type=ShardSize(),
+                    metavar="SIZE",
+                    show_default="5GB, unified 3GiB",
+                    help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
+                ),
+                prefix(DEFAULT_PREFIX),
+                option(
+                    "Target",
+                    "--format",
+                    "format",
+                    type=Choice(["same", "ckpt", "safetensors"]),
+                    default="same",
+                    show_default=True,
+                    help="Format of the target files.",
+                ),
+            ],
+        )
+
+    return add
 
 
 def proof(text: str) -> Callable[[F], F]:
@@ -606,7 +610,7 @@ def conversion(command: F) -> F:
     return _all(
         command,
         [
-            target_form,
+            target_form("ranks"),
             source,
             fallback,
             selection,

@@ -233,14 +233,14 @@ def _requests(execution: ExecutionOptions) -> list[str]:
 
 
 def _uploads_json(execution: ExecutionOptions) -> Optional[dict[str, Any]]:
-    return {"at_a_time": execution.threads, "part_bytes": execution.part_bytes} if execution.part_bytes else None
+    return {"at_a_time": execution.uploads, "part_bytes": execution.part_bytes} if execution.part_bytes else None
 
 
 def _uploads(execution: ExecutionOptions) -> list[str]:
     """How a target is uploaded that is in an object store, as a line."""
     if not execution.part_bytes:
         return []
-    return [f"  uploads  {execution.threads} parts at a time, of up to {byte_size(execution.part_bytes)}"]
+    return [f"  uploads  {execution.uploads} parts at a time, of up to {byte_size(execution.part_bytes)}"]
 
 
 def _expected_memory(execution: ExecutionOptions) -> int:

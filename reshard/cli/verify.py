@@ -18,20 +18,22 @@ from reshard.cli.forms import read_ends, told_by, typed_strategy
 from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
-from reshard.errors import InputError, TargetError, UsageError
+from reshard.errors import CheckpointError, InputError, TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
 from reshard.records import Manifest, read_manifest
 from reshard.records.status import status_of
 from reshard.source_replicas.swapped import SwapTest
+from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
-from reshard.verification import Difference, Means, RecordedCrcs
 from reshard.verification.against_manifest import compare_with_manifest
+from reshard.verification.crcs import RecordedCrcs
+from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
-    Source,
+    Converted,
     Target,
     converted_files,
     recorded_plan,
@@ -41,6 +43,8 @@ from reshard.verification.end_to_end import (
     verify_copies,
     verify_replicas,
 )
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -95,9 +99,10 @@ def verify(
     has no checksums (--checksum crc32 of convert records them), the exit status is 2 unless --headers-only
     is given.
 
-    With --src, every tensor is computed again from SRC by independent code and compared through fingerprints.
-    Strategies, step, names and casts are those that the records in OUT contain; options override them. OUT
-    and SRC may be of any form. An index or other metadata in OUT must agree with its files.
+    With --src, every tensor is computed again from SRC by independent code and compared byte by byte.
+    Strategies, step, names and casts are those that the records in OUT contain; options override them.
+    Recorded rules are left out where SRC has OUT's names already. OUT and SRC may be of any form. An index or
+    other metadata in OUT must agree with its files.
 
     With --replicas, ranks of OUT that should hold the same slices are compared with each other.
     """
@@ -120,7 +125,7 @@ def verify(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
                     hint="leave them out",
                 )
-            whole = Source(out, form_of(out), Strategy.none(), typed["step"])
+            whole = Place(out, form_of(out), Strategy.none(), typed["step"])
             differing, verdict = verify_copies(whole, filters, means, report, crcs)
             found += differing
         elif replicas:
@@ -136,6 +141,8 @@ def verify(
                 hint="to compare with the source, pass --src SRC with --src-strategy and --dst-strategy",
             )
         if src is not None:
+            if not exists(out):
+                raise CheckpointError(f"{out}: does not exist", file=out)
             manifest = _manifest(out)
             if manifest is not None:
                 found += _against_manifest(out, _of_ranks(manifest, ranks), ranks, means)
@@ -183,7 +190,7 @@ def verify(
                 else contextlib.nullcontext()
             ):
                 found += verify_conversion(
-                    Source(src, ends.form, ends.source, step, typed["file_suffix"], edits, recorded),
+                    Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
                     Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
                     filters=filters,
                     means=means,

@@ -26,7 +26,7 @@ from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.plan.shares import bundles
-from reshard.storage import in_object_store
+from reshard.storage import is_absolute
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
@@ -201,7 +201,7 @@ def _elsewhere(plan: Plan) -> Request:
 
 def _absolute(path: str) -> str:
     """Not normalised, because links may make `a/..` something else."""
-    return path if in_object_store(path) else os.path.join(os.getcwd(), path)
+    return path if is_absolute(path) else os.path.join(os.getcwd(), path)
 
 
 def _check_version(version: Optional[str], who: str) -> None:

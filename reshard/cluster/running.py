@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import os
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from reshard._version import __version__
 from reshard.cluster.tasks import INSTALL, TICK, TOPIC
 from reshard.errors import InputError, ReshardError, RetryableError
 from reshard.execute import Progress
-from reshard.storage import in_object_store, remove_file, unlinked
+from reshard.storage import remove_file, store_of, unlinked
 from reshard.text.report import Report
 
 _RETRIES = 2
@@ -124,8 +123,7 @@ class Running:
         if self._sign is not None:
             # Untouched for long it would be taken for a dead run's, where locks tell nothing.
             with contextlib.suppress(OSError):
-                if not in_object_store(self._sign):
-                    os.utime(self._sign)
+                store_of(self._sign).touch(unlinked(self._sign))
         if self._client.status != "running":
             raise gone(self._address)
         with contextlib.suppress(*LOST):

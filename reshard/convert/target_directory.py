@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
@@ -40,13 +41,12 @@ from reshard.records.identity import short_digest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.refusals import Refusals
 from reshard.storage import (
+    Expected,
     FileStatus,
     UnfitError,
     absolute,
     asks_once,
     exists,
-    in_object_store,
-    is_directory,
     is_regular_file,
     names_in,
     opened_regular,
@@ -54,13 +54,18 @@ from reshard.storage import (
     remove_file,
     status_at,
     status_of_each,
+    store_of,
     unlinked,
     write_parts,
     write_whole,
     writing_error,
 )
+from reshard.strategies import SAME
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
+
+# Seconds for which a look at the directory counts, where each costs a round trip.
+_FRESH = 5.0
 
 
 class _Seen(NamedTuple):
@@ -133,9 +138,12 @@ class TargetDirectory:
         self._asked = asked
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         made = plan.checkpoint
+        # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
+        # differs between runs that have different source ranks, although they write the same.
+        same = form_named(request.form).options.by_rank and request.target.path == SAME
         identity = Identity(
             source_strategy=strategy_digest(request.source),
-            target_strategy=strategy_digest(request.target),
+            target_strategy=strategy_digest(request.source if same else request.target),
             ranks=plan.form.count,
             step=plan.checkpoint.step,
             include=tuple(sorted(request.filters.include)),
@@ -152,6 +160,10 @@ class TargetDirectory:
         self._refusals = Refusals(self._root, identity, whole=whole, adding=self._adding)
         self._unfinished = _unfinished(self._root, identity)
         self._overwritten: set[int] = set()
+        self._looked = 0.0
+        # Of the targets that stood there when this run began, by name.
+        self._versions: Optional[dict[str, str]] = None
+        self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
     @asks_once
@@ -187,7 +199,7 @@ class TargetDirectory:
             raise self._refusals.foreign(foreign, recorded)
         if not seen.going_on:
             self._check_other_forms(seen.others)
-        self._destination.check(writing)
+        self._versions = self._destination.check(writing)
         if not self._plan.form.by_rank:
             self._destination.check(_marks(self._ledger.identity))
         if not seen.going_on and not self._overwrite:
@@ -259,6 +271,7 @@ class TargetDirectory:
         """
         with self._ledger.guarded() as check:
             left = self.survey(guarded=True)
+            self._looked = time.monotonic()
             anew = self._anew
             check()
             self._ledger.begin(self._replacing)
@@ -288,15 +301,9 @@ class TargetDirectory:
         damaged = {(found.rank, found.content) for found in self._ledger.damaged()}
         return [source.rank for source in self._sources if (source.rank, source.content) in damaged]
 
-    def tidy(self, work: Iterable[int] = ()) -> None:
-        """Remove temporary files that killed runs left in the directories of the ranks asked for.
-
-        Args:
-            work: ranks that will be written, and may go on with what is left of them, as other runs may for ranks
-                that are not asked for.
-        """
-        keep = set(self._everything).difference(self._asked).union(work)
-        self._destination.remove_dead_temporaries(self._directories(self._asked), keep=map(self._plan.path, keep))
+    def tidy(self) -> None:
+        """Remove what killed runs left of new files in the directories of the ranks asked for."""
+        self._destination.remove_dead_temporaries(self._directories(self._asked))
 
     @property
     def is_complete(self) -> bool:
@@ -342,10 +349,17 @@ class TargetDirectory:
 
     def missing(self, groups: Iterable[Sequence[TargetFile]]) -> Iterator[list[TargetFile]]:
         """Groups without the targets that other runs have finished meanwhile."""
+        far = store_of(self._root).costs(self._root).remote
         for group in groups:
-            left = [target for target in group if not self._finished_meanwhile(target)]
+            # Where a look is a round trip, that of a moment ago will do: what another run writes now is not replaced.
+            fresh = far and time.monotonic() < self._looked + _FRESH
+            left = [target for target in group if fresh or not self._finished_meanwhile(target)]
             if left:
                 yield left
+
+    def expected(self, target: TargetFile) -> Optional[Expected]:
+        """What stood in a target's place when this run began."""
+        return None if self._versions is None else Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
     def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
@@ -364,7 +378,11 @@ class TargetDirectory:
             TargetError: something stands in its place.
             RetryableError: it cannot be recorded.
         """
-        if not named and exists(target.path):
+        if not named:
+            self._ledger.insist()
+        # What has come there since this run began is not replaced in a store that has versions.
+        there = exists(target.path) if self._versions is None else self._name(target.rank) in self._versions
+        if not named and there:
             if self._overwrite:
                 self._overwritten.add(target.rank)
             elif not self._finished_meanwhile(target):
@@ -384,11 +402,11 @@ class TargetDirectory:
         path = self._unfinished
         if path is None or exists(path):
             return
-        # On disks a directory comes before what is in it.
-        if not in_object_store(path) and not is_directory(os.path.dirname(path)):
-            return
         try:
             write_whole(path, UNFINISHED_CONTENT)
+        except FileNotFoundError:
+            # Its directory is not there, and nothing in it that could be taken for complete.
+            return
         except OSError as error:
             raise writing_error(path, error) from error
 
@@ -402,6 +420,7 @@ class TargetDirectory:
         """
         if self._part:
             return None
+        self._ledger.insist()
         self._insist_on_targets()
         if self._replacing:
             with self._ledger.guarded() as check:
@@ -413,7 +432,6 @@ class TargetDirectory:
             return None
         computed: dict[DoneRecord, int] = {}
         while True:
-            computed.update(self._missing_checksums(computed))
             with self._ledger.guarded() as check:
                 found = self._all_done()
                 check()
@@ -424,6 +442,7 @@ class TargetDirectory:
                 if self._lacking(found).issubset(computed):
                     manifest = self._write_manifest(found, computed)
                     break
+            computed.update(self._missing_checksums(found, computed))
         if found is None:
             # Checksums take long, and the targets were there before.
             self._insist_on_targets()
@@ -538,9 +557,10 @@ class TargetDirectory:
         lacking = {record for record in found.values() if record.crc is None}
         return lacking if self._checksum or len(lacking) < len(found) else set()
 
-    def _missing_checksums(self, computed: Collection[DoneRecord]) -> dict[DoneRecord, int]:
+    def _missing_checksums(
+        self, found: Mapping[int, DoneRecord], computed: Collection[DoneRecord]
+    ) -> dict[DoneRecord, int]:
         """Checksums that are asked for and not computed yet, of targets that were written without."""
-        found = self._all_done() or {}
         lacking = self._lacking(found)
         return {
             record: crc_of_file(self._plan.path(rank))

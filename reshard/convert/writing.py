@@ -98,7 +98,7 @@ class Writing:
         """Write all target files and return their size together, in bytes."""
         if self._directory is None:
             return self._write(self._write_here)
-        self._directory.tidy(self.work)
+        self._directory.tidy()
         if not self.work and self._directory.is_complete:
             # Complete: nothing is touched, so that it may also lie where nothing can be written.
             self.manifest = self._directory.manifest
@@ -123,7 +123,8 @@ class Writing:
             convert(groups, self._handles, self._execution, progress)
         else:
             groups = self._directory.missing(groups)
-            convert(groups, self._handles, self._execution, progress, self._directory.finished)
+            directory = self._directory
+            convert(groups, self._handles, self._execution, progress, directory.finished, directory.expected)
 
     def _write_elsewhere(self, progress: Progress) -> None:
         directory, ranks = self._directory, self.work

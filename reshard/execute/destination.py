@@ -77,24 +77,31 @@ class Destination:
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
-    def check(self, writing: Iterable[str]) -> None:
+    def check(self, writing: Iterable[str]) -> Optional[dict[str, str]]:
         """Refuse to write where something else stands, or through links.
 
         Args:
             writing: files that will be written, by name.
 
+        Returns:
+            The versions of those that are there, by name, in a store that has versions; else None.
+
         Raises:
             TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
         """
-        paths = [os.path.join(self.path, name) for name in writing]
-        there = status_of_each(paths, through_links=False) if in_object_store(self.path) else [None] * len(paths)
-        for path, status in zip(paths, there):
-            if in_object_store(path):
+        names = list(writing)
+        paths = [os.path.join(self.path, name) for name in names]
+        if in_object_store(self.path):
+            found: dict[str, str] = {}
+            for name, path, status in zip(names, paths, status_of_each(paths, through_links=False)):
                 if status is not None and not status.regular:
                     raise TargetError(
                         f"{path} is a directory: keys of other objects begin so", file=path, hint="choose another DST"
                     )
-                continue
+                if status is not None:
+                    found[name] = status.version
+            return found
+        for path in paths:
             if not self._inside(os.path.dirname(path)):
                 raise TargetError(
                     f"{path}: its directory is a link that leads elsewhere",
@@ -103,6 +110,7 @@ class Destination:
                 )
             if exists(path) and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
+        return None
 
     def holds(self, name: str, same: Callable[[FileStatus], bool]) -> bool:
         """Whether a file is there, not through links, and its status is as expected.
@@ -150,19 +158,15 @@ class Destination:
                 store_of(self.path).remove_directory(os.path.join(self.path, directory))
                 directory = os.path.dirname(directory)
 
-    def remove_dead_temporaries(
-        self, directories: Iterable[str], complete: bool = False, keep: Iterable[str] = ()
-    ) -> None:
+    def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
         """Remove what killed runs left, here and in these directories.
 
         Args:
             directories: relative to it.
             complete: nothing is left to be written, so that what nobody holds is nobody's, of other machines too.
-            keep: paths of files that will be written, which may go on with what is left of them.
         """
-        kept = frozenset(keep)
         places = [self.path, *(os.path.join(self.path, name) for name in directories if name)]
-        for_each(lambda place: store_of(place).remove_dead(place, complete, kept), places)
+        for_each(lambda place: store_of(place).remove_dead(place, complete), places)
 
     def _inside(self, directory: str) -> bool:
         """Whether a directory of this name is, or will be, where its name says."""
@@ -178,23 +182,11 @@ def check_bucket(dst: str) -> None:
 
     Raises:
         UsageError: it is no path that its store can have.
-        TargetError: there is no such bucket.
+        InputError: there is no such bucket.
     """
-    store = store_of(dst)
-    if not in_object_store(dst):
-        return
-    bucket = "/".join(dst.split("/")[:3])
     # Who may list a part of a bucket alone is told that all of it may not be listed, where there is one.
     with contextlib.suppress(OSError):
-        try:
-            store.status(bucket)
-        except FileNotFoundError:
-            raise TargetError(
-                f"{dst}: there is no bucket of this name",
-                file=dst,
-                hint="make it first, or choose another DST; are --endpoint-url or AWS_ENDPOINT_URL and the profile "
-                "those of its service?",
-            ) from None
+        store_of(dst).check_root(dst)
 
 
 def check_disjoint(

@@ -14,6 +14,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -27,9 +28,10 @@ from reshard.execute.filling import BlockFiller
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import Bytes, ChosenIo, choose_io, make_reader
 from reshard.execute.schedule import Schedule, Task
-from reshard.execute.writing import Finish, PartBuffer, TargetWriter
+from reshard.execute.writing import Expect, Finish, PartBuffer, TargetWriter
 from reshard.layout import volume_of
 from reshard.plan.pieces import TargetFile, TargetTensor
+from reshard.storage import Sending
 from reshard.storage.costs import LOCAL, Storage
 from reshard.text.wording import plural
 
@@ -74,8 +76,26 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        wanted = max(self.jobs, self._under_way(self.storage), self._under_way(self.target))
-        return min(wanted, max(1, self.max_memory // self._least_share)) if self.part_bytes else wanted
+        wanted = max(self.jobs, self._under_way(self.storage))
+        if not self.part_bytes:
+            return max(wanted, self._under_way(self.target))
+        # Parts are sent by threads of their own, which get the memory that these leave. A few more threads than CPUs
+        # keep them busy: a thread that fills parts competes with many that send.
+        wanted = max(wanted, min(_FEW * self.jobs, self._under_way(self.target)))
+        return min(wanted, max(1, self.max_memory // 2 // self._least_share))
+
+    @property
+    def uploads(self) -> int:
+        """Parts that are sent at a time, by threads of their own; 0 where the target's store takes files whole."""
+        if not self.part_bytes:
+            return 0
+        room = self.max_memory - self.threads * self._least_share
+        return max(1, min(self._under_way(self.target), room // self.part_bytes))
+
+    @property
+    def _buffer_memory(self) -> int:
+        """Bytes that are not held by parts on their way."""
+        return max(self.least_memory, self.max_memory - self.uploads * self.part_bytes)
 
     def _under_way(self, storage: Storage) -> int:
         """Requests to storage worth having under way."""
@@ -88,7 +108,7 @@ class ExecutionOptions:
     @property
     def least_memory(self) -> int:
         """Bytes that the buffers take at least."""
-        return 2 * LEAST_BLOCK_BYTES + self._held_bytes
+        return 2 * LEAST_BLOCK_BYTES + self._held_bytes + self.part_bytes
 
     @property
     def _held_bytes(self) -> int:
@@ -117,19 +137,20 @@ class ExecutionOptions:
     @property
     def window_bytes(self) -> int:
         """Bytes of a thread's windows for small reads: an eighth of its share, or more of it on network disks."""
-        share = max(0, self.max_memory // self.threads - self._held_by_target)
+        share = max(0, self._buffer_memory // self.threads - self._held_by_target)
         return max(share // 8, min(_WINDOW_BYTES, share // 4)) if self.storage.large else share // 8
 
     @property
     def block_bytes(self) -> int:
         """Bytes of each of the two buffers of a thread."""
-        share = (self.max_memory // self.threads - self.window_bytes - self._held_bytes) // 2
+        share = (self._buffer_memory // self.threads - self.window_bytes - self._held_bytes) // 2
         return max(LEAST_BLOCK_BYTES, min(MOST_BLOCK_BYTES, share))
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers of all threads together."""
-        return self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        buffers = self.threads * (2 * self.block_bytes + self.window_bytes + self._held_bytes)
+        return buffers + self.uploads * self.part_bytes
 
 
 class Progress:
@@ -157,6 +178,7 @@ def convert(
     options: ExecutionOptions,
     progress: Progress,
     finish: Finish = lambda target, status, crc, named: None,
+    expected: Expect = lambda target: None,
 ) -> None:
     """Write all target files.
 
@@ -168,12 +190,13 @@ def convert(
         options: how.
         progress: told of bytes written and files committed.
         finish: called for a file whose bytes are on disk, before it gets its name and after.
+        expected: says what a file may replace.
 
     Raises:
         ReshardError: a file could not be read or written. Files committed before that are complete;
             nothing else is left behind.
     """
-    _Run(groups, handles, options, progress, finish).run()
+    _Run(groups, handles, options, progress, finish, expected).run()
 
 
 class _Run:
@@ -184,8 +207,12 @@ class _Run:
         options: ExecutionOptions,
         progress: Progress,
         finish: Finish,
+        expected: Expect,
     ) -> None:
         self._finish = finish
+        self._expected = expected
+        self._sending = Sending(options.uploads) if options.uploads else None
+        self._commits: list[Future[None]] = []
         self._schedule = Schedule(groups, options.threads, self._writer_of)
         self._handles = handles
         self._options = options
@@ -222,6 +249,8 @@ class _Run:
             left = self._schedule.unfinished()
             for writer in left:
                 writer.discard()
+            if self._sending is not None:
+                self._sending.close()
         if self._error is not None:
             raise self._error
         if self._failures:
@@ -261,7 +290,7 @@ class _Run:
         while not self._stop.is_set():
             task = self._schedule.next()
             if task is None:
-                return
+                break
             try:
                 self._write_part(task, block, filler)
             except UnwritableError:
@@ -273,7 +302,8 @@ class _Run:
                     writer.fail(error)
             for writer in task.writers:
                 if writer.part_done() or writer.error is not None:
-                    self._commit(writer)
+                    self._commit_soon(writer)
+        wait(self._commits)
 
     def _write_part(self, task: Task, block: Bytes, filler: BlockFiller) -> None:
         share = len(block) // len(task.writers)
@@ -345,6 +375,20 @@ class _Run:
         with self._lock:
             self._progress.overflowed(name, count)
 
+    def _commit_soon(self, writer: TargetWriter) -> None:
+        """Commit a file; where that takes round trips, in a thread that sends, after its parts."""
+        if self._sending is None:
+            return self._commit(writer)
+
+        def commit() -> None:
+            try:
+                self._commit(writer)
+            except BaseException as error:
+                self._fail(error)
+
+        self._commits.append(self._sending.submit(commit))
+        return None
+
     def _commit(self, writer: TargetWriter) -> None:
         if self._stop.is_set():
             return
@@ -368,7 +412,7 @@ class _Run:
             self._stop.set()
 
     def _writer_of(self, target: TargetFile) -> TargetWriter:
-        return TargetWriter(target, self._finish, self._options.checksum)
+        return TargetWriter(target, self._finish, self._options.checksum, self._expected(target), self._sending)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

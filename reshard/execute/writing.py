@@ -15,10 +15,13 @@ import numpy.typing as npt
 from reshard.errors import ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute.checksum import joined_crc
 from reshard.plan.pieces import TargetFile
-from reshard.storage import FileStatus, NewFile, new_file, writing_error
+from reshard.storage import Expected, FileStatus, NewFile, Sending, new_file, writing_error
 
 Finish = Callable[[TargetFile, FileStatus, Optional[int], bool], None]
 """Told of a target whose bytes are on disk, before it gets its name and after: status, CRC-32, which."""
+
+Expect = Callable[[TargetFile], Optional[Expected]]
+"""Says what a target may replace; None for anything."""
 
 
 class TargetWriter:
@@ -28,14 +31,25 @@ class TargetWriter:
         target: what is written.
         finish: called when its bytes are on disk, before it gets its name and after.
         checksum: compute a CRC-32 of the whole file on the way.
+        expected: what it may replace; None for anything.
+        sending: sends its parts, where its store takes files in parts.
 
     Attributes:
         error: why the file was given up, if it was; others can still be finished.
     """
 
-    def __init__(self, target: TargetFile, finish: Finish, checksum: bool = False) -> None:
+    def __init__(
+        self,
+        target: TargetFile,
+        finish: Finish,
+        checksum: bool = False,
+        expected: Optional[Expected] = None,
+        sending: Optional[Sending] = None,
+    ) -> None:
         self.target = target
         self._finish = finish
+        self._expected = expected
+        self._sending = sending
         self._checksums: Optional[list[tuple[int, int, int]]] = [] if checksum else None
         self._file: Optional[NewFile] = None
         self._lock = threading.Lock()
@@ -108,8 +122,8 @@ class TargetWriter:
             )
         crc = None if self._checksums is None else joined_crc(self._checksums)
         self._finish(self.target, status, crc, False)
-        file.publish()
-        self._finish(self.target, status, crc, True)
+        another = file.publish()
+        self._finish(self.target, another or status, crc, True)
 
     def discard(self) -> None:
         """Close the file, and remove it if it was not committed."""
@@ -134,7 +148,8 @@ class TargetWriter:
             if self._closed:
                 raise OSError(errno.ECANCELED, "was given up")
             if self._file is None:
-                self._file = new_file(self.target.path, self.target.layout.size)
+                size = self.target.layout.size
+                self._file = new_file(self.target.path, size, self._expected, self._sending)
             file = self._file
             self._users += 1
         try:

@@ -24,8 +24,7 @@ from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
 from reshard.forms.registry import FORMS
 from reshard.records.identity import short_digest
-from reshard.records.record_files import opened
-from reshard.storage import in_object_store, is_absolute, names_in, read_small, store_of, write_whole
+from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
 from reshard.strategies import NONE, SAME
 from reshard.text.wording import number_ranges
@@ -135,13 +134,7 @@ class Given:
         digest = short_digest(json.dumps(said, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
         content = (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode()
-        if in_object_store(path):
-            write_whole(path, content)
-            return
-        try:
-            with opened(directory) as fd:
-                os.utime(os.path.basename(path), dir_fd=fd, follow_symlinks=False)
-        except FileNotFoundError:
+        if not store_of(path).touch(path):
             write_whole(path, content)
 
 

@@ -46,7 +46,6 @@ from reshard.records.sources import SourceFile
 from reshard.storage import (
     FileStatus,
     UnfitError,
-    directories,
     exists,
     for_each,
     in_object_store,
@@ -185,8 +184,7 @@ class Ledger:
         return not any(map(_parsed, listed(os.path.join(self._own, "done"))))
 
     def _make_own(self) -> None:
-        for path in (self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))):
-            make_directory(path)
+        for_each(make_directory, [self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))])
 
     def _marks(self) -> list[str]:
         return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
@@ -240,6 +238,8 @@ class Ledger:
                 # What has no plan wrote nothing that is to be replaced.
                 if replacing and "plan.json" in listed(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
+                    # Runs that were taken for dead learn of it by that, see `insist`.
+                    remove_dead(os.path.join(self._root, name))
                 else:
                     _remove_records(os.path.join(self._root, name))
             if self.identity.digest in begun:
@@ -280,6 +280,18 @@ class Ledger:
         finally:
             sign.release()
 
+    def insist(self) -> None:
+        """Insist that no other run has taken this one for dead, as after a night of a laptop's sleep.
+
+        Raises:
+            RetryableError: one has, or nobody can tell.
+        """
+        if self._writing is not None:
+            try:
+                self._writing.check()
+            except OSError as error:
+                raise writing_error(self._root, error) from error
+
     def end(self) -> None:
         """This run writes no more. Records of nothing are removed, unless another run is writing."""
         writing, self._writing = self._writing, None
@@ -288,6 +300,8 @@ class Ledger:
         writing.release()
         # What cannot be tidied up does no harm.
         with contextlib.suppress(OSError, ReshardError):
+            if not self._nothing_done():
+                return
             with self.guarded():
                 with try_alone(os.path.join(self._own, "lock")) as alone:
                     if alone is not True or not self._nothing_done() or self._marks():
@@ -415,9 +429,9 @@ class Ledger:
         crc = _NONE if record.crc is None else f"{record.crc:08x}"
         headers = _NONE if record.headers is None else record.headers
         self._mark("done", f"{record.rank}.{record.size}.{record.modified}.{headers}.{crc}")
-        if flush and not in_object_store(self._own):
+        if flush:
             try:
-                directories.sync_directory(os.path.join(self._own, "done"))
+                store_of(self._own).flush(os.path.join(self._own, "done"))
             except OSError as error:
                 raise writing_error(self._own, error) from error
 

@@ -103,12 +103,22 @@ class _Wait:
 class Lock(Protocol):
     """A lock that is held."""
 
+    def check(self) -> None:
+        """Insist that it is still held: in an object store another run removes it when this one was silent for long.
+
+        Raises:
+            OSError: it is not, or nobody can tell.
+        """
+
     def release(self) -> None:
         """Give it up."""
 
 
-class Sign(Lock, Protocol):
+class Sign(Protocol):
     """A file that is there until it is released."""
+
+    def release(self) -> None:
+        """Remove it."""
 
     @property
     def path(self) -> str:
@@ -138,6 +148,9 @@ def sign_in(directory: str) -> Sign:
 class _FileLock:
     def __init__(self, fd: int) -> None:
         self._fd = fd
+
+    def check(self) -> None:
+        """The kernel gives it up with its process alone."""
 
     def release(self) -> None:
         """Give it up."""

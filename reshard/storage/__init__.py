@@ -26,8 +26,10 @@ from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read
 from reshard.storage.status import FileStatus
 from reshard.storage.store import (
     Entry,
+    Expected,
     NewFile,
     OpenFile,
+    Sending,
     Store,
     absolute,
     common_directory,
@@ -49,11 +51,13 @@ from reshard.storage.store import (
 
 __all__ = [
     "Entry",
+    "Expected",
     "FileStatus",
     "LocalFile",
     "NewFile",
     "OpenFile",
     "ReadableFile",
+    "Sending",
     "Store",
     "UnfitError",
     "absolute",

@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Collection
 from typing import NamedTuple, Optional
 
 from reshard.storage import directories, temporary
@@ -15,7 +14,7 @@ from reshard.storage.costs import Storage
 from reshard.storage.network import FileSystems, NetworkFile
 from reshard.storage.new_local_file import NewLocalFile
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, OpenFile, Store
+from reshard.storage.store import Entry, Expected, OpenFile, Sending, Store
 
 # Seconds: no single write takes longer.
 _MOMENT = 600.0
@@ -112,7 +111,9 @@ class LocalStore:
         """What requests cost on the file system that a path lies on, by those that were made."""
         return self._file_systems.costs(path)
 
-    def new_file(self, path: str, size: int) -> NewLocalFile:
+    def new_file(
+        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
+    ) -> NewLocalFile:
         """Begin to write a file under a temporary name, in a directory that is made where it is not there."""
         return NewLocalFile(path)
 
@@ -128,6 +129,22 @@ class LocalStore:
         """Make a directory."""
         return directories.make_directory(path)
 
+    def touch(self, path: str) -> bool:
+        """Give a file, or a link, the time of now."""
+        try:
+            with directories.opened_above(path) as (name, fd):
+                os.utime(name, dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def flush(self, directory: str) -> None:
+        """Flush a directory to disk."""
+        directories.sync_directory(directory)
+
+    def check_root(self, path: str) -> None:
+        """File systems have a root."""
+
     def remove(self, path: str) -> None:
         """Remove a file."""
         directories.remove_file(path)
@@ -136,7 +153,7 @@ class LocalStore:
         """Remove a directory that is empty."""
         directories.remove_directory(path)
 
-    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
+    def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove temporary files that no living process is writing."""
         temporary.remove_dead(directory, complete)
 

@@ -189,12 +189,13 @@ def writing_error(path: str, error: OSError, what: str = "written", rank: Option
         )
     if is_read_only(error):
         directory = shlex.quote(os.path.dirname(path) or os.curdir)
+        what_it_takes = "the permissions that docs/stores.md lists"
         rights = f"a right to write there: `ls -ld {directory}` shows owner and rights"
         return TargetError(
             f"{path}: may not be {what}{whose}: {reason}",
             file=path,
             rank=rank,
-            hint=f"choose another place, or get {'credentials for it' if in_object_store(path) else rights}",
+            hint=f"choose another place, or get {what_it_takes if in_object_store(path) else rights}",
         )
     said = "no space is left" if error.errno in _FULL else f"cannot be {what}"
     kind = UnwritableError if error.errno in _EVERYWHERE else RetryableError

@@ -11,14 +11,14 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Callable, Optional, TypeVar, Union
 
 from reshard.storage.costs import Storage
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, NewFile, OpenFile, Store
+from reshard.storage.store import Entry, Expected, NewFile, OpenFile, Sending, Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
@@ -139,9 +139,11 @@ class _Once:
         """What requests cost."""
         return self._store.costs(path)
 
-    def new_file(self, path: str, size: int) -> NewFile:
+    def new_file(
+        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
+    ) -> NewFile:
         """Begin to write a file."""
-        return self._written().new_file(path, size)
+        return self._written().new_file(path, size, expected, sending)
 
     def part_bytes(self, size: int) -> int:
         """Bytes of a new file that are held until they are written."""
@@ -155,6 +157,18 @@ class _Once:
         """Make a directory."""
         return self._written().make_directory(path)
 
+    def touch(self, path: str) -> bool:
+        """Give a file the time of now."""
+        return self._written().touch(path)
+
+    def flush(self, directory: str) -> None:
+        """See that names outlast a crash."""
+        self._store.flush(directory)
+
+    def check_root(self, path: str) -> None:
+        """Insist on the bucket."""
+        self._store.check_root(path)
+
     def remove(self, path: str) -> None:
         """Remove a file."""
         self._written().remove(path)
@@ -163,9 +177,9 @@ class _Once:
         """Remove a directory."""
         self._written().remove_directory(path)
 
-    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
+    def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove what dead runs left."""
-        self._written().remove_dead(directory, complete, keep)
+        self._written().remove_dead(directory, complete)
 
     def _written(self) -> Store:
         """The store, in which something is about to change."""

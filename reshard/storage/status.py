@@ -19,6 +19,7 @@ class FileStatus(NamedTuple):
             nanoseconds; of an object a digest of its ETag.
         device: what it lies on, as this machine numbers it; of an object a digest of service and bucket.
         inode: its number there; of an object a digest of its key.
+        version: what a store tells its versions by, where it may be written under a condition: the ETag of an object.
     """
 
     regular: bool
@@ -28,6 +29,7 @@ class FileStatus(NamedTuple):
     changed: int
     device: int
     inode: int
+    version: str = ""
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:

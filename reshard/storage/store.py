@@ -7,12 +7,15 @@ a file system. Stores say what goes wrong in the words of the system, as `OSErro
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import os
+import re
+import threading
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Optional, Protocol, TypeVar, Union
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 from reshard.errors import UsageError
 from reshard.storage.costs import Storage
@@ -23,6 +26,18 @@ OBJECTS = "s3://"
 """What paths in an object store begin with."""
 
 _NEARLY = "s3:/"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HOSTS = ("http", "https")
+# Addresses of services that speak S3's protocol, by the schemes of their own clients.
+_ENDPOINTS = {
+    "obs": "https://obs.REGION.myhuaweicloud.com",
+    "oss": "https://oss-REGION.aliyuncs.com",
+    "cos": "https://cos.REGION.myqcloud.com",
+    "gs": "https://storage.googleapis.com",
+    "minio": "http://HOST:9000",
+    "http": "http://HOST",
+    "https": "https://HOST",
+}
 T = TypeVar("T")
 
 # Looks and listings that are worth having under way, where each takes a round trip.
@@ -79,14 +94,53 @@ class NewFile(Protocol):
         Nobody writes any more.
         """
 
-    def publish(self) -> None:
-        """Give the file its name, in place of another of that name; at once and for good. After `finish`."""
+    def publish(self) -> Optional[FileStatus]:
+        """Give the file its name, in place of another of that name; at once and for good. After `finish`.
+
+        Returns:
+            None; or the status of a file that another run of the same conversion has put there first, which stays.
+        """
 
     def discard(self) -> None:
         """Remove what has got no name, as far as possible. Others may be writing at this moment."""
 
     def close(self) -> None:
         """Nobody uses it any more."""
+
+
+class Expected(NamedTuple):
+    """What stands under the name of a new file when it gets it, where the store has conditional writes.
+
+    Attributes:
+        version: of the file there, see `FileStatus`; empty where there is none.
+        run: the conversion and its sources: a file that another run of these has written is as good.
+    """
+
+    version: str
+    run: str
+
+
+class Sending:
+    """Threads that send parts of new files, so many at a time; whoever fills parts waits for them.
+
+    Args:
+        at_a_time: parts.
+    """
+
+    def __init__(self, at_a_time: int) -> None:
+        self._pool = ThreadPoolExecutor(at_a_time, thread_name_prefix="reshard-sending")
+        self._free = threading.BoundedSemaphore(at_a_time)
+
+    def submit(self, send: Callable[[], None]) -> Future[None]:
+        """Send a part, once another is sent if all threads have one."""
+        self._free.acquire()
+        sent = self._pool.submit(send)
+        sent.add_done_callback(lambda _: self._free.release())
+        return sent
+
+    def close(self) -> None:
+        """No more parts will come; returns when all are sent."""
+        self._pool.shutdown()
 
 
 class Store(Protocol):
@@ -113,12 +167,16 @@ class Store(Protocol):
     def costs(self, path: str) -> Storage:
         """What requests cost there, as far as that is known by now."""
 
-    def new_file(self, path: str, size: int) -> NewFile:
+    def new_file(
+        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
+    ) -> NewFile:
         """Begin to write a file, in a directory that is made where it is not there.
 
         Args:
             path: the name that it is to get.
             size: bytes that it will have.
+            expected: what it may replace; None for anything. Stores without conditional writes pass over it.
+            sending: sends parts, in a store that takes files in parts; None to send them where they are written.
         """
 
     def part_bytes(self, size: int) -> int:
@@ -130,19 +188,31 @@ class Store(Protocol):
     def make_directory(self, path: str) -> bool:
         """Make a directory, and those above it, unless it is there; whether it was made by this."""
 
+    def touch(self, path: str) -> bool:
+        """Give a file the time of now; False where it has to be written again for that, or is not there."""
+
+    def flush(self, directory: str) -> None:
+        """See that names that were made in a directory outlast a crash."""
+
+    def check_root(self, path: str) -> None:
+        """Insist that what nobody of ours makes is there, for a file to be written below: a bucket.
+
+        Raises:
+            InputError: it is not.
+        """
+
     def remove(self, path: str) -> None:
         """Remove a file. An object store may not tell that there was none."""
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty, and be it of marks that it is there."""
 
-    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
+    def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove what dead runs left of new files in a directory, as far as possible.
 
         Args:
             directory: where.
             complete: nothing is left to be written there.
-            keep: files that will be written again, which may go on with what is left of them.
         """
 
 
@@ -172,9 +242,8 @@ def store_of(path: str) -> Store:
         UsageError: the path is none that its store can have.
         InputError: a package is missing.
     """
-    if not in_object_store(path) and path.startswith(_NEARLY):
-        # A name that was put together, or typed, with one slash: nothing is to be written to a directory of that name.
-        raise UsageError(f"{path}: an object's path is s3://bucket/key, with two slashes", file=path)
+    if not in_object_store(path):
+        check_scheme(path)
     if in_object_store(path):
         # Loaded where it is needed: it takes half a second.
         from reshard.storage.once import through
@@ -184,6 +253,28 @@ def store_of(path: str) -> Store:
     from reshard.storage.local import LOCAL_STORE
 
     return LOCAL_STORE
+
+
+def check_scheme(path: str) -> None:
+    """Refuse what begins as a URL, and would be taken for the name of a directory.
+
+    Raises:
+        UsageError: it does, and not with s3://.
+    """
+    if path.startswith(_NEARLY) and not in_object_store(path):
+        # A name that was put together, or typed, with one slash.
+        raise UsageError(f"{path}: an object's path is s3://bucket/key, with two slashes", file=path)
+    match = _SCHEME.match(path)
+    if match is None or in_object_store(path):
+        return
+    scheme = match[1]
+    hint = "write local paths without a scheme, and objects as s3://bucket/key"
+    if scheme.lower() in _ENDPOINTS:
+        place = "bucket/key" if scheme.lower() in _HOSTS else path[match.end() :]
+        hint = f"objects of such services are read as s3://{place} --endpoint-url {_ENDPOINTS[scheme.lower()]}"
+    raise UsageError(
+        f"{path}: paths with {scheme}:// are not supported, only s3:// and local paths", file=path, hint=hint
+    )
 
 
 def storage_of(path: str) -> Storage:
@@ -209,8 +300,10 @@ def for_each(ask: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     """What is said of each of several paths, in their order; asked at a time where a request takes a round trip."""
     if len(paths) < 2 or not in_object_store(paths[0]):
         return [ask(path) for path in paths]
+    # What was said in a block of `asked_once` is said in these threads, too.
+    contexts = [contextvars.copy_context() for _ in paths]
     with ThreadPoolExecutor(min(_AT_A_TIME, len(paths))) as pool:
-        return list(pool.map(ask, paths))
+        return list(pool.map(lambda context, path: context.run(ask, path), contexts, paths))
 
 
 def absolute(path: str) -> str:
@@ -251,13 +344,13 @@ def unlinked(path: str) -> str:
     return os.path.realpath(path)
 
 
-def new_file(path: str, size: int) -> NewFile:
+def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:
     """Begin to write a file, in a directory that is made where it is not there; see `Store.new_file`.
 
     Raises:
         OSError: it cannot be written.
     """
-    return store_of(path).new_file(path, size)
+    return store_of(path).new_file(path, size, expected, sending)
 
 
 def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:

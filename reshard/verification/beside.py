@@ -14,7 +14,7 @@ from reshard.text.names import is_weight
 from reshard.text.report import Report
 from reshard.text.wording import some_names
 from reshard.verification.difference import Difference
-from reshard.verification.tree import Tree
+from reshard.verification.stored import Source
 
 _CONFIG = "config.json"
 _TYPES = ("torch_dtype", "dtype")
@@ -23,7 +23,7 @@ _BLOCK = 1 << 20
 
 
 def compare_beside(
-    source: Optional[Checkpoint], directory: str, written: Tree, cast: bool, report: Report
+    source: Optional[Checkpoint], directory: str, written: Source, cast: bool, report: Report
 ) -> list[Difference]:
     """Which files beside the source's weights, such as a tokenizer, are not beside the target's.
 
@@ -73,16 +73,16 @@ def _same(here: str, there: str) -> bool:
         return False
 
 
-def _fits(here: str, there: str, written: Tree) -> bool:
+def _fits(here: str, there: str, written: Source) -> bool:
     """Whether a configuration is the source's, but names the one type that all weights have after a cast.
 
     Raises:
         OSError: one cannot be read.
     """
     types = {
-        parameter.dtype
-        for name, parameter in written.parameters.items()
-        if is_weight(name, written.parameters) and "Float" in parameter.dtype
+        tensor.dtype
+        for name, tensor in written.tensors.items()
+        if is_weight(name, written.tensors) and "Float" in tensor.dtype
     }
     try:
         before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (here, there))

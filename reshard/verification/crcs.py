@@ -10,7 +10,7 @@ from reshard.checkpoints import CheckpointIndex, check_crcs
 from reshard.storage import storage_of
 from reshard.text.report import Report
 from reshard.verification.reading import Means
-from reshard.verification.tree import Tree
+from reshard.verification.stored import Source
 
 _LEAST_BLOCK, _MOST_BLOCK = 4 << 10, 8 << 20
 
@@ -52,11 +52,11 @@ class RecordedCrcs:
 
 
 def read_sound(
-    read: Callable[[Mapping[str, str]], Tree],
+    read: Callable[[Mapping[str, str]], Source],
     crcs: Optional[RecordedCrcs],
     known: Mapping[str, str] = MappingProxyType({}),
     copies: bool = False,
-) -> Tree:
+) -> Source:
     """Read the files of a step, without those whose contents are damaged.
 
     Only files whose contents will be read are looked at: of several replicas that of the lowest rank. Without
@@ -73,8 +73,8 @@ def read_sound(
     """
     damaged = dict(known)
     while True:
-        tree = read(damaged)
-        more = {} if crcs is None else crcs.damaged(tree.indexes.values() if copies else tree.files_read)
+        source = read(damaged)
+        more = {} if crcs is None else crcs.damaged(source.indexes.values() if copies else source.files_read)
         if not more:
-            return tree
+            return source
         damaged.update(more)

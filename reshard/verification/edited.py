@@ -1,118 +1,155 @@
-"""What a source becomes under other names, packed otherwise and of other types: a tree of tensors to compare with.
+"""What a source becomes under other names, packed otherwise and of other types.
 
-What rules say is taken from `names`, as operations in numbers; how they are done, and how elements are cast, is
-worked out here and in `made`, without anything that plans or carries out conversions.
+What rules say is taken from `names`, as operations in numbers; how they are carried out, and how elements are cast,
+is worked out in `rules` and `rounding`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
-from reshard.checkpoints import Tensor
+from reshard.checkpoints import CheckpointIndex, Tensor
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.layout import Box, whole
-from reshard.strategies import Stage, Strategy
+from reshard.strategies import Strategy
 from reshard.text.globs import Glob
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
 from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
-from reshard.verification.made import MadePart, Recipe
-from reshard.verification.origins import lists_of, needed, origins
-from reshard.verification.parameter import Holding, Parameter, Shards, Slice, shared
-from reshard.verification.parts import Readable
-from reshard.verification.products import Product
-from reshard.verification.tree import Tree
+from reshard.verification.boxes import Shape
+from reshard.verification.rules import Made, lists_of, taken
+from reshard.verification.stored import Content, Shards, Source, Stored
 
 if TYPE_CHECKING:
     from reshard.names import Applied, AppliedStep, Rules
 
-# What tells most of a tensor made of several comes first: what files show, then what they might.
-_TELLING = (Shards.NOT_MADE, Shards.MADE, Shards.UNDECIDED, Shards.NOT_RECORDED)
+
+class Edits(Protocol):
+    """What is asked of names, packing and types; see `plan.edits.Edits`."""
+
+    @property
+    def table(self) -> Optional[Rules]:
+        """Rules of names and packing."""
+
+    @property
+    def renames(self) -> Optional[Rules]:
+        """Rules that give other names, after the table."""
+
+    @property
+    def config(self) -> Optional[Mapping[str, object]]:
+        """What tells the sizes of the model."""
+
+    @property
+    def reverse(self) -> Optional[bool]:
+        """Whether the table is read from right to left; None: the way that fits."""
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether the table holds for optimizer state, too."""
+
+    @property
+    def casts(self) -> Sequence[tuple[Optional[str], str]]:
+        """Types, with a pattern of names or, for all weights, None; the last that fits holds."""
 
 
-class Edits(NamedTuple):
-    """What was asked of names, packing and types.
+class Casts(NamedTuple):
+    """`Edits` of types alone."""
 
-    Attributes:
-        table: rules of names and packing.
-        renames: rules that give other names, after the table.
-        config: what tells the sizes of the model.
-        reverse: whether the table is read from right to left; None: the way that fits.
-        optimizer: whether the table holds for optimizer state, too.
-        casts: types that are asked for, with a pattern of names or, for all weights, None; the last that fits holds.
-    """
-
-    table: Optional[Rules]
-    renames: Optional[Rules]
-    config: Optional[Mapping[str, object]]
-    reverse: Optional[bool]
-    optimizer: bool
     casts: Sequence[tuple[Optional[str], str]]
+    table: Optional[Rules] = None
+    renames: Optional[Rules] = None
+    config: Optional[Mapping[str, object]] = None
+    reverse: Optional[bool] = None
+    optimizer: bool = False
 
 
-class _Made(NamedTuple):
-    """What a tensor is made of: names of the source's tensors, and what is done with them to make a list."""
+class _Recipe(NamedTuple):
+    """What a tensor is made of: names of the source's tensors, what is done with them, which of the results it is."""
 
     step: AppliedStep
     number: int
 
 
-@dataclass
-class EditedTree(Tree):
-    """The files of a source, with the tensors that are made of what they hold.
+class EditedSource:
+    """What edits make of a source, which has to be complete; see `stored.Source`.
 
     Attributes:
         base: the source.
-        stored_names: names in the files of tensors that only have other names.
-        recipes: how all others are made.
+        indexes: what is in its files.
+        tensors: what is made, by name.
+        values: names of values that are kept, with the files that have them.
+        listed: names of what is made.
         tied: names in the source of tensors of which only the first is taken, and which should be equal.
-        paths: the files that recipes read, as far as they were asked for.
-        products: what an adapter added, by the name of the weight.
     """
 
-    base: Tree = field(default_factory=lambda: Tree({}, {}))
-    stored_names: dict[str, str] = field(default_factory=dict)
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    tied: tuple[tuple[str, str], ...] = ()
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    products: Mapping[str, Product] = field(default_factory=dict)
+    told_by = "by the rules and casts"
+
+    def __init__(self, base: Source, edits: Edits, report: Report) -> None:
+        """Find out.
+
+        Args:
+            base: the source.
+            edits: what was asked.
+            report: told what rules leave out.
+
+        Raises:
+            InputError: they do not fit the source.
+        """
+        # Loaded only here: most checkpoints are compared under their own names.
+        from reshard.names import AppliedStep, apply_rules, warning_of
+
+        base.check_read(lambda name: True)
+        self.base = base
+        self.checkpoint = base.checkpoint
+        self.indexes: Mapping[int, CheckpointIndex] = base.indexes
+        self.listed: Collection[str] = ()
+        self.tied: tuple[tuple[str, str], ...] = ()
+        recipes = {name: _Recipe(AppliedStep("", (), (name,), (name,)), 0) for name in base.tensors}
+        kept = set(base.values)
+        if edits.table is not None:
+            shapes: dict[str, Shape] = {name: tensor.shape for name, tensor in base.tensors.items()}
+            shapes.update((name, base.value(name, files[0]).shape) for name, files in base.values.items())
+            applied = apply_rules(edits.table, shapes, edits.config, edits.reverse, edits.optimizer)
+            warning = warning_of(edits.table, applied)
+            if warning is not None:
+                report.warn(warning)
+            recipes, kept = _ruled(recipes, kept, applied)
+            self.tied = tuple(pair for pair in applied.tied if all(name in base.tensors for name in pair))
+            for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "optimizer state")):
+                if names:
+                    report.note(f"not compared, {why}: " + listing(sorted(names)))
+        if edits.renames is not None:
+            shapes = {name: self._shapes(recipe.step)[-1][recipe.number] for name, recipe in recipes.items()}
+            shapes.update((name, base.value(name, base.values[name][0]).shape) for name in kept)
+            recipes, kept = _ruled(recipes, kept, apply_rules(edits.renames, shapes, optimizer=True))
+        self.values = {name: files for name, files in base.values.items() if name in kept}
+        casts = _Casts(edits.casts, {*recipes, *kept})
+        self.tensors: dict[str, Content] = {
+            name: self._made(name, recipe, casts.of(name)) for name, recipe in recipes.items()
+        }
+        casts.check(recipes)
+        self.listed = self.tensors.keys()
 
     @property
     def names(self) -> set[str]:
         """Everything that is made, and the values beside it."""
-        return {*self.parameters, *self.outside}
+        return {*self.tensors, *self.values}
 
-    @property
-    def told_by(self) -> str:
-        """Words for where types are told."""
-        return "by the rules and casts"
+    def value(self, name: str, file: int) -> Tensor:
+        """A file's copy of a value."""
+        return self.indexes[file].tensors[name]
 
-    def tensor(self, name: str, rank: int) -> Tensor:
-        """A rank's tensor of a name."""
-        return super().tensor(self.stored_names.get(name, name), rank)
-
-    def sample(self, parameter: Parameter) -> Tensor:
-        """A tensor as a file would hold all of it."""
-        recipe = self.recipes.get(parameter.name)
-        if recipe is None:
-            return super().sample(parameter)
-        nbytes = math.prod(recipe.shape) * recipe.item_size
-        return Tensor(recipe.name, recipe.dtype, recipe.shape, recipe.shape, ((0, nbytes),), nbytes)
-
-    def like_type(self, name: str) -> Optional[str]:
-        """The floating point type of a parameter of which all that is no number counts as the same."""
-        recipe = self.recipes.get(name)
-        return recipe.dtype if recipe is not None and recipe.cast else None
-
-    def product(self, name: str) -> Optional[Product]:
-        """What an adapter added to a parameter."""
-        return self.products.get(name)
+    def used(self) -> dict[str, Stored]:
+        """The tensors of the source that others are made of, by name."""
+        found: dict[str, Stored] = {}
+        for tensor in self.tensors.values():
+            for source in tensor.sources if isinstance(tensor, Made) else ():
+                found[source.name] = source
+        return found
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
         """The source's strategy under the names that tensors have here.
@@ -120,98 +157,77 @@ class EditedTree(Tree):
         Raises:
             CheckpointError: tensors are packed otherwise, so that it does not say how they are cut.
         """
-        packed = sorted(name for name, recipe in self.recipes.items() if recipe.operations)
+        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, Made) and one.operations)
         if packed:
             raise CheckpointError(
                 "how the source is cut does not say how what is packed otherwise was cut: " + listing(packed),
                 parameter=packed[0],
                 hint="name the target's strategy with --dst-strategy",
             )
-        before = {name: self.stored_names.get(name, name) for name in self.names}
-        before.update((name, recipe.sources[0].name) for name, recipe in self.recipes.items())
+        before = {name: name for name in self.values}
+        for name, tensor in self.tensors.items():
+            before[name] = tensor.sources[0].name if isinstance(tensor, Made) else tensor.stored_name  # type: ignore[attr-defined]
         stages = (
             replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
             for stage in strategy.stages
         )
         return replace(strategy, stages=tuple(stages))
 
-    def slice_part(self, parameter: Parameter, held: Slice) -> Readable:
-        """What has to be read for a slice that some rank holds."""
-        recipe = self.recipes.get(parameter.name)
-        return super().slice_part(parameter, held) if recipe is None else self._made_part(recipe, held.box)
+    def _shapes(self, step: AppliedStep) -> list[list[Shape]]:
+        return lists_of(step.operations, [self.base.tensors[source].shape for source in step.sources])
 
-    def parts(self, parameter: Parameter, boxes: Iterable[Box]) -> Iterator[tuple[int, Readable]]:
-        """What has to be read for some boxes of a parameter, with the number of the box."""
-        recipe = self.recipes.get(parameter.name)
-        if recipe is None:
-            yield from super().parts(parameter, boxes)
-            return
-        for number, box in enumerate(boxes):
-            yield number, self._made_part(recipe, box)
+    def _made(self, name: str, recipe: _Recipe, asked: Optional[str]) -> Content:
+        """A tensor.
 
-    def _made_part(self, recipe: Recipe, box: Box) -> MadePart:
-        paths = self.paths.get(recipe.name)
-        if paths is None:
-            ranks = {held.holders[0] for source in recipe.sources for held in source.slices if held.holders}
-            paths = self.paths[recipe.name] = tuple(self.indexes[rank].path for rank in sorted(ranks))
-        return MadePart(recipe, self.base, box, paths)
+        Raises:
+            CheckpointError: its elements cannot be cast, or are of several types.
+        """
+        step = recipe.step
+        sources = [self.base.tensors[source] for source in step.sources]
+        assert all(isinstance(source, Stored) for source in sources)
+        shapes = self._shapes(step)
+        shape = shapes[-1][recipe.number]
+        used = [sources[number] for number in sorted(taken(step.operations, shapes[0], recipe.number))]
+        types = {source.dtype: source for source in used}
+        cast = asked is not None and types.keys() != {asked} and any("Float" in dtype for dtype in types)
+        if not step.operations and not cast:
+            assert isinstance(sources[0], Stored)
+            return replace(sources[0], name=name)
+        dtype, item_size = used[0].dtype, used[0].item_size
+        if cast:
+            assert asked is not None
+            for stored, source in types.items():
+                if stored != asked and stored not in CASTABLE:
+                    raise CheckpointError(
+                        f"{quoted(name)}: elements of type {stored} ({quoted(source.name)}) cannot be cast to {asked}",
+                        parameter=name,
+                        hint="name those that are to be cast with --cast 'GLOB=DTYPE'",
+                    )
+            dtype, item_size = asked, ITEM_SIZES[asked]
+        stored_sources = tuple(source for source in sources if isinstance(source, Stored))
+        shards = _of_all([source.shards for source in used])
+        return Made(name, dtype, item_size, shape, stored_sources, step.operations, recipe.number, cast, shards)
 
 
-def edited_tree(base: Tree, edits: Edits, report: Report) -> EditedTree:
-    """The tree that edits make of a source, which has to be complete.
-
-    Args:
-        base: the source, with all of its names.
-        edits: what was asked.
-        report: told what rules leave out.
-
-    Raises:
-        InputError: they do not fit the source.
-    """
-    # Loaded only here: most checkpoints are compared under their own names.
-    from reshard.names import AppliedStep, apply_rules, warning_of
-
-    base.check_readings()
-    made = {name: _Made(AppliedStep("", (), (name,), (name,)), 0) for name in base.parameters}
-    kept = set(base.outside)
-    tied: tuple[tuple[str, str], ...] = ()
-    if edits.table is not None:
-        shapes = {name: parameter.shape for name, parameter in base.parameters.items()}
-        shapes.update((name, _value(base, name).shape) for name in kept)
-        applied = apply_rules(edits.table, shapes, edits.config, edits.reverse, edits.optimizer)
-        warning = warning_of(edits.table, applied)
-        if warning is not None:
-            report.warn(warning)
-        made, kept = _ruled(base, made, kept, applied)
-        tied = tuple(pair for pair in applied.tied if all(name in base.parameters for name in pair))
-        for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, "optimizer state")):
-            if names:
-                report.note(f"not compared, {why}: " + listing(sorted(names)))
-    if edits.renames is not None:
-        shapes = {name: _shape(base, one) for name, one in made.items()}
-        shapes.update((name, _value(base, name).shape) for name in kept)
-        made, kept = _ruled(base, made, kept, apply_rules(edits.renames, shapes, optimizer=True))
-    casts = _Casts(edits.casts, {*made, *kept})
-    outside = {name: ranks for name, ranks in base.outside.items() if name in kept}
-    tree = EditedTree(base.indexes, base.damaged, {}, {}, outside, base, tied=tied)
-    for name, one in made.items():
-        _add(tree, name, one, casts.of(name))
-    casts.check(made)
-    return tree
+def _of_all(readings: Sequence[Shards]) -> Shards:
+    """Whether recorded optimizer shards are made, of a tensor made of several; any that tells does."""
+    telling = [each for each in readings if not each.unrecorded and not each.undecided]
+    undecided = () if telling else tuple(sorted({rank for each in readings for rank in each.undecided}))
+    return Shards(any(each.plain for each in telling), not telling and not undecided, undecided)
 
 
 def _ruled(
-    base: Tree, made: Mapping[str, _Made], kept: set[str], applied: Applied
-) -> tuple[dict[str, _Made], set[str]]:
+    recipes: Mapping[str, _Recipe], kept: Collection[str], applied: Applied
+) -> tuple[dict[str, _Recipe], set[str]]:
     """What rules make of tensors and values.
 
     Raises:
         CheckpointError: they move what nothing lays out.
     """
-    found: dict[str, _Made] = {}
+    found: dict[str, _Recipe] = {}
     still: set[str] = set()
     for step in applied.steps:
-        loose = [source for source in step.sources if source not in made]
+        loose = [source for source in step.sources if source not in recipes]
         if loose:
             if step.sources != step.targets or step.operations:
                 raise CheckpointError(
@@ -222,69 +238,14 @@ def _ruled(
                 )
             still.update(loose)
         elif not step.operations:
-            found.update((target, made[source]) for target, source in zip(step.targets, step.sources))
+            found.update((target, recipes[source]) for target, source in zip(step.targets, step.sources))
         else:
-            sources = [made[source] for source in step.sources]
+            sources = [recipes[source] for source in step.sources]
             # Only the first table packs; what follows it gives other names.
             assert not any(source.step.operations for source in sources)
-            taken = step._replace(sources=tuple(source.step.sources[0] for source in sources))
-            found.update((target, _Made(taken, number)) for number, target in enumerate(step.targets))
-    return found, still & kept
-
-
-def _value(base: Tree, name: str) -> Tensor:
-    """A value in the lowest file that has it."""
-    return base.tensor(name, base.outside[name][0])
-
-
-def _shapes(base: Tree, step: AppliedStep) -> tuple[tuple[int, ...], ...]:
-    return tuple(base.parameters[source].shape for source in step.sources)
-
-
-def _shape(base: Tree, made: _Made) -> tuple[int, ...]:
-    return lists_of(made.step.operations, _shapes(base, made.step))[-1][made.number]
-
-
-def _add(tree: EditedTree, name: str, made: _Made, asked: Optional[str]) -> None:
-    """Add a tensor to a tree.
-
-    Raises:
-        CheckpointError: its elements cannot be cast, or are of several types.
-    """
-    base, step = tree.base, made.step
-    sources = [base.parameters[source] for source in step.sources]
-    shapes = _shapes(base, step)
-    lists = lists_of(step.operations, shapes)
-    numbers = sorted(needed(step.operations, len(sources), made.number, lists))
-    types = {sources[number].dtype: sources[number] for number in numbers}
-    cast = asked is not None and types.keys() != {asked} and any("Float" in dtype for dtype in types)
-    if not step.operations and not cast:
-        tree.stored_names[name] = sources[0].name
-        tree.parameters[name] = replace(sources[0], name=name)
-        return
-    shape: tuple[int, ...] = lists[-1][made.number]
-    if cast:
-        assert asked is not None
-        for dtype, source in types.items():
-            if dtype != asked and dtype not in CASTABLE:
-                raise CheckpointError(
-                    f"{quoted(name)}: elements of type {dtype} ({quoted(source.name)}) cannot be cast to {asked}",
-                    parameter=name,
-                    hint="name those that are to be cast with --cast 'GLOB=DTYPE'",
-                )
-        dtype, item_size = asked, ITEM_SIZES[asked]
-    else:
-        sample = sources[numbers[0]]
-        if len(types) > 1 and 0 not in shape:
-            # It may have elements of fewer tensors than the operations join on the way.
-            found = origins(step.operations, shapes, made.number, tuple((0, 1) for _ in shape))
-            sample = sources[found[0].tensor] if found else sample
-        dtype, item_size = sample.dtype, base.sample(sample).item_size
-    tree.recipes[name] = Recipe(name, shape, dtype, item_size, tuple(sources), step.operations, made.number, cast)
-    whole_tensor = Parameter(name, dtype, shape, (Holding(Stage(0, 0, 1, {}), shared(whole(len(shape))), (0,)),))
-    # Whether recorded optimizer shards are made, any of the sources may tell.
-    telling = min((sources[number] for number in numbers), key=lambda each: _TELLING.index(each.shards))
-    tree.parameters[name] = replace(whole_tensor, shards=telling.shards, deciding=telling.deciding)
+            made = step._replace(sources=tuple(source.step.sources[0] for source in sources))
+            found.update((target, _Recipe(made, number)) for number, target in enumerate(step.targets))
+    return found, still & set(kept)
 
 
 class _Casts:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import CheckpointError, TargetError
+from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.checkpoint2 import find_iterations
 from reshard.forms.full import HUGGINGFACE
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.source_ranks import check_ranks
-from reshard.forms.registry import CHECKPOINT2, RANKS, read_checkpoint
+from reshard.forms.registry import CHECKPOINT2, RANKS
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
@@ -23,29 +22,19 @@ from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import Message, joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
-from reshard.verification import (
-    Difference,
-    Means,
-    Needs,
-    RecordedCrcs,
-    Tree,
-    check_complete,
-    compare_converted,
-    compare_copies,
-    has_copies,
-    not_held,
-    read_sound,
-    read_step,
-    read_tree,
-)
+from reshard.text.wording import plural, quoted, rank_ranges
 from reshard.verification.beside import compare_beside
-from reshard.verification.compare_forms import compare_with_form
-from reshard.verification.edited import EditedTree, Edits, edited_tree
-from reshard.verification.forms import FormTree, tree_of
+from reshard.verification.copies import compare_copies, has_copies, not_held
+from reshard.verification.crcs import RecordedCrcs, read_sound
+from reshard.verification.difference import Difference
+from reshard.verification.edited import EditedSource, Edits
+from reshard.verification.form_target import compare_form
 from reshard.verification.own_names import casts_alone, weights_of, without_rules
-from reshard.verification.products import products_of
-from reshard.verification.tied import not_alike
+from reshard.verification.products import sums_of
+from reshard.verification.rank_target import AnySource, compare_ranks
+from reshard.verification.reading import Comparison, Means, compare
+from reshard.verification.sources import Place, Reader, read_files_of_ranks
+from reshard.verification.stored import Source, Stored
 from reshard.verification.written import read_written
 
 if TYPE_CHECKING:
@@ -54,26 +43,18 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 3
 
 
-class Source(NamedTuple):
-    """What was converted.
+class Converted(NamedTuple):
+    """What was converted, and how.
 
     Attributes:
-        path: tree, file or `{rank}` path, or the directory of another form.
-        form: its form.
-        strategy: of rank directories; `none` where the form tells the layouts.
-        step: the step that was converted; ``latest`` for the newest complete one (see `verification.steps`).
-        file_suffix: only files whose stem ends so.
+        place: where it is.
         edits: the names, packing and types that it got; None where they stayed.
         recorded: whether these are what the target's records say, of whatever source that was made.
         beside: whether what lies beside its weights, such as a tokenizer, has to lie beside the target's.
         adapter: what was added to its weights; None where nothing was.
     """
 
-    path: str
-    form: str
-    strategy: Strategy
-    step: str = "latest"
-    file_suffix: Optional[str] = None
+    place: Place
     edits: Optional[Edits] = None
     recorded: bool = False
     beside: bool = True
@@ -84,11 +65,11 @@ class Adapter(NamedTuple):
     """A low-rank adapter that was added.
 
     Attributes:
-        source: its matrices.
+        place: where its matrices are.
         scale: what their products are multiplied with.
     """
 
-    source: Source
+    place: Place
     scale: Scale
 
 
@@ -114,7 +95,7 @@ class Target(NamedTuple):
 
 
 def verify_conversion(
-    source: Source,
+    converted: Converted,
     target: Target,
     *,
     filters: Filters,
@@ -127,7 +108,7 @@ def verify_conversion(
     """What of a converted checkpoint is not what its source makes of it.
 
     Args:
-        source: what was converted.
+        converted: what was converted.
         target: what it was converted to.
         filters: which parameters were converted.
         means: what may be used for reading.
@@ -140,184 +121,105 @@ def verify_conversion(
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
-    reader = _reader(source, target, filters, means, report)
-
-    def differences(tree: Tree) -> list[Difference]:
-        if source.edits is None:
-            warn_of_unmatched(filters, (source.strategy.parameters, target.strategy.parameters, tree.names), report)
-            return compared(tree, target.strategy)
+    place, edits = converted.place, converted.edits
+    if edits is None:
+        reader = Reader(place, means.handles, report, target.strategy, target.ranks, filters)
+    else:
         # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
-        check_complete(tree, reader.strategy, Needs(Strategy.none()))
-        if source.recorded and without_rules(tree, source.edits, weights()):
+        reader = Reader(place, means.handles, report)
+
+    def differences(source: Source) -> list[Difference]:
+        if edits is None:
+            warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
+            return _compared(source, target, converted, filters.admit, means, report, recovered)
+        if converted.recorded and without_rules(source, edits, weights_of(*target[:2], target.files, means.handles)):
             report.note(
-                f"{target.directory} has the names of {source.path}, to which the recorded rules would give others: "
+                f"{target.directory} has the names of {place.path}, to which the recorded rules would give others: "
                 "compared without them; to compare otherwise, say how with --names or --rename"
             )
-            plain = source._replace(edits=casts_alone(source.edits), recorded=False, beside=False)
+            plain = converted._replace(edits=casts_alone(edits), recorded=False, beside=False)
             return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
-        edited = edited_tree(tree, source.edits, report)
-        if source.adapter is not None:
-            edited = _with_adapter(edited, source.adapter, means)
+        edited = EditedSource(source, edits, report)
+        if converted.adapter is not None:
+            matrices = _matrices(converted.adapter.place, means)
+            edited.tensors = sums_of(edited.tensors, matrices, converted.adapter.place.path, converted.adapter.scale)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
-        return [*not_alike(edited, means), *compared(edited, laid_out)]
-
-    def weights() -> set[str]:
-        return weights_of(target.directory, target.form, target.files, means.handles)
-
-    def compared(tree: Tree, laid_out: Strategy) -> list[Difference]:
-        admit, strategy = filters.admit, reader.strategy
-        if target.form == RANKS:
-            return compare_converted(
-                tree,
-                strategy,
-                target.files,
-                laid_out,
-                means,
-                ranks=target.ranks,
-                admit=admit,
-                recovered=recovered,
-            )
-        files = [*target.files.values()] or None
-        written, found = read_written(target.directory, target.form, means.handles, files)
-        if written is None:
-            return found
-        found += compare_with_form(tree, strategy, written, laid_out, target.directory, means, admit)
-        if target.form == HUGGINGFACE and source.beside:
-            cast = source.edits is not None and bool(source.edits.casts)
-            found += compare_beside(reader.checkpoint, target.directory, written.tree, cast, report)
-        return found
+        found = [*_untied(edited, means), *_disagreeing(edited, means)]
+        here = target._replace(strategy=laid_out)
+        return [*found, *_compared(edited, here, converted, filters.admit, means, report)]
 
     damaged = dict(known or {})
     if known is not None:
-        tree = reader.read(damaged)
-        different = differences(tree)
+        source = reader.read(damaged)
+        different = differences(source)
         # What was made of replicas differs from a file that is damaged.
-        more = crcs.damaged(tree.files_read) if different and crcs is not None else {}
+        more = crcs.damaged(source.files_read) if different and crcs is not None else {}
         if not more:
             return different
         damaged.update(more)
     return differences(read_sound(reader.read, crcs, damaged))
 
 
-def _with_adapter(edited: EditedTree, adapter: Adapter, means: Means) -> EditedTree:
-    """Weights without the matrices of adapters beside them, and what one adds."""
-    # Loaded only here, because it loads what conversions are carried out with.
-    from reshard.lora.pairs import is_matrix
+def _compared(
+    source: AnySource,
+    target: Target,
+    converted: Converted,
+    admit: Callable[[str], bool],
+    means: Means,
+    report: Report,
+    recovered: bool = False,
+) -> list[Difference]:
+    if target.form == RANKS:
+        return compare_ranks(
+            source, target.files, target.strategy, means, ranks=target.ranks, admit=admit, recovered=recovered
+        )
+    files = [*target.files.values()] or None
+    written, found = read_written(target.directory, target.form, means.handles, files)
+    if written is None:
+        return found
+    found += compare_form(source, written, target.strategy, target.directory, means, admit)
+    if target.form == HUGGINGFACE and converted.beside:
+        cast = converted.edits is not None and bool(converted.edits.casts)
+        found += compare_beside(source.checkpoint, target.directory, written, cast, report)
+    return found
 
-    kept = edited.only(lambda name: not is_matrix(name))
-    assert isinstance(kept, EditedTree)
-    return replace(
-        kept, products=products_of(kept, _matrices(adapter.source, means), adapter.source.path, adapter.scale)
-    )
 
-
-def _matrices(source: Source, means: Means) -> Tree:
+def _matrices(place: Place, means: Means) -> Source:
     """The files of an adapter, which have to be complete."""
-    report = Report()
-    if source.form != RANKS:
-        return FormReader(source, lambda name: True, means, report).read({})
-    found = find_checkpoints(source.path, source.file_suffix)
-    check_ranks(found, source.strategy, means.handles)
-    tree = read_step(found, source.strategy, source.step, means.handles, report)
-    check_complete(tree, source.strategy, Needs(Strategy.none()))
-    return tree
+    return Reader(place, means.handles, Report()).read({})
 
 
-class _Reader(Protocol):
-    """Reads a source.
-
-    Attributes:
-        strategy: how the tree that was read last is laid out.
-        checkpoint: what was read last, if it is no rank tree.
-    """
-
-    strategy: Strategy
-    checkpoint: Optional[Checkpoint]
-
-    def read(self, damaged: Mapping[str, str]) -> Tree:
-        """The files of the step, given those that are damaged, and why, by path."""
-
-
-class _RankReader:
-    """Reads rank directories."""
-
-    def __init__(self, source: Source, target: Target, means: Means, report: Report) -> None:
-        self.strategy = source.strategy
-        self.checkpoint: Optional[Checkpoint] = None
-        self._source, self._target, self._means, self._report = source, target, means, report
-        self._found = find_checkpoints(source.path, source.file_suffix)
-        check_ranks(self._found, source.strategy, means.handles)
-
-    def read(self, damaged: Mapping[str, str]) -> Tree:
-        source, target = self._source, self._target
-        edited = source.edits is not None
-        return read_step(
-            self._found,
-            source.strategy,
-            source.step,
-            self._means.handles,
-            self._report,
-            target=None if edited else target.strategy,
-            ranks=None if edited else target.ranks,
-            damaged=damaged,
-        )
+def _untied(source: EditedSource, means: Means) -> list[Difference]:
+    """Tensors of a source that are not equal to the one that is written for them."""
+    found = []
+    for one, other in source.tied:
+        first, second = source.base.tensors[one], source.base.tensors[other]
+        assert isinstance(second, Stored)
+        different = (first.dtype, first.shape) != (second.dtype, second.shape)
+        if not different:
+            assert isinstance(first, Stored)
+            # What is read of the copies is read under their own name.
+            expected = replace(first, name=other)
+            copies = [Comparison(expected, way, second.indexes, way.number) for way in second.ways]
+            different = bool(compare(copies, means, told=False).files)
+        if different:
+            detail = f"is not written but made of {quoted(one)}, which differs from its own contents"
+            found.append(Difference("content", other, (), detail))
+    return found
 
 
-class FormReader:
-    """Reads a checkpoint of any form but rank directories.
-
-    Args:
-        source: what to read.
-        wanted: tells of a name whether the tensor has to be there whole.
-        means: what may be used for reading.
-        report: told what was decided.
-        chosen: numbers of the files to look into; all where None.
-
-    Attributes:
-        strategy: how the tree that was read last is laid out.
-        checkpoint: the checkpoint that was read last.
-        found: the same as a tree.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        wanted: Callable[[str], bool],
-        means: Means,
-        report: Report,
-        chosen: Optional[Collection[int]] = None,
-    ) -> None:
-        self._source, self._wanted, self._means, self._report = source, wanted, means, report
-        self._chosen = chosen
-        self.strategy = source.strategy
-        self.checkpoint: Optional[Checkpoint] = None
-        self.found: Optional[FormTree] = None
-
-    def read(self, damaged: Mapping[str, str]) -> Tree:
-        """The files, given those that are damaged, and why, by path."""
-        source = self._source
-        found = tree_of(
-            read_checkpoint(
-                source.form, source.path, source.step, self._means.handles, self._report, damaged, self._wanted
-            ),
-            self._chosen,
-        )
-        self.strategy, self.checkpoint, self.found = found.strategy, found.checkpoint, found
-        return found.tree
-
-
-def _reader(source: Source, target: Target, filters: Filters, means: Means, report: Report) -> _Reader:
-    if source.form == RANKS:
-        return _RankReader(source, target, means, report)
-    listed = frozenset(target.strategy.parameters)
-
-    def wanted(name: str) -> bool:
-        if source.edits is not None:
-            return True
-        return filters.admit(name) and (target.strategy.is_none or name in listed)
-
-    return FormReader(source, wanted, means, report)
+def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
+    """Sources of what is made that several pipeline stages have, each all of it, but not with the same values."""
+    shared = [tensor for tensor in source.used().values() if len(tensor.ways) > 1]
+    comparisons = [
+        Comparison(tensor, way, tensor.indexes, way.number) for tensor in shared for way in tensor.whole_ways()[1:]
+    ]
+    wrong = compare(comparisons, means, told=False)
+    names = dict.fromkeys(name for _, name in wrong.files)
+    return [
+        Difference("stages", name, (), "the source's pipeline stages hold different values of it") for name in names
+    ]
 
 
 def recorded_step(src: str, form: str, step: Optional[str]) -> str:
@@ -358,29 +260,37 @@ def verify_replicas(
         raise CheckpointError(f"{path}: holds no checkpoints", file=path)
     if candidate.step is not None:
         report.note(f"step {candidate.step} is compared")
-    files = candidate.files
-    held = read_sound(
-        lambda damaged: read_tree(files, strategy, means.handles, filters.admit, damaged), crcs, copies=True
-    )
+    problems: dict[str, InputError] = {}
+
+    def read(damaged: Mapping[str, str]) -> Source:
+        problems.clear()
+        found, contradicting = read_files_of_ranks(
+            candidate.files, strategy, means.handles, Report(), damaged, filters.admit
+        )
+        problems.update(contradicting)
+        return found
+
+    held = read_sound(read, crcs, copies=True)
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
-    _check_anything_left(held)
-    found = compare_copies(held, means)
-    _tell_not_held(held, strategy, report)
-    return found, _verdict(held, report)
+    _check_anything_left(held, filters, problems)
+    found = compare_copies(held, means, filters.admit, problems)
+    _tell_not_held(held, strategy, filters, report)
+    return found, _verdict(held, filters, report)
 
 
-def _check_anything_left(held: Tree) -> None:
-    if not (held.parameters or held.problems or held.outside):
+def _check_anything_left(held: Source, filters: Filters, problems: Mapping[str, InputError]) -> None:
+    if not (problems or any(map(filters.admit, [*held.tensors, *held.values]))):
         raise CheckpointError(
             "nothing would be compared: no parameter of the checkpoint is asked for",
             hint="check --include and --exclude, and that the strategy is of this model",
         )
 
 
-def _verdict(held: Tree, report: Report) -> str:
+def _verdict(held: Source, filters: Filters, report: Report) -> str:
     """What is said where copies do not differ; nothing where there are none, of which is warned."""
-    alone = sum(1 for parameter in held.parameters.values() if not has_copies(parameter))
-    if alone == len(held.parameters):
+    tensors = [tensor for name, tensor in held.tensors.items() if filters.admit(name)]
+    alone = sum(1 for tensor in tensors if isinstance(tensor, Stored) and not has_copies(tensor))
+    if alone == len(tensors):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
         return ""
     left = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
@@ -388,7 +298,7 @@ def _verdict(held: Tree, report: Report) -> str:
 
 
 def verify_copies(
-    source: Source, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
+    place: Place, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
 ) -> tuple[list[Difference], str]:
     """Which copies of slices within a checkpoint of any form but rank directories differ.
 
@@ -398,24 +308,22 @@ def verify_copies(
     Raises:
         ReshardError: it cannot be read.
     """
-    reader = FormReader(source, lambda name: False, means, report)
-    tree = read_sound(reader.read, crcs, copies=True)
-    assert reader.found is not None
-    warn_of_unmatched(filters, (tree.names,), report)
-    tree = tree.only(filters.admit)
-    _check_anything_left(tree)
-    place = source.path if is_directory(source.path) else os.path.dirname(source.path)
+    reader = Reader(place, means.handles, report, incomplete=True)
+    held = read_sound(reader.read, crcs, copies=True)
+    warn_of_unmatched(filters, (held.names,), report)
+    _check_anything_left(held, filters, {})
+    root = place.path if is_directory(place.path) else os.path.dirname(place.path)
     found = []
-    for difference in compare_copies(tree, means):
-        files = tuple(os.path.relpath(path, place) for path in reader.found.paths(difference.ranks))
+    for difference in compare_copies(held, means, filters.admit):
+        files = tuple(os.path.relpath(held.checkpoint.files[number], root) for number in difference.ranks)
         detail = "differs from the copies in other files" if difference.kind == "replica" else difference.detail
         found.append(difference._replace(ranks=(), files=files, detail=detail))
-    return found, _verdict(tree, report)
+    return found, _verdict(held, filters, report)
 
 
-def _tell_not_held(tree: Tree, strategy: Strategy, report: Report) -> None:
+def _tell_not_held(held: Source, strategy: Strategy, filters: Filters, report: Report) -> None:
     """A line on what was not compared because files lack it."""
-    lacking = not_held(tree, strategy)
+    lacking = not_held(held, strategy, filters.admit)
     if lacking:
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in lacking.items():

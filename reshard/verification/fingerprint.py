@@ -11,19 +11,18 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple, Optional
 
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, InputError
-from reshard.layout import Box, whole_box
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
-from reshard.verification.parameter import Parameter
-from reshard.verification.parts import Readable
-from reshard.verification.reading import Means, batches, sum_boxes, sum_parts
+from reshard.verification.boxes import Box, volume_of, whole_box
+from reshard.verification.rank_target import AnySource, value_content
+from reshard.verification.reading import Means, batches, sum_boxes
+from reshard.verification.stored import Content, Stored
 from reshard.verification.sums import PRIME, VERSION, fingerprint
-from reshard.verification.tree import Tree
-from reshard.verification.true_layouts import is_text
 
 _SUM_BYTES = 16
 SEVERAL = -1
@@ -196,7 +195,9 @@ class Fingerprints:
 
         Text and map tensors, which not every format can hold, and values that belong to a rank do not count.
         """
-        entries = [entry for entry in self.entries() if not is_text(entry.dtype) and not belongs_to_rank(entry.name)]
+        entries = [
+            entry for entry in self.entries() if entry.dtype not in NO_ARRAYS and not belongs_to_rank(entry.name)
+        ]
         if not self.complete:
             return None
         told = repr((VERSION, [entry.fingerprint for entry in entries]))
@@ -286,63 +287,57 @@ def _contradiction(name: str, what: str) -> InputError:
     )
 
 
-def fingerprints(tree: Tree, means: Means) -> Fingerprints:
-    """Sum every distinct slice once, on the lowest rank that has it, and every copy of a value.
+def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] = lambda name: True) -> Fingerprints:
+    """Sum every distinct slice once, in the lowest file that has it, and every copy of a value.
+
+    Args:
+        source: what is summed.
+        means: what may be used for reading.
+        admit: which names are.
 
     Raises:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
     """
-    tree.check_readings()
-    result = Fingerprints()
-    total = sum(tree.tensor(name, rank).nbytes for name, ranks in tree.outside.items() for rank in ranks)
-    for parameter in tree.parameters.values():
-        total += sum(tree.slice_part(parameter, held).nbytes for held in parameter.slices if held.holders)
-        if _in_pieces(parameter):
-            total += math.prod(parameter.shape) * tree.sample(parameter).item_size
+    result, shared = Fingerprints(), SharedPlaces()
+    tensors = [source.tensors[name] for name in source.tensors if admit(name)]
+    values = {name: files for name, files in source.values.items() if admit(name)}
+    copies = [(name, file, value_content(source, name, file)) for name, files in values.items() for file in files]
+    total = sum(content.item_size * math.prod(content.shape) for _, _, content in copies)
+    total += sum(tensor.item_size * volume_of(box) for tensor in tensors for (_, box), _ in _slices(tensor))
     means.progress.begin(total, "reading")
     try:
-        shared = SharedPlaces()
-        for batch in batches(tree.parameters.values(), lambda parameter: len(parameter.slices)):
-            _add_parameters(result, tree, batch, shared, means)
-        copies: dict[Copy, Copy] = {}
-        for names in batches(tree.outside, lambda name: len(tree.outside[name])):
-            parts = [tree.whole_part(name, rank) for name in names for rank in tree.outside[name]]
-            coming = iter(zip(parts, sum_parts(parts, means)))
-            for name in names:
-                result.values[name] = {}
-                for rank in tree.outside[name]:
-                    part, number = next(coming)
-                    copy = Copy(part.tensor.dtype, part.shape, number)
-                    result.values[name][rank] = copies.setdefault(copy, copy)
+        for some in batches(tensors, _count):
+            slices = [(tensor, key, part) for tensor in some for key, part in _slices(tensor)]
+            boxes = ((number, part, key[1]) for number, (_, key, part) in enumerate(slices))
+            sums = sum_boxes(boxes, len(slices), means)
+            by_tensor: dict[str, list[tuple[tuple[int, Box], int]]] = {tensor.name: [] for tensor in some}
+            for (tensor, key, _), found in zip(slices, sums):
+                by_tensor[tensor.name].append((key, found))
+            for tensor in some:
+                found_sums = by_tensor[tensor.name]
+                kept = shared.sums([key for key, _ in found_sums], [found for _, found in found_sums])
+                result.parameters[tensor.name] = ParameterSums(tensor.name, tensor.dtype, tensor.shape, kept)
+        wholes = ((number, content, whole_box(content.shape)) for number, (_, _, content) in enumerate(copies))
+        equal: dict[Copy, Copy] = {}
+        for (name, file, content), found in zip(copies, sum_boxes(wholes, len(copies), means)):
+            copy = Copy(content.dtype, source.value(name, file).shape, found)
+            result.values.setdefault(name, {})[file] = equal.setdefault(copy, copy)
     finally:
         means.progress.end()
     return result
 
 
-def _add_parameters(
-    result: Fingerprints, tree: Tree, parameters: list[Parameter], shared: SharedPlaces, means: Means
-) -> None:
-    parts: list[Readable] = []
-    for parameter in parameters:
-        parts += [tree.slice_part(parameter, held) for held in parameter.slices if held.holders]
-    sums = iter(sum_parts(parts, means))
-    pieced = [parameter for parameter in parameters if _in_pieces(parameter)]
-    numbered = (
-        (number, part)
-        for number, parameter in enumerate(pieced)
-        for _, part in tree.parts(parameter, [whole_box(parameter.shape)])
-    )
-    totals = {parameter.name: total for parameter, total in zip(pieced, sum_boxes(numbered, len(pieced), means))}
-    for parameter in parameters:
-        keys = [(held.stage, held.box) for held in parameter.slices if held.holders]
-        found = [next(sums) for _ in keys]
-        if parameter.name in totals:
-            keys.append((SEVERAL, whole_box(parameter.shape)))
-            found.append(totals[parameter.name])
-        slices = shared.sums(keys, found)
-        result.parameters[parameter.name] = ParameterSums(parameter.name, parameter.dtype, parameter.shape, slices)
+def _count(tensor: Content) -> int:
+    return sum(len(way.held) for way in tensor.ways) if isinstance(tensor, Stored) else 1
 
 
-def _in_pieces(parameter: Parameter) -> bool:
-    """Whether no stage has all of a parameter, but several together have."""
-    return parameter.cells.whole and not parameter.cells.of_one_stage
+def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:
+    """What is summed of a tensor: stage and box, and where its elements are read."""
+    if not isinstance(tensor, Stored):
+        yield (0, whole_box(tensor.shape)), tensor
+        return
+    for way in tensor.ways:
+        for box in sorted(box for box, files in way.held.items() if files):
+            yield (way.number, box), replace(tensor, ways=(way,))
+    if not tensor.whole_ways() and tensor.is_whole():
+        yield (SEVERAL, whole_box(tensor.shape)), tensor

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from reshard.checkpoints import CheckpointIndex
 from reshard.errors import RetryableError
-from reshard.storage import UnfitError, in_object_store, opened_regular, read_range
+from reshard.storage import UnfitError, opened_regular, read_range
 from reshard.text.wording import one_line, plural, quoted, some_names
 
 # Bytes in which a file says how long its header is.
@@ -75,10 +75,10 @@ def _on_disk(path: str) -> Iterator[str]:
         RetryableError: the file cannot be written.
         OSError: the object cannot be read.
     """
-    if not in_object_store(path):
-        yield path
-        return
     with opened_regular(path) as source:
+        if source.descriptor is not None:
+            yield path
+            return
         size = source.size()
         (length,) = struct.unpack("<Q", read_range(source, 0, _LENGTH))
         header = read_range(source, 0, _LENGTH + min(length, size - _LENGTH))

@@ -15,8 +15,8 @@ from reshard.errors import CheckpointError, InputError
 from reshard.forms.registry import RANKS, read_checkpoint
 from reshard.text.names import WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
-from reshard.verification.edited import Edits, edited_tree
-from reshard.verification.tree import Tree
+from reshard.verification.edited import Casts, EditedSource, Edits
+from reshard.verification.stored import Source
 
 
 def weights_of(directory: str, form: str, files: Mapping[int, str], handles: FileHandles) -> set[str]:
@@ -49,7 +49,7 @@ def weights_of(directory: str, form: str, files: Mapping[int, str], handles: Fil
     return set()
 
 
-def without_rules(base: Tree, edits: Edits, written: Iterable[str]) -> bool:
+def without_rules(base: Source, edits: Edits, written: Iterable[str]) -> bool:
     """Whether a source has the names of what was written, and rules would give it others.
 
     Args:
@@ -60,9 +60,9 @@ def without_rules(base: Tree, edits: Edits, written: Iterable[str]) -> bool:
     names = set(written)
     if not names or not names <= base.names:
         return False
-    ruled: Optional[Tree]
+    ruled: Optional[EditedSource]
     try:
-        ruled = edited_tree(base, edits, Report())
+        ruled = EditedSource(base, edits, Report())
     except InputError:
         # They are of another naming than the source's.
         ruled = None
@@ -71,4 +71,4 @@ def without_rules(base: Tree, edits: Edits, written: Iterable[str]) -> bool:
 
 def casts_alone(edits: Edits) -> Optional[Edits]:
     """The same without rules; None where nothing is left."""
-    return Edits(None, None, None, None, False, edits.casts) if edits.casts else None
+    return Casts(edits.casts) if edits.casts else None

@@ -7,23 +7,20 @@ for which there is a bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
-from reshard.layout import Box
 from reshard.text.messages import listing
 from reshard.text.wording import quoted
-from reshard.verification.parameter import Parameter
-from reshard.verification.parts import Readable
+from reshard.verification.boxes import Box, Shape
 from reshard.verification.rounding import decoded, half_unit, largest
-from reshard.verification.tree import Tree
+from reshard.verification.stored import Content, Shards, Source, Words
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -40,40 +37,93 @@ _OTHER_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
-class Product:
-    """What was added to a weight: ``scale * up @ down``, or that transposed.
+class Sum:
+    """A weight to which ``scale * up @ down``, or that transposed, was added; see `stored.Content`.
+
+    What is read is the weight alone: copies are not compared with it, but by `fits`.
 
     Attributes:
-        tree: the adapter's files.
+        weight: the weight.
         up: the matrix with a column for each of the ranks.
         down: the one with a row for each.
         scale: what their product is multiplied with.
         transposed: whether the weight has a row for each input.
     """
 
-    tree: Tree
-    up: Parameter
-    down: Parameter
+    weight: Content
+    up: Content
+    down: Content
     scale: float
     transposed: bool
 
-    def numbers(self, tile: Box, handles: FileHandles) -> tuple[Numbers, Numbers]:
-        """A tile of what was added, and the sums of the sizes of its terms."""
-        rows, columns = tile[::-1] if self.transposed else tile
+    cast = False
+
+    @property
+    def name(self) -> str:
+        """The weight's."""
+        return self.weight.name
+
+    @property
+    def dtype(self) -> str:
+        """The weight's."""
+        return self.weight.dtype
+
+    @property
+    def item_size(self) -> int:
+        """The weight's."""
+        return self.weight.item_size
+
+    @property
+    def shape(self) -> Shape:
+        """The weight's."""
+        return self.weight.shape
+
+    @property
+    def shards(self) -> Shards:
+        """The weight's."""
+        return self.weight.shards
+
+    def paths(self) -> Collection[str]:
+        """The files of which something may be read."""
+        return {*self.weight.paths(), *self.up.paths(), *self.down.paths()}
+
+    def read(self, box: Box, handles: FileHandles) -> Words:
+        """The weight's elements."""
+        return self.weight.read(box, handles)
+
+    def tiles(self, box: Box) -> Iterator[Box]:
+        """A box in tiles."""
+        (first, last), (left, right) = box
+        for row in range(first, last, TILE[0]):
+            for column in range(left, right, TILE[1]):
+                yield (row, min(row + TILE[0], last)), (column, min(column + TILE[1], right))
+
+    def fits(self, weight: Words, found: Words, box: Box, handles: FileHandles) -> bool:
+        """Whether some elements are what the weight's and the product beside them make, as far as rounding allows."""
+        number, before = decoded(found, self.dtype), decoded(weight, self.dtype)
+        rows, columns = box[::-1] if self.transposed else box
         ranks = (0, self.up.shape[1])
-        up = _read(self.tree, self.up, (rows, ranks), handles)
-        down = _read(self.tree, self.down, (ranks, columns), handles)
+        up = decoded(self.up.read((rows, ranks), handles), self.up.dtype)
+        down = decoded(self.down.read((ranks, columns), handles), self.down.dtype)
         with np.errstate(invalid="ignore", over="ignore"):
-            found = up @ down * self.scale
-            sizes = np.abs(up) @ np.abs(down) * abs(self.scale)
-        return (found.T, sizes.T) if self.transposed else (found, sizes)
+            added, sizes = up @ down * self.scale, np.abs(up) @ np.abs(down) * abs(self.scale)
+            if self.transposed:
+                added, sizes = added.T, sizes.T
+            exact = before + added
+            off = (self.down.shape[0] + _OTHER_ROUNDINGS) * _FLOAT32 * (np.abs(before) + sizes)
+            off += half_unit(np.abs(exact) + off, self.dtype)
+            fits = np.isfinite(exact) & (np.abs(number - exact) <= off)
+            # What is too large for the type is infinite.
+            fits |= (np.abs(exact) + off >= largest(self.dtype)) & (number == np.copysign(np.inf, exact))
+        fits |= np.isnan(exact) & np.isnan(number)
+        return bool(fits.all())
 
 
-def products_of(base: Tree, adapter: Tree, place: str, scale: Scale) -> dict[str, Product]:
-    """What an adapter adds to which weight.
+def sums_of(tensors: dict[str, Content], adapter: Source, place: str, scale: Scale) -> dict[str, Content]:
+    """Weights, without the matrices of adapters beside them, and with what one adds.
 
     Args:
-        base: the weights.
+        tensors: the weights.
         adapter: the matrices, complete.
         place: where these lie, for messages.
         scale: what the products are multiplied with; by module.
@@ -85,74 +135,23 @@ def products_of(base: Tree, adapter: Tree, place: str, scale: Scale) -> dict[str
     from reshard.lora.pairs import is_matrix, pairs_of, weight_of
 
     pairs = pairs_of(adapter.names, place)
-    loose = [name for pair in pairs for name in (pair.up, pair.down) if name not in adapter.parameters]
+    loose = [name for pair in pairs for name in (pair.up, pair.down) if name not in adapter.tensors]
     if loose:
         raise CheckpointError(
             f"{place}: nothing says how these are laid out: " + listing(loose), file=place, parameter=loose[0]
         )
-    weights = [name for name in base.parameters if not is_matrix(name)]
-    found: dict[str, Product] = {}
+    found = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
+    names = [*found]
     for pair in pairs:
-        name = weight_of(pair, weights)
-        up, down = adapter.parameters[pair.up], adapter.parameters[pair.down]
-        shape = base.parameters[name].shape
-        if (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1] != shape or up.shape[1:] != down.shape[:1]:
+        name = weight_of(pair, names)
+        up, down, weight = adapter.tensors[pair.up], adapter.tensors[pair.down], found[name]
+        shape: Optional[Shape] = (up.shape[:1] + down.shape[1:])[:: -1 if scale.transposed else 1]
+        if shape != weight.shape or up.shape[1:] != down.shape[:1]:
             raise CheckpointError(
                 f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} is "
-                f"not of the shape {list(shape)} of {quoted(name)}",
+                f"not of the shape {list(weight.shape)} of {quoted(name)}",
                 file=place,
                 parameter=pair.up,
             )
-        found[name] = Product(adapter, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
-    return found
-
-
-def is_sum(
-    part: Readable, dtype: str, base: Tree, parameter: Parameter, product: Product, handles: FileHandles
-) -> bool:
-    """Whether a tile is what its weight and the product beside it make, as far as rounding allows.
-
-    Args:
-        part: the tile, as it was written.
-        dtype: its type, and the weight's.
-        base: the weight's files.
-        parameter: the weight.
-        product: what was added.
-        handles: open files.
-    """
-    found = decoded(_words([(part.box, part)], part.box, dtype, handles), dtype)
-    before = _read(base, parameter, part.box, handles)
-    added, sizes = product.numbers(part.box, handles)
-    with np.errstate(invalid="ignore", over="ignore"):
-        exact = before + added
-        off = (product.down.shape[0] + _OTHER_ROUNDINGS) * _FLOAT32 * (np.abs(before) + sizes)
-        off += half_unit(np.abs(exact) + off, dtype)
-        fits = np.isfinite(exact) & (np.abs(found - exact) <= off)
-        # What is too large for the type is infinite.
-        fits |= (np.abs(exact) + off >= largest(dtype)) & (found == np.copysign(np.inf, exact))
-    fits |= np.isnan(exact) & np.isnan(found)
-    return bool(fits.all())
-
-
-def tiles(box: Box) -> Iterator[Box]:
-    """A box of a weight in tiles."""
-    (first, last), (left, right) = box
-    for row in range(first, last, TILE[0]):
-        for column in range(left, right, TILE[1]):
-            yield (row, min(row + TILE[0], last)), (column, min(column + TILE[1], right))
-
-
-def _read(tree: Tree, parameter: Parameter, box: Box, handles: FileHandles) -> Numbers:
-    """Elements of a parameter as numbers."""
-    parts = [(part.box, part) for _, part in tree.parts(parameter, [box])]
-    return decoded(_words(parts, box, parameter.dtype, handles), parameter.dtype)
-
-
-def _words(parts: list[tuple[Box, Readable]], box: Box, dtype: str, handles: FileHandles) -> npt.NDArray[Any]:
-    """Elements of a box, all of which are in some part of it."""
-    found = np.empty([stop - start for start, stop in box], f"<u{ITEM_SIZES[dtype]}")
-    for inside, part in parts:
-        read = np.empty([stop - start for start, stop in inside], found.dtype)
-        part.opened(handles, 0).read(0, read.reshape(-1).view(np.uint8).data)
-        found[tuple(slice(a - first, b - first) for (a, b), (first, _) in zip(inside, box))] = read
+        found[name] = Sum(weight, up, down, scale.of(pair.stem, down.shape[0]), scale.transposed)
     return found

@@ -1,35 +1,39 @@
-"""Sums of what checkpoint files hold, read once, by several threads, in bounded memory."""
+"""Reading tensors block by block, in several threads and bounded memory: to compare their bytes, or to sum them."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Callable, Protocol, TypeVar
+from typing import Callable, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from reshard.checkpoints import FileHandles
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.layout import Box
+from reshard.checkpoints import CheckpointIndex, FileHandles
 from reshard.storage import storage_of
-from reshard.verification.parts import Content, Readable
+from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
+from reshard.verification.products import Sum
 from reshard.verification.rounding import same_nans
+from reshard.verification.rules import Made
+from reshard.verification.stored import Content, Rooms, Stored, Way, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
-# Larger parts are taken by several threads.
-_PART_BYTES = 64 << 20
-# Parts that are described at a time: some MB, and enough to keep all threads busy.
-MOST_PARTS = 1 << 14
-# A thread takes as many parts, or as many bytes, at a time.
-_TAKEN_PARTS, _TAKEN_BYTES = 64, 1 << 20
-# Contents up to this size are remembered with their sums, as many of them, because copies are equal.
-_SMALL, _REMEMBERED = 4 << 10, 256
-# Parts of fewer bytes on average are not worth a second thread where reading takes no waiting.
-_TINY = 8 << 10
-
+# The smaller stay in the cache; larger ones have longer runs where dimensions change places.
+_MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_MADE = 256 << 10, 1 << 20, 4 << 20
+# Blocks that a thread has in memory at a time: what is expected, a part of it, a copy, and what is worked out.
+_COPIES, _COPIES_MADE = 4, 12
+# A thread takes as many blocks, or as many bytes, at a time.
+_TAKEN_BLOCKS, _TAKEN_BYTES = 64, 1 << 20
 _T = TypeVar("_T")
+# Where the first so many blocks have fewer bytes each, a second thread is not worth it unless reading is waiting.
+_PEEKED, _TINY = 64, 8 << 10
+
+
+MAX_SLICES = 1 << 14
+"""Slices that are described at a time: some MB."""
 
 
 class Progress(Protocol):
@@ -54,14 +58,14 @@ class Means:
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: told how much has been read.
-        summed: files of which contents were read so far.
+        read: files of which contents were read so far.
     """
 
     handles: FileHandles
     jobs: int
     max_memory: int
     progress: Progress
-    summed: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
 
     def check_unchanged(self) -> None:
         """Insist that nobody has written to files of which contents were read: what was compared is of one version.
@@ -69,64 +73,230 @@ class Means:
         Raises:
             RetryableError: somebody has.
         """
-        self.handles.check_unchanged(sorted(self.summed))
+        self.handles.check_unchanged(sorted(self.read))
 
 
-def batches(items: Iterable[_T], parts_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Items in groups that have no more parts together than should be described at a time."""
+def batches(tensors: Iterable[_T], slices_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Tensors in groups that have no more slices together than should be described at a time."""
     batch: list[_T] = []
     total = 0
-    for item in items:
-        parts = parts_of(item)
-        if batch and total + parts > MOST_PARTS:
+    for tensor in tensors:
+        slices = slices_of(tensor)
+        if batch and total + slices > MAX_SLICES:
             yield batch
             batch, total = [], 0
-        batch.append(item)
-        total += parts
+        batch.append(tensor)
+        total += slices
     if batch:
         yield batch
 
 
-def sum_parts(parts: Sequence[Readable], means: Means, told: bool = True) -> list[int]:
-    """The sum of every part, in their order.
+class Comparison(NamedTuple):
+    """A tensor, and the copies of its slices that have to be equal to it.
+
+    Attributes:
+        content: what they have to be.
+        copies: the files that hold a slice, by its box.
+        indexes: what is in these files.
+        place: what differences are told with.
+    """
+
+    content: Content
+    copies: Way
+    indexes: Mapping[int, CheckpointIndex]
+    place: object = None
+
+    @property
+    def regions(self) -> list[Box]:
+        """What is read of the tensor: all of it, or the slices alone where these are not all."""
+        boxes = [box for box, files in self.copies.held.items() if files and volume_of(box)]
+        whole = whole_box(self.content.shape)
+        return [whole] if sum(map(volume_of, boxes)) >= volume_of(whole) > 0 else boxes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor and of the copies."""
+        copies = sum(volume_of(box) * len(files) for box, files in self.copies.held.items())
+        return self.content.item_size * (sum(map(volume_of, self.regions)) + copies)
+
+
+class Wrong:
+    """What comparisons found.
+
+    Attributes:
+        files: per place and name of the tensor the files whose copy is wrong.
+        stages: names of tensors of which the source's pipeline stages hold different values.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[object, str], set[int]] = defaultdict(set)
+        self.stages: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add_file(self, place: object, name: str, file: int) -> None:
+        """A copy that is wrong."""
+        with self._lock:
+            self.files[place, name].add(file)
+
+    def add_stages(self, name: str) -> None:
+        """A tensor of which stages hold different values."""
+        with self._lock:
+            self.stages.add(name)
+
+
+class _Task(NamedTuple):
+    """Something to do, and the bytes that it reads."""
+
+    nbytes: int
+    run: Callable[[], None]
+
+
+def compare(comparisons: Iterable[Comparison], means: Means, told: bool = True) -> Wrong:
+    """Compare copies with what they have to be, byte by byte.
 
     Args:
-        parts: what to read; equal ones should be neighbours.
+        comparisons: what is compared; made one by one, as threads take them.
         means: what may be used for it.
         told: whether the progress, which the caller begins and ends, is told.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    sums = [0] * len(parts)
-    if not parts:
-        return sums
-    paths = dict.fromkeys(path for part in parts for path in part.paths)
-    means.summed.update(paths)
-    storage = storage_of(next(iter(paths), "."))
-    in_flight = means.jobs * storage.in_flight
-    threads = max(1, min(in_flight, len(parts) if len(parts) > 1 else means.jobs))
-    if not storage.remote and sum(part.nbytes for part in parts) < len(parts) * _TINY:
-        # Nearly all of the time goes to the interpreter, which runs one thread at a time.
+    wrong, rooms = Wrong(), Rooms()
+
+    def tasks() -> Iterator[_Task]:
+        for one in comparisons:
+            means.read.update(one.content.paths())
+            means.read.update(one.indexes[file].path for files in one.copies.held.values() for file in files)
+            for region in one.regions:
+                for block in _blocks(one.content, region, means):
+                    yield _task(one, block, means, rooms, wrong)
+
+    _in_threads(tasks(), means, told=told)
+    return wrong
+
+
+def _task(one: Comparison, block: Box, means: Means, rooms: Rooms, wrong: Wrong) -> _Task:
+    meeting = [*one.copies.meeting(block)]
+    count = volume_of(block) + sum(volume_of(both) * len(files) for _, both, files in meeting)
+    return _Task(one.content.item_size * count, lambda: _compare_block(one, block, meeting, means, rooms, wrong))
+
+
+def _compare_block(
+    one: Comparison,
+    block: Box,
+    meeting: Sequence[tuple[Box, Box, tuple[int, ...]]],
+    means: Means,
+    rooms: Rooms,
+    wrong: Wrong,
+) -> None:
+    content, name, handles = one.content, one.content.name, means.handles
+    expected = content.read(block, handles, rooms.room) if isinstance(content, Stored) else content.read(block, handles)
+    if isinstance(content, Stored) and len(content.ways) > 1:
+        for way in content.whole_ways()[1:]:
+            if not _same(expected, content.read_ways([way], block, handles)):
+                wrong.add_stages(name)
+    if content.cast:
+        same_nans(expected, content.dtype)
+    for held, both, files in meeting:
+        part = expected[within(both, block)]
+        found = rooms.room("copy", shape_of(both), content.item_size)
+        for file in files:
+            read_box(one.indexes[file], name, held, both, found, handles)
+            if isinstance(content, Sum):
+                right = content.fits(part, found, both, handles)
+            else:
+                if content.cast:
+                    same_nans(found, content.dtype)
+                right = _same(part, found)
+            if not right:
+                wrong.add_file(one.place, name, file)
+
+
+def _same(one: Words, other: Words) -> bool:
+    """Whether two arrays of the same shape hold the same bytes."""
+    if one.dtype.kind == "V" or (one.flags.c_contiguous and other.flags.c_contiguous):
+        # Eight bytes at a time: what says where they are equal takes an eighth of the memory.
+        mine, theirs = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
+        many = len(mine) // 8 * 8
+        return np.array_equal(mine[:many].view("<u8"), theirs[:many].view("<u8")) and np.array_equal(
+            mine[many:], theirs[many:]
+        )
+    return np.array_equal(one, other)
+
+
+def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Means, told: bool = True) -> list[int]:
+    """The sums of tensors over some boxes (see `sums`).
+
+    Args:
+        boxes: numbers below ``count``, tensors and boxes; what has one number is summed together.
+        count: how many sums there are.
+        means: what may be used for it.
+        told: whether the progress, which the caller begins and ends, is told.
+
+    Raises:
+        ReshardError: a file cannot be read, or was cut short meanwhile.
+    """
+    sums = [0] * count
+    lock, rooms = threading.Lock(), threading.local()
+
+    def add(number: int, content: Content, block: Box) -> None:
+        if not hasattr(rooms, "space"):
+            rooms.space = Workspace(Workspace.LEAST_MEMORY)
+        words = content.read(block, means.handles)
+        if content.cast:
+            same_nans(words, content.dtype)
+        held = words.reshape(-1).view(np.uint8).data
+
+        def give(offset: int, out: memoryview) -> None:
+            out[:] = held[offset : offset + len(out)]
+
+        total = rooms.space.sum(content.shape, content.item_size, block, give)
+        with lock:
+            sums[number] = (sums[number] + total) % PRIME
+
+    def tasks() -> Iterator[_Task]:
+        for number, content, box in boxes:
+            means.read.update(content.paths())
+            for block in _blocks(content, box, means) if volume_of(box) else ():
+                nbytes = volume_of(block) * content.item_size
+                yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
+
+    _in_threads(tasks(), means, Workspace.LEAST_MEMORY, told)
+    return sums
+
+
+def _threads(means: Means) -> int:
+    """How many threads may read at a time."""
+    storage = storage_of(next(iter(means.read), "."))
+    return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
+
+
+def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, told: bool = True) -> None:
+    """Do tasks, which are made as threads take them and need at least so many bytes of memory each."""
+    first = [*itertools.islice(tasks, _PEEKED)]
+    if not first:
+        return
+    threads = max(1, min(_threads(means), means.max_memory // least))
+    if len(first) < _PEEKED:
+        threads = min(threads, len(first))
+    remote = storage_of(next(iter(means.read), ".")).remote
+    if not remote and sum(task.nbytes for task in first) < len(first) * _TINY:
         threads = 1
-    threads = max(1, min(threads, means.max_memory // Workspace.LEAST_MEMORY))
-    tasks = _tasks(parts)
-    lock = threading.Lock()
-    stop = threading.Event()
+    tasks = itertools.chain(first, tasks)
+    lock, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
-        adder = _Adder(means.handles, means.max_memory // threads)
         while not stop.is_set():
             with lock:
-                taken = _take(tasks)
+                taken = [*_taken(tasks)]
             if not taken:
                 return
-            totals = [adder.sum(part) for _, part in taken]
-            with lock:
-                for (number, _), total in zip(taken, totals):
-                    sums[number] = (sums[number] + total) % PRIME
-                if told:
-                    means.progress.wrote(sum(part.nbytes for _, part in taken))
+            for task in taken:
+                task.run()
+            if told:
+                with lock:
+                    means.progress.wrote(sum(task.nbytes for task in taken))
 
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -136,99 +306,50 @@ def sum_parts(parts: Sequence[Readable], means: Means, told: bool = True) -> lis
             # Also Ctrl-C: nobody waits for terabytes to be read.
             stop.set()
             raise
-    return sums
 
 
-def sum_boxes(parts: Iterable[tuple[int, Readable]], count: int, means: Means, told: bool = True) -> list[int]:
-    """The sums of boxes that are in several parts, and perhaps in more of them than should be described at a time.
-
-    Args:
-        parts: every part, with the number of its box.
-        count: how many boxes there are.
-        means: what may be used for it.
-        told: whether the progress is told.
-
-    Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
-    """
-    sums = [0] * count
-    for some in batches(parts, lambda _: 1):
-        for (number, _), total in zip(some, sum_parts([part for _, part in some], means, told)):
-            sums[number] = (sums[number] + total) % PRIME
-    return sums
-
-
-class _Adder:
-    """Sums parts, in one thread; content that it has summed before, at the same place, only read."""
-
-    def __init__(self, handles: FileHandles, memory: int) -> None:
-        self._handles = handles
-        self._space = Workspace(memory)
-        self._memory = max(0, memory - Workspace.MOST_MEMORY)
-        self._small = bytearray(_SMALL)
-        self._known: dict[tuple[tuple[int, ...], int, Box, bytes], int] = {}
-
-    def sum(self, part: Readable) -> int:
-        """The sum of a part."""
-        return sum(map(self._sum, part.pieces(self._memory))) % PRIME
-
-    def _sum(self, part: Readable) -> int:
-        item_size, nbytes = part.item_size, part.nbytes
-        reader = part.opened(self._handles, self._memory)
-        if part.like_type is not None:
-            reader = _Alike(reader, part.like_type)
-        if nbytes > _SMALL:
-            return self._space.sum(part.shape, item_size, part.box, reader.read)
-        content = memoryview(self._small)[:nbytes]
-        reader.read(0, content)
-        key = (part.shape, item_size, part.box, bytes(content))
-        total = self._known.get(key)
-        if total is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-
-            def give(offset: int, out: memoryview) -> None:
-                out[:] = content[offset : offset + len(out)]
-
-            total = self._known[key] = self._space.sum(part.shape, item_size, part.box, give)
-        return total
-
-
-class _Alike:
-    """Content in which all that is no number is the same."""
-
-    def __init__(self, content: Content, dtype: str) -> None:
-        self._content, self._dtype = content, dtype
-
-    def read(self, offset: int, out: memoryview) -> None:
-        """Fill ``out``, which begins and ends with an element."""
-        self._content.read(offset, out)
-        same_nans(np.frombuffer(out, f"<u{ITEM_SIZES[self._dtype]}"), self._dtype)
-
-
-def _take(tasks: Iterator[tuple[int, Readable]]) -> list[tuple[int, Readable]]:
-    """The next parts for one thread; none when all are taken."""
-    taken: list[tuple[int, Readable]] = []
+def _taken(tasks: Iterator[_Task]) -> Iterator[_Task]:
+    """The next tasks for one thread; none when all are taken."""
     nbytes = 0
-    while len(taken) < _TAKEN_PARTS and nbytes < _TAKEN_BYTES:
-        task = next(tasks, None)
-        if task is None:
-            break
-        taken.append(task)
-        nbytes += task[1].nbytes
-    return taken
+    for task in itertools.islice(tasks, _TAKEN_BLOCKS):
+        yield task
+        nbytes += task.nbytes
+        if nbytes >= _TAKEN_BYTES:
+            return
 
 
-def _tasks(parts: Sequence[Readable]) -> Iterator[tuple[int, Readable]]:
-    """Every part with its number, large ones in several pieces along their first long dimension."""
-    for number, part in enumerate(parts):
-        pieces = -(-part.nbytes // _PART_BYTES)
-        dimension = next((d for d, (start, stop) in enumerate(part.box) if stop - start > 1), None)
-        if pieces <= 1 or dimension is None:
-            yield number, part
-            continue
-        start, stop = part.box[dimension]
-        length = -(-(stop - start) // pieces)
-        for begin in range(start, stop, length):
-            interval = (begin, min(begin + length, stop))
-            yield number, part.of_box((*part.box[:dimension], interval, *part.box[dimension + 1 :]))
+def _blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
+    """A box in blocks of which a few fit into the memory of a thread."""
+    copies, largest = (_COPIES_MADE, _MAX_BLOCK_MADE) if isinstance(content, Made) else (_COPIES, _MAX_BLOCK)
+    most = max(_MIN_BLOCK, min(means.max_memory // _threads(means) // copies, largest)) // content.item_size
+    most = max(1, most)
+    if isinstance(content, Sum):
+        return content.tiles(box)
+    if isinstance(content, Made) and any(operation.kind == "transpose" for operation in content.operations):
+        return _halves(box, most)
+    return _rows(box, most)
+
+
+def _rows(box: Box, most: int, at: int = 0) -> Iterator[Box]:
+    """A box in boxes of at most so many elements, each of which lies in one piece if all of it does."""
+    if volume_of(box) <= most or at == len(box):
+        yield box
+        return
+    start, stop = box[at]
+    inner = volume_of(box) // (stop - start)
+    step = max(1, most // inner)
+    for first in range(start, stop, step):
+        part = (*box[:at], (first, min(first + step, stop)), *box[at + 1 :])
+        yield from _rows(part, most, at + 1) if inner > most else [part]
+
+
+def _halves(box: Box, most: int) -> Iterator[Box]:
+    """Likewise, with no side much longer than another: dimensions change places on the way."""
+    if volume_of(box) <= most:
+        yield box
+        return
+    at = max(range(len(box)), key=lambda dimension: box[dimension][1] - box[dimension][0])
+    start, stop = box[at]
+    middle = (start + stop) // 2
+    for interval in ((start, middle), (middle, stop)):
+        yield from _halves((*box[:at], interval, *box[at + 1 :]), most)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from reshard.checkpoints import reading_error
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import InputError
-from reshard.layout import Box
 from reshard.storage import ReadableFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.text.wording import quoted
+from reshard.verification.boxes import Box
 from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
 from reshard.verification.sums import PRIME, VERSION
 

@@ -39,7 +39,7 @@ from typing import Callable, NamedTuple, Optional
 import numpy as np
 import numpy.typing as npt
 
-from reshard.layout import Box
+from reshard.verification.boxes import Box
 
 VERSION = "reshard-1"
 PRIME = 2**127 - 1

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
+from typing import Union
 
 from reshard.strategies import Strategy
 from reshard.text.names import belongs_to_rank
-from reshard.verification.tree import Tree
+from reshard.verification.edited import EditedSource
+from reshard.verification.stored import Source
 
 
 class Values:
     """What a conversion copies: values that the source's strategy does not list.
 
     Args:
-        source: the source, with the names alone that were converted.
+        source: the source.
+        files: the names that were converted, with the files that have them, ascending.
+        tensors: names of the parameters that were converted.
         target: the target's strategy.
 
     Attributes:
@@ -23,25 +27,30 @@ class Values:
 
     keeps_files = False
 
-    def __init__(self, source: Tree, target: Strategy) -> None:
-        self._source = source
-        self._target = target
-        listing = {
-            name: frozenset(stage.number for stage in target.stages if name in stage.layouts) for name in source.outside
-        }
+    def __init__(
+        self,
+        source: Union[Source, EditedSource],
+        files: Mapping[str, tuple[int, ...]],
+        tensors: Collection[str],
+        target: Strategy,
+    ) -> None:
+        self._source, self._files, self._tensors, self._target = source, files, tensors, target
         everywhere = frozenset(stage.number for stage in target.stages)
-        self._stages = {name: numbers or everywhere for name, numbers in listing.items()}
+        self._stages = {
+            name: frozenset(stage.number for stage in target.stages if name in stage.layouts) or everywhere
+            for name in files
+        }
 
     @property
     def names(self) -> list[str]:
         """All of them."""
-        return list(self._source.outside)
+        return list(self._files)
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
         """The source ranks of which a target rank gets one's copy, whichever; none where it gets nothing."""
         if self._target.stage_of(rank).number not in self._stages.get(name, ()):
             return ()
-        holders = self._source.outside[name]
+        holders = self._files[name]
         return (rank if belongs_to_rank(name) and rank in holders else holders[0],)
 
     def is_needed(self, name: str, rank: int) -> bool:
@@ -66,30 +75,24 @@ class RecoveredValues(Values):
     @property
     def names(self) -> list[str]:
         """All of them."""
-        unlisted = set().union(*self._unlisted.values())
-        return [*self._source.outside, *sorted(unlisted)]
+        return [*self._files, *sorted(set().union(*self._unlisted.values()))]
 
     def origins(self, name: str, rank: int) -> tuple[int, ...]:
         """The source ranks of which a target rank gets one's copy, whichever; none where it gets nothing."""
-        own = self._source.indexes.get(rank)
+        own = self._holds(rank, name)
         stage = self._target.stage_of(rank)
-        if name in self._source.outside:
-            return (rank,) if own is not None and name in own.tensors else super().origins(name, rank)
+        if name in self._files:
+            return (rank,) if own else super().origins(name, rank)
         if name not in self._unlisted[stage.number]:
             return ()
-        if own is not None and name in own.tensors:
-            return (rank,)
-        return tuple(other for other in stage.ranks if self._holds(other, name))
+        return (rank,) if own else tuple(other for other in stage.ranks if self._holds(other, name))
 
     def is_needed(self, name: str, rank: int) -> bool:
         """Whether a target rank must have it, of those that get it."""
-        own = self._source.indexes.get(rank)
-        if own is not None:
-            return name in own.tensors
+        if rank in self._source.indexes:
+            return self._holds(rank, name)
         ranks = self._target.stage_of(rank).ranks
-        return name in self._source.outside or all(
-            self._holds(other, name) for other in ranks if other in self._source.indexes
-        )
+        return name in self._files or all(self._holds(other, name) for other in ranks if other in self._source.indexes)
 
     def metadata(self, rank: int) -> Mapping[str, str]:
         """What the metadata of a target rank's file may say whatever else is right."""
@@ -103,8 +106,12 @@ class RecoveredValues(Values):
     def _unlisted(self) -> dict[int, set[str]]:
         """Per stage what files of its ranks hold and the strategy lists for other stages only."""
         found: dict[int, set[str]] = {stage.number: set() for stage in self._target.stages}
-        for tensors, ranks in self._source.alike():
-            for stage in self._target.stages if not self._target.is_none else ():
-                if any(rank in stage.ranks for rank in ranks):
-                    found[stage.number] |= self._source.parameters.keys() & tensors.keys() - stage.layouts.keys()
+        if self._target.is_none:
+            return found
+        known: set[tuple[int, int]] = set()
+        for rank, index in self._source.indexes.items():
+            stage = self._target.stage_of(rank)
+            if (stage.number, id(index.tensors)) not in known:
+                known.add((stage.number, id(index.tensors)))
+                found[stage.number] |= (index.tensors.keys() - stage.layouts.keys()).intersection(self._tensors)
         return found

@@ -13,15 +13,16 @@ from typing import Optional
 from reshard.checkpoints import FileHandles
 from reshard.errors import InputError
 from reshard.forms.registry import form_named, read_checkpoint
+from reshard.strategies import Strategy
 from reshard.text.report import Report
 from reshard.verification.difference import Difference
-from reshard.verification.forms import FormTree, tree_of
 from reshard.verification.library import library_differences
+from reshard.verification.stored import Source
 
 
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
-) -> tuple[Optional[FormTree], list[Difference]]:
+) -> tuple[Optional[Source], list[Difference]]:
     """Read a converted checkpoint.
 
     Args:
@@ -38,7 +39,7 @@ def read_written(
     """
     try:
         checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
-        written = tree_of(checkpoint)
+        written = Source(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         found = [Difference("file", None, (), text, (name,)) for name, text in problems]
     except InputError as error:

@@ -241,7 +241,7 @@ def test_records_of_damage_do_not_stay_without_a_target(joined: World, monkeypat
     assert not joined.dst.exists()
 
 
-def _refused(*_: object) -> None:
+def _refused(*_: object, **__: object) -> None:
     raise OSError("not today")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,18 @@ def test_a_strategy_is_written_beside_ranks_only_where_no_file_says_it(tmp_path:
     told: list[Argument] = ["--src-strategy", tmp_path / "back" / "reshard-strategy.json", "--dst-strategy", "none"]
     done("convert", tmp_path / "back", tmp_path / "whole", *told)
     same_ranks(read_tree(tmp_path / "whole"), {0: full})
+
+
+def test_ranks_of_one_conversion_may_be_written_from_different_parts_of_the_source(tmp_path: Path) -> None:
+    full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
+    layouts = {"m.a.weight": layout([2], [0, -1]), "m.b.weight": layout([2], [-1, 0])}
+    write_tree(tmp_path / "src", cut_ranks(single(layouts), full), "rank_{rank}/net.ckpt")
+    # Strategies list accumulated gradients that are not saved.
+    strategy = single({**layouts, "accu_grads.m.a.weight": layout([2], [0, -1])})
+    source = write_strategy(tmp_path / "s", strategy, {**shapes_of(full), "accu_grads.m.a.weight": (8, 4)}, "merged")
+    shutil.copytree(tmp_path / "src" / "rank_0", tmp_path / "part" / "rank_0")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "m.*=n.*"]
+    done("by-rank", 0, tmp_path / "part", tmp_path / "out", *words)
+    done("by-rank", 1, tmp_path / "src", tmp_path / "out", *words)
+    assert done("status", tmp_path / "out", "--json").json["complete"]
+    done("verify", tmp_path / "out", "--src", tmp_path / "src")

@@ -226,13 +226,6 @@ def test_types_that_mindspore_does_not_read_are_named(form: str, tmp_path: Path)
     assert "MindSpore and" not in done("convert", world.src, tmp_path / "w", *to(form, world), "--include", "w").err
 
 
-def test_unified_files_of_values_alone_can_be_read(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "src.ckpt", {"w": value("w", (2, 2)), "global_step": scalar(5)})
-    words: list[Argument] = ["--src-strategy", "none", "--exclude", "w"]
-    done("convert", source, tmp_path / "unified", *words, "--to", "unified", "--verify")
-    done("verify", tmp_path / "unified", "--src", source, *words)
-
-
 def test_a_negative_step_is_no_iteration(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "src.ckpt", {"w": value("w", (2, 2)), "global_step": scalar((1 << 32) - 1)})
     words: list[Argument] = ["--src-strategy", "none", "--to", "checkpoint2", "--dst-strategy", "none", "--verify"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import reshard
+from reshard.storage.s3 import leases
 from tests.convert.test_killed_store_runs import job
 from tests.convert.test_object_stores import some_ranks_left
 from tests.convert.test_writing_to_stores import DEMO, TO_DEMO, demo, tree, words, written
@@ -140,7 +141,8 @@ def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World)
 @pytest.mark.short
 def test_where_one_may_not_write_it_is_one_line(objects: Objects, saved: World) -> None:
     objects.faults.choose = lambda number, method, path: None if method in ("GET", "HEAD") else "refuse"
-    result = fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied"])
+    # No retry cures it.
+    result = fails(3, "convert", saved.src, objects.path("out"), *cuts(saved), says=["AccessDenied", "docs/stores.md"])
     assert len(result.err.strip().splitlines()) <= 2, result.err
     objects.faults.choose = lambda *_: None
     assert not objects.content()
@@ -247,3 +249,45 @@ def test_a_table_of_results_is_read_again(objects: Objects, tmp_path: Path) -> N
     done("convert", tmp_path / "out", tmp_path / "back", *cut)
     assert written(objects, "back") == tree(tmp_path / "back")
     assert json.loads(objects.content("back")["reshard-manifest.json"])
+
+
+@pytest.mark.short
+def test_a_run_that_is_late_replaces_nothing_of_what_another_program_has_written(
+    objects: Objects, saved: World
+) -> None:
+    """As one that was stopped while another conversion was written there."""
+    theirs = b"of another conversion"
+
+    def choose(number: int, method: str, path: str) -> None:
+        # Recorded, and about to be put.
+        if method == "PUT" and "/done/1." in path:
+            objects.put("out/rank_1/checkpoint_1.ckpt", theirs)
+
+    objects.faults.choose = choose
+    words: list[Argument] = ["convert", saved.src, objects.path("out"), *cuts(saved)]
+    fails(1, *words, says=["rank_1", "another program has written this object since the run began"])
+    objects.faults.choose = lambda *_: None
+    assert objects.content("out/rank_1") == {"checkpoint_1.ckpt": theirs}
+
+
+@pytest.mark.short
+def test_a_run_that_was_taken_for_dead_writes_no_more(
+    objects: Objects, saved: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, slept = leases._now, [0.0]
+    monkeypatch.setattr(leases, "_now", lambda: plain() + slept[0])
+
+    def choose(number: int, method: str, path: str) -> None:
+        if method in ("PUT", "POST") and "/rank_" in path and not slept[0]:
+            # It slept, and another run began meanwhile, which removed what said that this one lives.
+            slept[0] = 1000.0
+            for key in objects.content():
+                if "/lock." in key:
+                    objects.client.delete_object(Bucket=objects.bucket, Key=key)
+
+    objects.faults.choose = choose
+    fails(1, "convert", saved.src, objects.path("out"), *cuts(saved), "--jobs", 1, says=["taken this one for dead"])
+    assert not objects.uploads()
+    slept[0] = 0.0
+    objects.faults.choose = lambda *_: None
+    done("convert", saved.src, objects.path("out"), *cuts(saved))

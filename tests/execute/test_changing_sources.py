@@ -18,7 +18,7 @@ import pytest
 from reshard.execute import writing
 from reshard.source_replicas import samples
 from reshard.storage import temporary
-from reshard.verification import parts as sums
+from reshard.verification import stored
 from tests.running import LAUNCHER, Argument, Result, done, fails, reshard, warns
 from tests.small import World, tensors
 from tests.trees import Value, layout, read_tree, scalar, single, value
@@ -148,16 +148,16 @@ def test_what_is_told_of_a_source_that_changes_meanwhile_is_an_error(
     words["verify --src"].insert(2, "--src")
     if command == "verify --src":
         world.convert()
-    original = sums.BoxReader.read
+    original = stored._Runs.read
     read_before: list[str] = []
 
-    def read(self: sums.BoxReader, offset: int, out: memoryview) -> None:
-        original(self, offset, out)
-        if str(path) in self._part.path and not read_before:
-            read_before.append(self._part.path)
+    def read(self: stored._Runs, out: memoryview) -> None:
+        original(self, out)
+        if str(path) in self._file.path and not read_before:
+            read_before.append(self._file.path)
             in_place(path, path.read_bytes()[:1])
 
-    monkeypatch.setattr(sums.BoxReader, "read", read)
+    monkeypatch.setattr(stored._Runs, "read", read)
     fails(1, *words[command], says=[path, "replaced or changed"])
     assert read_before
 

@@ -52,7 +52,7 @@ def test_numbers_of_files_are_called_files(form: str, world: World) -> None:
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_what_is_no_rank_tree_is_not_recovered(form: str, world: World) -> None:
     made = make(form, world)
-    fails(2, "recover", made, world.dst, "--strategy", world.new, says=[form, "no ranks"])
+    fails(2, "recover", made, world.dst, "--strategy", world.new, says=[form, "recover works on rank directories"])
     assert not world.dst.exists()
 
 

@@ -59,7 +59,7 @@ def damage(path: Path) -> Path:
 # A tree, by names and headers alone.
 
 
-def test_without_a_strategy_completeness_is_called_a_guess(plain: World) -> None:
+def test_without_a_strategy_completeness_is_in_question(plain: World) -> None:
     plain.save(FULL)
     plain.save(FULL, NEWER, ranks=[0, 3])
     found = inspected(plain.src)
@@ -67,7 +67,7 @@ def test_without_a_strategy_completeness_is_called_a_guess(plain: World) -> None
     assert found["latest"] is None and found["strategy"] is None
     assert steps(found)["1_12"]["absent_ranks"] == [1, 2] and steps(found)["1_10"]["absent_ranks"] == []
     shown = done("inspect", plain.src).out
-    for said in ("guess", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
+    for said in ("complete?", "torn or saved by one rank of each replica group", "on all ranks", "--strategy"):
         assert said in shown
 
 

@@ -22,9 +22,10 @@ from reshard.lora.low_rank import LowRank, Products
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.verification import Means
-from reshard.verification.edited import Edits
-from reshard.verification.end_to_end import Adapter, Source, Target, verify_conversion
+from reshard.verification.edited import Casts
+from reshard.verification.end_to_end import Adapter, Converted, Target, verify_conversion
+from reshard.verification.reading import Means
+from reshard.verification.sources import Place
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -174,6 +175,14 @@ def test_rank_directories_with_the_adapter_among_the_weights(tmp_path: Path, sty
     for rank, tensors in cut_ranks(kept, whole_values).items():
         mine = read_tree(tmp_path / "out")[rank]
         assert mine.keys() == tensors.keys() and all(mine[name].same(tensor) for name, tensor in tensors.items())
+
+
+def test_a_target_strategy_alone_makes_ranks_of_full_weights(tmp_path: Path) -> None:
+    src, adapter = base(tmp_path / "base", weights()), peft(tmp_path / "adapter", matrices())
+    layouts = {name: layout([2], [0, -1] if len(shape) == 2 else [-1]) for name, shape in SHAPES.items()}
+    saved = write_strategy(tmp_path / "two.ckpt", single(layouts), SHAPES, "merged")
+    done("merge-lora", src, adapter, tmp_path / "out", "--dst-strategy", saved, "--verify")
+    assert sorted(read_tree(tmp_path / "out")) == [0, 1]
 
 
 def test_a_run_that_is_given_again_goes_on_and_another_adapter_is_refused(tmp_path: Path) -> None:
@@ -411,13 +420,11 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Source(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
+        matrices = Place(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
         found = verify_conversion(
-            Source(
-                str(src),
-                HUGGINGFACE,
-                Strategy.none(),
-                edits=Edits(None, None, None, None, False, ()),
+            Converted(
+                Place(str(src), HUGGINGFACE, Strategy.none()),
+                Casts(()),
                 adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
             ),
             Target(str(out), HUGGINGFACE, Strategy.none(), {}),

@@ -199,17 +199,14 @@ def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of
 def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
-    for wrong in (-100_000, 100_000):
 
-        class Clock:
-            @staticmethod
-            def now(tz: object = None, wrong: int = wrong) -> object:
-                raise AssertionError("nobody asks")
+    def nobody_asks() -> object:
+        raise AssertionError
 
-        monkeypatch.setattr("reshard.storage.s3.service.datetime", Clock)
-        assert s3_store(objects.path()).leases_in(objects.path("run/.reshard"), "shared.") == [True]
-        with pytest.raises(Waited), alone(objects):
-            pass
+    monkeypatch.setattr("reshard.storage.s3.service._now", nobody_asks)
+    assert s3_store(objects.path()).leases_in(objects.path("run/.reshard"), "shared.") == [True]
+    with pytest.raises(Waited), alone(objects):
+        pass
 
 
 @pytest.fixture
@@ -236,14 +233,34 @@ def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
     key = shared.path.partition(f"{objects.bucket}/")[2]
     with alone(objects):
         until(lambda: int(held(objects).split()[1]) >= 3)
-        objects.client.delete_object(Bucket=objects.bucket, Key=key)
-        until(lambda: key in objects.content())
+        until(lambda: int(objects.content()[key]) >= 3)
+        shared.check()
         with pytest.raises(Waited), alone(objects):
             pass
     shared.release()
     assert objects.content() == {"run/.reshard/lock": b"free"}
     time.sleep(0.2)
     assert objects.content() == {"run/.reshard/lock": b"free"}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("silent", [0.0, 3 * leases.PUT_AGAIN_AFTER])
+def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
+    silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = leases._now
+    shared = s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+    shared.check()
+    s3_store(objects.path()).remove(shared.path)
+    monkeypatch.setattr(leases, "_now", lambda: plain() + silent)
+    if not silent:
+        shared.check()
+        shared.put_again()
+    with pytest.raises(OSError, match="taken this one for dead"):
+        shared.check()
+    shared.put_again()
+    assert objects.content() == {}
+    shared.release()
 
 
 @pytest.mark.usefixtures("beating")

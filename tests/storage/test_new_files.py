@@ -17,7 +17,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from reshard.records import record_files
-from reshard.storage import NewFile, new_file, remove_file, status_at, store_of, write_whole
+from reshard.storage import (
+    Expected,
+    FileStatus,
+    NewFile,
+    Sending,
+    new_file,
+    remove_file,
+    status_at,
+    store_of,
+    write_whole,
+)
+from reshard.storage.s3 import leases
 from reshard.storage.s3.new_object import LEAST_PART_BYTES as PART
 from reshard.storage.s3.new_object import part_bytes
 from reshard.storage.s3.service import service
@@ -436,46 +447,6 @@ def test_an_upload_that_another_aborts_is_an_error(objects: Objects) -> None:
     assert objects.content() == {"file": bytes(LARGE)} and objects.uploads() == []
 
 
-@contextlib.contextmanager
-def taken_over(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NewFile, NewFile]]:
-    """An object of `LARGE` bytes that one has begun to write who is taken for dead, and another who goes on with it."""
-    with writing(path, LARGE) as first, writing(path, LARGE) as second:
-        first.write(0, memoryview(bytes(PART)))
-        monkeypatch.setattr("reshard.storage.s3.uploads.is_alive", lambda name, age: False)
-        second.write(0, memoryview(bytes(PART)))
-        monkeypatch.undo()
-        yield first, second
-
-
-def test_who_was_taken_for_dead_does_not_complete_an_upload_for_who_went_on(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = objects.path("file")
-    with taken_over(path, monkeypatch) as files:
-        assert len(objects.uploads()) == 1
-        for file, data in zip(reversed(files), (b"right", b"wrong")):
-            file.write(PART, memoryview((data * LARGE)[: LARGE - PART]))
-        for file in files:
-            file.finish()
-        files[0].publish()
-        with pytest.raises(OSError, match="completed by a run that was taken for dead"):
-            files[1].publish()
-
-
-def test_a_lost_answer_is_no_error_where_an_upload_was_gone_on_with(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.005)
-    path, data = objects.path("file"), random.Random(1).randbytes(LARGE)
-    with taken_over(path, monkeypatch) as (_, file):
-        file.write(PART, memoryview(data)[PART:])
-        file.finish()
-        lost = objects.faults.choose = Failing("complete", "lost", 1)
-        file.publish()
-    assert lost.left == 0
-    assert objects.content() == {"file": bytes(PART) + data[PART:]} and objects.uploads() == []
-
-
 def test_objects_of_other_programs_have_one_time_whoever_tells_it(objects: Objects) -> None:
     for number, metadata in enumerate(({}, {"mtime": "1700000000.25"}, {"mtime": "1700000000"}, {"mtime": "no time"})):
         objects.client.put_object(Bucket=objects.bucket, Key=f"{number}", Body=b"1", Metadata=metadata)
@@ -519,3 +490,115 @@ def test_what_is_put_is_sent_without_asking_first(objects: Objects) -> None:
         file.publish()
     assert len(asked) > 5 and not any(asked)
     assert objects.content() == {"run/small": b"1", "run/large": data}
+
+
+def published(path: str, data: bytes, expected: Expected) -> Optional[FileStatus]:
+    with contextlib.closing(new_file(path, len(data), expected)) as file:
+        write_all(file, data)
+        file.finish()
+        return file.publish()
+
+
+def version(path: str) -> str:
+    status = status_at(path)
+    return "" if status is None else status.version
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("size", [1000, PART + 1000])
+def test_a_file_replaces_only_what_was_expected(size: int, objects: Objects) -> None:
+    path, data = objects.path("file"), content(size)
+    # Nothing was there, and nothing is; what was there still is.
+    assert published(path, data, Expected("", "mine")) is None
+    assert published(path, data[::-1], Expected(version(path), "mine")) is None
+    assert objects.content() == {"file": data[::-1]}
+    before = version(path)
+    objects.put("file", b"another's")
+    for expected in (Expected("", "mine"), Expected(before, "mine")):
+        with pytest.raises(OSError, match="another program has written this object since the run began"):
+            published(path, data, expected)
+        assert objects.content() == {"file": b"another's"} and objects.uploads() == []
+    objects.client.delete_object(Bucket=objects.bucket, Key="file")
+    with pytest.raises(OSError, match="another program has removed this object since the run began"):
+        published(path, data, Expected(before, "mine"))
+    assert objects.content() == {} and objects.uploads() == []
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("size", [1000, PART + 1000])
+def test_what_another_run_of_the_same_conversion_has_put_first_stays(size: int, objects: Objects) -> None:
+    path, data = objects.path("file"), content(size)
+    assert published(path, data, Expected("", "one run of it")) is None
+    there = status_at(path)
+    assert published(path, data, Expected("", "one run of it")) == there == status_at(path)
+    with pytest.raises(OSError, match="another program has written"):
+        published(path, data, Expected("", "another conversion"))
+    assert objects.content() == {"file": data} and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("conditions", ["ignore", "refuse"])
+@pytest.mark.parametrize("size", [1000, PART + 1000])
+def test_without_conditional_writes_it_is_looked_what_is_there(size: int, conditions: str, objects: Objects) -> None:
+    objects.faults.conditions = conditions
+    assert not leases.has_conditional_writes(service(objects.path()), objects.path("lock"))
+    path, data = objects.path("file"), content(size)
+    assert published(path, data, Expected("", "mine")) is None
+    with pytest.raises(OSError, match="another program has written"):
+        published(path, data, Expected("", "another conversion"))
+    assert published(path, data, Expected(version(path), "mine")) is None
+    assert objects.content() == {"file": data} and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("fault, times", [("lost", 1), ("lost", 4), ("drop", 2), ("conflict", 2)])
+@pytest.mark.parametrize("kind", ["complete", "put"])
+def test_an_answer_that_gets_lost_is_no_other_program(kind: str, fault: str, times: int, objects: Objects) -> None:
+    path, data = objects.path("file"), content(1000 if kind == "put" else PART + 1000)
+    for _ in range(2):
+        objects.faults.choose = faults = Failing(kind, fault, times)
+        assert published(path, data, Expected(version(path), "mine")) is None
+        assert faults.left == 0
+        assert objects.content() == {"file": data} and objects.uploads() == []
+
+
+@pytest.mark.short
+def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objects) -> None:
+    under_way: list[int] = []
+    most, lock, go_on = [0], threading.Lock(), threading.Event()
+
+    def choose(number: int, method: str, path: str) -> None:
+        if "partNumber=" in path:
+            with lock:
+                under_way.append(number)
+                most[0] = max(most[0], len(under_way))
+            if len(under_way) == 3:
+                go_on.set()
+            assert go_on.wait(60)
+            time.sleep(0.02)
+            with lock:
+                under_way.remove(number)
+
+    objects.faults.choose = choose
+    data = content(8 * PART)
+    sending = Sending(3)
+    with contextlib.closing(new_file(objects.path("file"), len(data), None, sending)) as file:
+        # One thread fills them all.
+        write_all(file, data)
+        assert file.finish().size == len(data)
+        file.publish()
+    sending.close()
+    assert most == [3] and objects.content() == {"file": data}
+
+
+@pytest.mark.usefixtures("quick")
+def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Objects) -> None:
+    objects.faults.choose = lambda number, method, path: "refuse" if "partNumber=3" in path else None
+    sending = Sending(2)
+    with contextlib.closing(new_file(objects.path("file"), 6 * PART, None, sending)) as file:
+        with pytest.raises(PermissionError):
+            write_all(file, bytes(6 * PART))
+            file.finish()
+        file.discard()
+    sending.close()
+    assert objects.content() == {} and objects.uploads() == []

@@ -215,7 +215,7 @@ def test_a_failure_to_write_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 def test_a_target_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     directory = two_stages(tmp_path / "s")
-    with pytest.raises(RetryableError, match="cannot be written"):
+    with pytest.raises(TargetError, match="may not be written"):
         merge(directory, directory / "rank_0.ckpt" / "m.ckpt")
 
 

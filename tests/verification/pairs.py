@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Callable, Optional
+
+from reshard.forms.ranks import StepFiles
+from reshard.forms.ranks.selection import StepSelector
+from reshard.strategies import Strategy
+from reshard.text.name_filters import Filters
+from reshard.text.report import Report
+from reshard.verification.difference import Difference
+from reshard.verification.rank_target import compare_ranks
+from reshard.verification.reading import Means
+from reshard.verification.stored import Source
 
 
 class Quiet:
@@ -23,3 +35,32 @@ class Quiet:
 
 def files_of(root: Path) -> dict[int, str]:
     return {int(path.parent.name[len("rank_") :]): str(path) for path in root.glob("rank_*/*")}
+
+
+def read_source(
+    files: Mapping[int, str],
+    strategy: Strategy,
+    means: Means,
+    target: Optional[Strategy] = None,
+    ranks: Optional[Iterable[int]] = None,
+) -> Source:
+    chosen = None if ranks is None else sorted(ranks)
+    target = Strategy.none() if target is None else target
+    selector = StepSelector(strategy, target, chosen, Filters(), means.handles, Report())
+    return Source(selector.select([StepFiles(None, dict(files))]), strategy)
+
+
+def compare_trees(
+    source_files: Mapping[int, str],
+    source: Strategy,
+    target_files: Mapping[int, str],
+    target: Strategy,
+    means: Means,
+    *,
+    ranks: Optional[Iterable[int]] = None,
+    admit: Callable[[str], bool] = lambda name: True,
+) -> list[Difference]:
+    """What of a target checkpoint is not what the source makes of it."""
+    ranks = None if ranks is None else sorted(ranks)
+    read = read_source(source_files, source, means, target, ranks)
+    return compare_ranks(read, target_files, target, means, ranks=ranks, admit=admit)

@@ -56,6 +56,11 @@ def test_a_recorded_strategy_that_is_gone_or_changed_is_not_guessed(converted: W
     fails(2, *verify(converted), says=["--src-strategy and --dst-strategy are missing"])
 
 
+def test_a_directory_that_is_not_there_is_the_error_though_no_strategy_is_typed(converted: World) -> None:
+    shutil.rmtree(converted.dst)
+    fails(3, *verify(converted), says=[f"{converted.dst}: does not exist"])
+
+
 def test_other_forms_need_none_either(world: World, tmp_path: Path) -> None:
     world.save(tensors())
     for number, to in enumerate((["checkpoint2", "--dst-strategy", "same"], ["huggingface"])):

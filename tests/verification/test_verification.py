@@ -20,9 +20,11 @@ from reshard.execute.filling import BlockFiller
 from reshard.layout import Overlap
 from reshard.plan import plan as plan_module
 from reshard.strategies import read_strategy
-from reshard.verification import Difference, Means, compare_replicas, compare_trees, fingerprints, reading
-from reshard.verification import tree as tree_module
-from reshard.verification.sums import Workspace
+from reshard.verification import reading
+from reshard.verification.copies import compare_replicas
+from reshard.verification.difference import Difference
+from reshard.verification.fingerprint import fingerprints
+from reshard.verification.reading import Means
 from tests import cases
 from tests.layouts import examples, strategies, tensors
 from tests.mistakes import another_rank, off_by_one, swapped_rows
@@ -45,7 +47,7 @@ from tests.trees import (
     write_strategy,
     write_tree,
 )
-from tests.verification.pairs import Quiet, files_of
+from tests.verification.pairs import Quiet, compare_trees, files_of, read_source
 
 Ranks = dict[int, dict[str, Value]]
 
@@ -258,13 +260,13 @@ def test_a_source_that_lacks_slices_or_does_not_fit_is_an_error(pair: Pair) -> N
     source = held(SOURCE)
     del source[3]
     pair.write(source, held(TARGET))
-    with pytest.raises(IncompleteSourceError, match=r"m\.w.*rank 3"):
+    with pytest.raises(IncompleteSourceError, match=r"rank 3 would have held: 'm\.w'"):
         pair.compare()
-    assert {found.kind for found in pair.compare(admit=lambda name: name != "m.w")} == {"extra"}
+    source = held(SOURCE)
     source[1]["w"] = value("w", (5, 6))
     pair.write(source, held(TARGET))
-    with pytest.raises(InputError, match="'w' has shape"):
-        pair.compare(admit=lambda name: name != "m.w")
+    with pytest.raises(InputError, match="'w': the source strategy does not fit"):
+        pair.compare()
 
 
 @pytest.mark.parametrize("stored_plain", [False, True])
@@ -354,8 +356,12 @@ def many(root: Path, ranks: int, parameters: int) -> Pair:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(reading, "MOST_PARTS", most)
+def test_batches_and_blocks_of_any_size_find_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(reading, "MAX_SLICES", most)
+    monkeypatch.setattr(reading, "_MIN_BLOCK", most)
+    monkeypatch.setattr(reading, "_MAX_BLOCK", most)
     pair = many(tmp_path, 8, 6)
     assert pair.compare() == [] and pair.replicas() == []
     assert pair.progress.read == pair.progress.total
@@ -370,7 +376,7 @@ def test_batches_of_any_size_find_the_same(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_PARTS", 1)
+    monkeypatch.setattr(reading, "MAX_SLICES", 1)
     pair = many(tmp_path, 8, 6)
     read: list[str] = []
 
@@ -390,7 +396,7 @@ def test_headers_are_read_once_whatever_the_batches(tmp_path: Path, monkeypatch:
 def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(reading, "MOST_PARTS", 128)
+    monkeypatch.setattr(reading, "MAX_SLICES", 128)
     ranks, few, more = 64, 20, 80
     peaks: list[int] = []
     for parameters in (few, few, more):
@@ -400,8 +406,8 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
             if what == "fingerprints":
                 with FileHandles() as handles:
                     strategy = read_strategy(str(pair.old_path))
-                    tree = tree_module.read_tree(files_of(pair.root / "src"), strategy, handles)
-                    fingerprints(tree, Means(handles, 2, 8 << 20, Quiet()))
+                    means = Means(handles, 2, 8 << 20, Quiet())
+                    fingerprints(read_source(files_of(pair.root / "src"), strategy, means), means)
             else:
                 assert getattr(pair, what)() == []
             peaks.append(tracemalloc.get_traced_memory()[1])
@@ -410,22 +416,6 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
     # Its name, type, place in the files and the like, but nothing per rank: a pointer each would be more.
     _, before, after = peaks
     assert (after - before) / (more - few) < 8 * ranks * 12
-
-
-def test_equal_copies_are_summed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sums = 0
-    plain = Workspace.sum
-
-    def counted(self: Workspace, *arguments: Any) -> int:
-        nonlocal sums
-        sums += 1
-        return plain(self, *arguments)
-
-    monkeypatch.setattr(Workspace, "sum", counted)
-    pair = many(tmp_path, 64, 6)
-    assert pair.replicas() == []
-    # Two threads, each of which may meet all 6 x 4 slices and the one value.
-    assert sums <= 2 * 25
 
 
 # Mistakes of the planner, which this room must not share.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from reshard.execute import casts
 from reshard.layout.views import ZEROS, View
 from reshard.names.views import views_of
-from reshard.verification import made
+from reshard.verification import reading, rules
 from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
 from tests.layouts import examples, strategies
@@ -352,7 +352,7 @@ def test_names_go_with_a_source(models: Models) -> None:
 def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
-    monkeypatch.setattr(made, "origins", None)
+    monkeypatch.setattr(rules.Made, "read", None)
     models.convert("--rename", "model.*=net.*", "--verify")
     done(*models.verify("--rename", "model.*=net.*"))
     fails(4, *models.verify("--rename", "model.*=nut.*"))
@@ -535,9 +535,9 @@ def test_what_numpy_makes_is_verified_and_a_changed_element_is_found(rule: Rando
             "--dst-strategy", write_strategy(root / "new", new, shapes(after), "merged"),
             "--names", root / "rules.toml", "--config", root / "sizes.json",
         ]  # fmt: skip
-        # Tiles of a few elements, read with gaps or without.
-        least, most, gap = data.draw(st.sampled_from([(1, 1, 0), (16, 40, 4), (1 << 18, 1 << 23, 4 << 10)]))
-        with mock.patch.multiple(made, _LEAST_TILE=least, _MOST_TILE=most, _GAP=gap):
+        # Blocks of a few elements, too.
+        least, most = data.draw(st.sampled_from([(1, 1), (16, 40), (1 << 18, 1 << 23)]))
+        with mock.patch.multiple(reading, _MIN_BLOCK=least, _MAX_BLOCK_MADE=most):
             done(*words)
         rank = data.draw(st.sampled_from(sorted(rank for rank, held in written.items() if held)))
         name = data.draw(st.sampled_from(sorted(written[rank])))

@@ -183,7 +183,8 @@ class _Reading:
                 raise self._not_in_there(name, files)
             tensor = tensor or other
             held = tuple(tuple(found.get(number, files)) for number, files in enumerate(placement.held))
-            placement = replace(placement, held=held)
+            more = () if placement.layout is None else ((file, self._elsewhere.rank_of[file]) for file in files)
+            placement = replace(placement, held=held, rank_of=(*placement.rank_of, *more))
             self._remark(Remark.REPLACED, name)
         lost = placement.lost
         if lost:

@@ -41,6 +41,7 @@ class Placement:
         misnumbered: whether the numbers of slices follow MindFormers' faulty rule for scattered ranks.
         outside: storage ranks that the layout does not lay anything out for.
         contents: of the files in ``held`` one of each that hold the same tensors.
+        rank_of: the files in ``held``, each with the rank that it is of; none without a layout.
     """
 
     grid: Grid
@@ -51,6 +52,7 @@ class Placement:
     misnumbered: bool
     outside: tuple[int, ...]
     contents: tuple[int, ...]
+    rank_of: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> Placement:
@@ -161,6 +163,7 @@ class Placer:
         found: list[set[int]] = [set() for _ in range(grid.slice_count)]
         slice_of_file: dict[int, int] = {}
         ranks: set[int] = set()
+        rank_of: dict[int, int] = {}
         outside: set[int] = set()
         misnumbered = False
         for number, file, rank in entries:
@@ -174,6 +177,7 @@ class Placer:
                     outside.add(rank)
                     continue
                 at = int(laid_out.layout.slice_of_rank[position])
+                rank_of.setdefault(file, rank)
                 if number not in (None, at):
                     if number != laid_out.faulty_number(rank):
                         raise LayoutError(
@@ -195,6 +199,7 @@ class Placer:
             misnumbered,
             tuple(sorted(outside)),
             self._distinct(file for files in held for file in files),
+            tuple((file, rank) for file, rank in sorted(rank_of.items()) if file in self._indexes),
         )
 
     def _laid_out(self, recorded: RecordedLayout) -> _LaidOut:

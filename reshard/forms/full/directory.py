@@ -67,8 +67,7 @@ def _weights_of(content: Any, flat: bool) -> dict[str, str]:
         if not flat or (weights is not None and not isinstance(weights, str)):
             raise JsonError(f"its {_WEIGHTS} is missing, or not an object")
         weights = content
-    # Unified files may hold values alone, which the map does not list.
-    if not weights and not (flat and _WEIGHTS in content):
+    if not weights:
         raise JsonError("it lists no tensors")
     # One text per file, not one per tensor; the files have the same names of tensors.
     found: dict[str, str] = {}

@@ -11,7 +11,7 @@ from typing import Optional
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.name_order import natural_order
-from reshard.errors import CheckpointError, DamagedCheckpointError
+from reshard.errors import CheckpointError
 from reshard.forms.full.contents import Contents, FullWeights
 from reshard.forms.full.directory import (
     HUGGINGFACE,
@@ -59,8 +59,6 @@ def read_unified(
     weight_map = read_weight_map(map_path)
     files = natural_order(set(weight_map.values()))
     hyper_parameters = [HYPER_PARAMETERS] if HYPER_PARAMETERS in names and HYPER_PARAMETERS not in files else []
-    if not files and not hyper_parameters:
-        raise DamagedCheckpointError(f"{map_path}: is damaged: it lists no tensors", file=map_path)
     contents = Contents.read(directory, [*files, *hyper_parameters], handles, damaged)
     scalars = {name: len(files) for _ in hyper_parameters for name in _scalars(contents.indexes[len(files)], report)}
     say_unread(directory, names, files, PART, map_path, report)

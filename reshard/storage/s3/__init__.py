@@ -1,7 +1,6 @@
 """Object stores that speak S3's protocol: Amazon's, Huawei's OBS, MinIO, Ceph and others.
 
-boto3 knows where credentials and settings are, lists, looks, and writes; obstore reads ranges, outside of the
-interpreter's lock.
+Through boto3, which finds credentials and settings where other programs have them.
 """
 
 from __future__ import annotations

@@ -1,47 +1,63 @@
-"""What goes wrong at an object store, in the words of the system: as `OSError`, in one line, with nothing secret."""
+"""Errors of an object store as `OSError`: one line each, without credentials."""
 
 from __future__ import annotations
 
 import errno
 import random
-from typing import Any, Optional
+import re
+from collections.abc import Collection
+from typing import Any
+
+from reshard.errors import InputError
 
 CHANGED = "it was replaced or changed while it was read"
 
-# Requests that fail without a byte read, one after the other, before it is given up: a quarter of a minute.
-TIMES = 9
+MAX_TRIES = 9
+"""Requests that fail in a row without a byte of progress, before it is an error: some 15 seconds with the pauses."""
+PATIENCE = 40.0
+"""Seconds without a byte of progress before it is an error, where each request takes long to fail."""
 _FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 5.0
-_LONGEST_TEXT = 200
+_MAX_PAUSE = 5.0
+_MAX_TEXT = 200
 _NOT_IMPLEMENTED = 501
-# Refusals of services that have too much to do, whatever status they give them.
+_USER_OF_URL = re.compile(r"//[^/\s@]*@")
+# Refusals of services under load, with various statuses.
 _BUSY = (
     "SlowDown",
     "Throttling",
     "ThrottlingException",
     "RequestTimeout",
     "RequestTimeTooSkewed",
-    # Another one writes the same object under a condition at this moment.
+    # Another process writes the same object under a condition at this moment.
     "ConditionalRequestConflict",
     "OperationAborted",
     "TooManyRequests",
     "429",
 )
+# Credentials that the service does not accept, whatever status it gives them.
+_REJECTED = ("ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "TokenRefreshRequired")
+_WRONG = "the object store does not answer as it should"
 _CREDENTIALS = (
     "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the machine "
     "a role"
 )
 
 
+class StrangeAnswer(OSError):
+    """An answer of the service that is well-formed and cannot be true."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(errno.EPROTO, f"the object store's answer is invalid: {problem}", path)
+
+
 def pause(times: int) -> float:
-    """Seconds to wait after a request has failed so many times, from 1 on; not the same for all that failed at once."""
-    return min(_LONGEST_PAUSE, _FIRST_PAUSE * float(2 ** (times - 1))) * random.uniform(0.5, 1)
+    """Seconds to wait after a request has failed ``times`` times; random, so that threads do not repeat in step."""
+    return min(_MAX_PAUSE, _FIRST_PAUSE * float(2 ** (times - 1))) * random.uniform(0.5, 1)
 
 
-def of_client(error: Exception, path: str) -> OSError:
-    """The error for what boto3 raised."""
+def error_of(error: Exception, path: str, secrets: Collection[str] = ()) -> Exception:
+    """The error to raise for what boto3 raised: an `OSError`, or an `InputError` for a bucket that is missing."""
     from botocore.exceptions import (
-        BotoCoreError,
         ClientError,
         CredentialRetrievalError,
         NoCredentialsError,
@@ -51,21 +67,20 @@ def of_client(error: Exception, path: str) -> OSError:
 
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return PermissionError(errno.EACCES, _CREDENTIALS, path)
+    text = one_line(str(error), secrets)
     if isinstance(error, (CredentialRetrievalError, ProfileNotFound)):
-        return PermissionError(errno.EACCES, one_line(str(error)), path)
+        return PermissionError(errno.EACCES, text, path)
     if isinstance(error, ClientError):
-        return _of_response(error.response, path)
-    if isinstance(error, BotoCoreError):
-        return OSError(errno.EIO, one_line(str(error)), path)
-    return OSError(errno.EIO, f"{type(error).__name__}: {one_line(str(error))}", path)
+        return _of_response(error.response, path, secrets)
+    return OSError(errno.EIO, f"{_WRONG}: {text}", path)
 
 
 def may_pass(error: Exception, reached: bool) -> bool:
-    """Whether what boto3 raised may be gone when the same is asked again.
+    """Whether the same request may succeed when it is repeated.
 
     Args:
-        error: what was raised.
-        reached: whether the service has ever done what was asked; then it can be connected to.
+        error: what boto3 raised.
+        reached: the service has answered before, so that its address is right.
     """
     from botocore.exceptions import (
         ClientError,
@@ -73,58 +88,53 @@ def may_pass(error: Exception, reached: bool) -> bool:
         EndpointConnectionError,
         HTTPClientError,
         IncompleteReadError,
+        ResponseStreamingError,
     )
     from botocore.parsers import ResponseParserError
 
     if isinstance(error, ClientError):
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        status = status_of(error)
         return (status >= 500 and status != _NOT_IMPLEMENTED) or error.response.get("Error", {}).get("Code") in _BUSY
     if isinstance(error, (EndpointConnectionError, ConnectTimeoutError)):
         return reached
-    # An answer that was cut off is one that cannot be parsed.
-    return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseParserError))
+    # An answer that was cut off cannot be parsed.
+    return isinstance(error, (HTTPClientError, IncompleteReadError, ResponseStreamingError, ResponseParserError))
 
 
-def _of_response(response: dict[str, Any], path: str) -> OSError:
-    said = response.get("Error", {})
-    code, message = str(said.get("Code", "")), str(said.get("Message", ""))
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error answer; 0 where there is none."""
+    response: dict[str, Any] = getattr(error, "response", None) or {}
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _of_response(response: dict[str, Any], path: str, secrets: Collection[str]) -> Exception:
+    answer = response.get("Error", {})
+    code, message = str(answer.get("Code", "")), str(answer.get("Message", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    text = one_line(f"{code}: {message}" if message and not code.isdigit() else message or code)
+    text = one_line(f"{code}: {message}" if message and not code.isdigit() else message or code, secrets)
+    if code == "NoSuchBucket":
+        return InputError(
+            f"{path}: there is no bucket {path.split('/')[2]!r} in this object store",
+            file=path,
+            hint="check the name, --endpoint-url or AWS_ENDPOINT_URL, and the profile; or make the bucket first",
+        )
     if status == 404:
         return FileNotFoundError(errno.ENOENT, text, path)
-    if status in (401, 403):
+    if status in (401, 403) or code in _REJECTED:
         return PermissionError(errno.EACCES, text, path)
     if status == _NOT_IMPLEMENTED:
         return OSError(errno.ENOTSUP, text, path)
     if status == 412:
         return OSError(errno.ESTALE, CHANGED, path)
-    return OSError(errno.EIO, text or f"status {status}", path)
+    if 300 <= status < 400:
+        what = "redirects to another address, which is not followed: give the bucket's own with --endpoint-url"
+        return OSError(errno.EREMOTE, f"the object store {what} ({code or status})", path)
+    return OSError(errno.EIO, f"{_WRONG}: {text or f'status {status}'}", path)
 
 
-def lasting(error: Exception, path: str) -> Optional[OSError]:
-    """The error for what obstore raised, where asking again gives no other answer; else None."""
-    from obstore import exceptions
-
-    if isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, "there is no such object", path)
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)):
-        return PermissionError(errno.EACCES, "the store does not allow it", path)
-    if isinstance(error, exceptions.PreconditionError):
-        return OSError(errno.ESTALE, CHANGED, path)
-    if isinstance(error, (exceptions.InvalidPathError, exceptions.NotSupportedError)):
-        return OSError(errno.EINVAL, one_line(str(error)), path)
-    if isinstance(error, OSError) and error.errno == errno.ESTALE:
-        return error
-    return None
-
-
-def passing(error: Exception, path: str) -> OSError:
-    """The error for what obstore raised again and again."""
-    return OSError(errno.EIO, f"the store does not answer as it should: {one_line(str(error))}", path)
-
-
-def one_line(text: str) -> str:
-    """The beginning of a text, in one line."""
-    # Obstore repeats itself in terms of its own.
-    text = " ".join(text.partition("Debug source:")[0].split())
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+def one_line(text: str, secrets: Collection[str] = ()) -> str:
+    """The beginning of a text, in one line, without credentials."""
+    text = _USER_OF_URL.sub("//", " ".join(text.split()))
+    for secret in secrets:
+        text = text.replace(secret, "...")
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

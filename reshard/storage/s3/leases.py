@@ -30,6 +30,7 @@ DEAD_AFTER = 120.0
 
 _HOLDER = re.compile(r"([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _FREE = b"free"
+_TAKEN_FOR_DEAD = "another run has taken this one for dead, because it was silent for long"
 _NO_ETAG = '"00000000000000000000000000000000"'
 
 
@@ -82,6 +83,7 @@ class Lease:
         service: where.
         path: of the object.
         content: of the object.
+        guarded: never put again what another process has removed, because it took this one for dead; see `check`.
 
     Attributes:
         path: of the object.
@@ -90,34 +92,52 @@ class Lease:
         OSError: it cannot be put.
     """
 
-    def __init__(self, service: Service, path: str, content: bytes = b"") -> None:
+    def __init__(self, service: Service, path: str, content: bytes = b"", guarded: bool = False) -> None:
         self._service = service
         self.path = path
         self._content = content
+        self._guarded = guarded
         self._lock = threading.Lock()
+        self._etag: Optional[str] = None
+        self._number = 0
+        self._lost = False
         self._released = False
+        self._put_at = _now()
         service.to_its_end(self._put, lambda _: self._release())
         _keep_alive(self)
 
     def _put(self) -> None:
-        self._service.put(self.path, self._content)
-
-    def say(self, content: bytes) -> None:
-        """Give the object another content.
-
-        Raises:
-            OSError: it cannot be put.
-        """
-        with self._lock:
-            self._content = content
-            if not self._released:
-                self._put()
+        now = _now()
+        if not self._guarded:
+            self._service.put(self.path, self._content)
+        elif not self._lost:
+            # Another content each time, so that it has another ETag.
+            self._number += 1
+            content = self._content + b" %d" % self._number
+            if self._etag is None:
+                self._etag = put_if(self._service, self.path, content, IfNoneMatch="*")
+            else:
+                self._etag = _replaced(self._service, self.path, content, self._etag, lambda content: True)
+            self._lost = self._etag is None
+        self._put_at = now
 
     def put_again(self) -> None:
         """Say again that this process lives."""
         with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
             if idle and not self._released:
                 self._put()
+
+    def check(self) -> None:
+        """Insist that no other process has taken this one for dead while it was suspended.
+
+        Raises:
+            OSError: one has, or nobody can tell.
+        """
+        with self._lock:
+            if not self._lost and _now() - self._put_at > 2 * PUT_AGAIN_AFTER:
+                self._put()
+            if self._lost:
+                raise OSError(errno.ENOLCK, _TAKEN_FOR_DEAD, self.path)
 
     def release(self) -> None:
         """Remove the object, as far as possible; it is not put again."""
@@ -169,8 +189,7 @@ class _Held:
             if self._lost or _now() - self._put_at > 2 * PUT_AGAIN_AFTER:
                 self._say()
             if self._lost:
-                what = "another run has taken over its lock, because this one was silent for long"
-                raise OSError(errno.ENOLCK, what, self._path)
+                raise OSError(errno.ENOLCK, _TAKEN_FOR_DEAD, self._path)
 
     def release(self) -> None:
         """Let another process have it."""
@@ -190,18 +209,24 @@ class _Held:
         if self._lost:
             return
         now = _now()
-        found = put_if(self._service, self._path, content, IfMatch=self._etag) or self._again(content)
+        found = _replaced(self._service, self._path, content, self._etag, lambda there: _owner(there) == self._name)
         self._lost = found is None
         self._etag = found or ""
         self._put_at = now
 
-    def _again(self, content: bytes) -> Optional[str]:
-        """Where an earlier one was heeded though every answer was an error, it is still this process's."""
+
+def _replaced(
+    service: Service, path: str, content: bytes, etag: str, is_ours: Callable[[bytes], bool]
+) -> Optional[str]:
+    """Put an object in place of this process's own; its ETag, or None where that is another's by now, or gone."""
+    found = put_if(service, path, content, IfMatch=etag)
+    if found is None:
+        # Where an earlier request was heeded though every answer was an error, it is still this process's.
         with contextlib.suppress(FileNotFoundError):
-            found = self._service.read(self._path)
-            if _owner(found.content) == self._name:
-                return put_if(self._service, self._path, content, IfMatch=found.etag)
-        return None
+            there = service.read(path)
+            if is_ours(there.content):
+                return put_if(service, path, content, IfMatch=there.etag)
+    return found
 
 
 @contextlib.contextmanager
@@ -280,7 +305,9 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     """
     bucket, key = Address.parse(path)
     try:
-        return str(service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition)["ETag"])
+        etag = service.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **condition).get("ETag")
+        if etag:
+            return str(etag)
     except FileNotFoundError:
         if "IfMatch" not in condition:
             # There is no such bucket.
@@ -289,7 +316,7 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # It may have been put by this, and the answer lost.
+    # It may have been put by this, and the answer, or the ETag in it, lost.
     with contextlib.suppress(FileNotFoundError):
         found = service.read(path)
         if found.content == content:
@@ -298,6 +325,23 @@ def put_if(service: Service, path: str, content: bytes, **condition: str) -> Opt
 
 
 _known: dict[tuple[str, str], bool] = {}
+
+
+def knows_conditions(service: Service, path: str) -> bool:
+    """Whether conditions of writes to a bucket are worth sending: unless it was found that the service has none."""
+    return _known.get((service.name, Address.parse(path).bucket), True)
+
+
+def _refused(service: Service, path: str, **condition: str) -> bool:
+    """Whether a service refuses to put an object under a condition that does not hold."""
+    bucket, key = Address.parse(path)
+    try:
+        service.ask(path, "put_object", Bucket=bucket, Key=key, Body=b"", **condition)
+    except OSError as error:
+        if error.errno not in (errno.ESTALE, errno.ENOENT):
+            raise
+        return True
+    return False
 
 
 def has_conditional_writes(service: Service, path: str) -> bool:
@@ -313,12 +357,15 @@ def has_conditional_writes(service: Service, path: str) -> bool:
     bucket = Address.parse(path).bucket
     found = _known.get((service.name, bucket))
     if found is None:
-        name = holder()
-        probe = f"{path}.{name}"
+        probe = f"{path}.{holder()}"
         try:
-            heeded = put_if(service, probe, _said(name, 0), IfNoneMatch="*") is not None
-            heeded = heeded and put_if(service, probe, _said(name, 1), IfNoneMatch="*") is None
-            found = heeded and put_if(service, probe, _said(name, 2), IfMatch=_NO_ETAG) is None
+            service.put(probe, b"")
+            found = all(
+                service.at_once(
+                    lambda: _refused(service, probe, IfNoneMatch="*"),
+                    lambda: _refused(service, probe, IfMatch=_NO_ETAG),
+                )
+            )
         except OSError as error:
             if error.errno != errno.ENOTSUP:
                 raise

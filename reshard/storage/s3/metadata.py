@@ -14,15 +14,19 @@ _SECONDS = re.compile(r"([0-9]{1,10})(?:\.([0-9]{1,18}))?")
 _SECOND = 1_000_000_000
 WRITE = "reshard-write"
 """Which upload an object is of: no two of ours have the same."""
+RUN = "reshard-run"
+"""Which conversion of which sources it is of."""
 
 
-def metadata_of(modified: int) -> dict[str, str]:
+def metadata_of(modified: int, run: str = "") -> dict[str, str]:
     """Metadata of an object that is written now.
 
     Args:
         modified: the time, in nanoseconds.
+        run: which conversion of which sources it is of, if it is of one.
     """
-    return {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}", WRITE: os.urandom(8).hex()}
+    found = {_MODIFIED: f"{modified // _SECOND}.{modified % _SECOND:09d}", WRITE: os.urandom(8).hex()}
+    return {**found, RUN: run} if run else found
 
 
 def metadata_now() -> dict[str, str]:
@@ -37,18 +41,7 @@ def modified_at(uploaded: datetime, metadata: Mapping[str, str]) -> int:
         uploaded: by the service.
         metadata: of the object, by name in lower case.
     """
-    if _SECONDS.fullmatch(metadata.get(_MODIFIED, "")) is None:
-        return round(uploaded.timestamp()) * _SECOND
-    return modified_said(metadata)
-
-
-def modified_said(metadata: Mapping[str, str]) -> int:
-    """When an object was written, in nanoseconds, as it says.
-
-    Raises:
-        ValueError: it does not say so.
-    """
     said = _SECONDS.fullmatch(metadata.get(_MODIFIED, ""))
     if said is None:
-        raise ValueError("tells no time")
+        return round(uploaded.timestamp()) * _SECOND
     return int(said[1]) * _SECOND + int((said[2] or "")[:9].ljust(9, "0"))

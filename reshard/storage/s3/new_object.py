@@ -6,22 +6,27 @@ An object of one part is put at once. A larger one is a multipart upload, see `r
 from __future__ import annotations
 
 import errno
-import hashlib
+import mmap
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Optional
+from concurrent.futures import Future, wait
+from typing import Any, Optional, Union
 
-from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.leases import Lease
-from reshard.storage.s3.metadata import WRITE, metadata_of, modified_said
-from reshard.storage.s3.service import Service
-from reshard.storage.s3.uploads import PartThere, Writes, abort_all, begun_by_dead, claim
+import numpy as np
+
+from reshard.storage.s3.address import Address
+from reshard.storage.s3.leases import Lease, knows_conditions
+from reshard.storage.s3.metadata import RUN, WRITE, metadata_of
+from reshard.storage.s3.objects import Version, version_of
+from reshard.storage.s3.service import Blocks, Service, field
+from reshard.storage.s3.uploads import abort_all, claim
 from reshard.storage.status import FileStatus
+from reshard.storage.store import Expected, Sending
 
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
+_MAPPED_BYTES = 1 << 20
 
 
 def part_bytes(size: int) -> int:
@@ -34,7 +39,10 @@ class _Part:
     """A part while it is filled."""
 
     def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
+        # Mapped, so that its memory is free as soon as it is sent: the heap would keep what many threads gave back.
+        self.data: Union[bytearray, mmap.mmap] = bytearray(0 if size >= _MAPPED_BYTES else size)
+        if size >= _MAPPED_BYTES:
+            self.data = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.left = size
 
 
@@ -45,29 +53,39 @@ class NewObject:
         service: where.
         path: of the object.
         size: bytes that it will have.
+        expected: what it may replace; None for anything.
+        sending: sends full parts; None to send each in the thread that filled it.
     """
 
-    def __init__(self, service: Service, path: str, size: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        path: str,
+        size: int,
+        expected: Optional[Expected] = None,
+        sending: Optional[Sending] = None,
+    ) -> None:
         self._service = service
         self._path = path
         self._size = size
+        self._expected = expected
+        self._sending = sending
         self._part_bytes = part_bytes(size)
         self._modified = time.time_ns()
-        self._metadata = metadata_of(self._modified)
+        self._metadata = metadata_of(self._modified, "" if expected is None else expected.run)
         self._lock = threading.Lock()
         self._filling: dict[int, _Part] = {}
+        self._sent: list[Future[None]] = []
         # ETags of the parts that are there, by number from 1 on.
         self._etags: dict[int, str] = {}
-        # Parts that a dead process uploaded.
-        self._found: Optional[Mapping[int, PartThere]] = None
-        # What ETags of parts are of services that do not encrypt them; only looked at where there may be such parts.
-        self._etags_are_digests = True
         self._uploaded = 0
         self._upload: Optional[str] = None
         self._lease: Optional[Lease] = None
         self._begin_lock = threading.Lock()
         # Requests to begin the upload whose answers did not come, perhaps though they were heeded.
         self._unanswered = 0
+        # Why it could not be begun.
+        self._cause: Optional[OSError] = None
         self._putting = 0
         self._gone = False
         if size <= self._part_bytes:
@@ -86,13 +104,29 @@ class NewObject:
                     size = min(self._part_bytes, self._size - number * self._part_bytes)
                     part = self._filling[number] = _Part(size)
             count = min(len(data) - done, len(part.data) - start)
-            part.data[start : start + count] = data[done : done + count]
+            # NumPy copies without the interpreter's lock.
+            np.frombuffer(part.data, np.uint8)[start : start + count] = np.frombuffer(
+                data[done : done + count], np.uint8
+            )
             done += count
             with self._lock:
                 part.left -= count
                 full = part.left == 0
+                if full and self._size > self._part_bytes:
+                    del self._filling[number]
             if full and self._size > self._part_bytes:
-                self._put_part(number, part)
+                self._send(number, part)
+
+    def _send(self, number: int, part: _Part) -> None:
+        if self._sending is None:
+            return self._put_part(number, part)
+        sent = self._sending.submit(lambda: self._put_part(number, part))
+        with self._lock:
+            failed = next((one for one in self._sent if one.done() and one.exception() is not None), None)
+            self._sent = [one for one in self._sent if not one.done()]
+            self._sent.append(sent if failed is None else failed)
+        if failed is not None:
+            failed.result()
 
     def _put_part(self, number: int, part: _Part) -> None:
         upload = self._begun()
@@ -102,58 +136,42 @@ class NewObject:
                 raise self._given_up()
             self._putting += 1
         try:
-            digest = "" if self._found is None else hashlib.md5(part.data, usedforsecurity=False).hexdigest()
-            etag = self._found_alike(number + 1, len(part.data), digest)
-            if etag is None:
-                answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=part.data)
-                etag = str(answer["ETag"])
+            body = Blocks(memoryview(part.data))
+            answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=body)
+            etag = field(answer, "ETag", str, self._path)
         finally:
             with self._lock:
                 self._putting -= 1
         with self._lock:
             self._etags[number + 1] = etag
-            self._etags_are_digests &= etag.strip('"') == digest
             self._uploaded += len(part.data)
-            del self._filling[number]
-
-    def _found_alike(self, number: int, size: int, digest: str) -> Optional[str]:
-        """The ETag of a part that a dead process uploaded, if it tells that the bytes are these."""
-        there = None if self._found is None else self._found.get(number)
-        # Where it is none of the bytes, as of encrypted objects, it is not alike.
-        alike = there is not None and there.size == size and there.etag.strip('"') == digest
-        return there.etag if there is not None and alike else None
 
     def _begun(self) -> str:
         """The number of the upload, begun when it is first asked for."""
         with self._begin_lock:
             if self._gone:
                 raise self._given_up()
+            if self._cause is not None:
+                # Others that wait for it do not try for as long again.
+                raise self._cause
             if self._lease is None:
                 # First, so that an upload whose number gets lost on the way is found, too.
-                self._lease = claim(self._service, Writes(self._path, self._size, self._part_bytes, self._metadata))
+                self._lease = claim(self._service, self._path)
             if self._upload is None:
-                self._upload = self._gone_on_with() or self._service.again(self._path, self._begin)
-                writes = Writes(self._path, self._size, self._part_bytes, self._metadata, self._upload)
-                self._lease.say(writes.content)
+                try:
+                    self._upload = self._service.again(self._path, self._begin)
+                except OSError as error:
+                    self._cause = error
+                    raise
             return self._upload
-
-    def _gone_on_with(self) -> Optional[str]:
-        """The upload of a dead process that this goes on with, if there is one."""
-        assert self._lease is not None
-        begun = begun_by_dead(self._service, self._path, self._size, self._part_bytes, self._lease.path)
-        if begun is None:
-            return None
-        self._metadata = dict(begun.metadata)
-        self._modified = modified_said(begun.metadata)
-        self._found = begun.parts
-        return begun.upload
 
     def _begin(self) -> str:
         bucket, key = Address.parse(self._path)
         self._unanswered += 1
         answer = self._service.client.create_multipart_upload(Bucket=bucket, Key=key, Metadata=self._metadata)
+        upload = field(answer, "UploadId", str, self._path)
         self._unanswered -= 1
-        return str(answer["UploadId"])
+        return upload
 
     def _given_up(self) -> OSError:
         return OSError(errno.ECANCELED, "was given up", self._path)
@@ -164,49 +182,79 @@ class NewObject:
 
     def finish(self) -> FileStatus:
         """See that every part is there, but for an object of one part."""
+        for one in self._sent:
+            one.result()
         # What was not written is missing in the size, which whoever wrote it compares.
         size = self._uploaded
         if self._size <= self._part_bytes:
             size = self._size - self._filling[0].left
-        bucket, key = Address.parse(self._path)
-        name = self._service.name
-        return FileStatus(True, False, size, self._modified, 0, number_of(name, bucket), number_of(name, bucket, key))
+        version = Version(Address.parse(self._path), self._path, size, "", self._modified)
+        return version.status(self._service.name)
 
-    def publish(self) -> None:
-        """Put it, or complete its upload."""
+    def publish(self) -> Optional[FileStatus]:
+        """Put it, or complete its upload, if what stands there is as expected."""
         if self._gone:
             raise self._given_up()
+        if self._expected is None:
+            self._publish()
+        else:
+            another = self._publish_expecting(self._expected)
+            if another is not None:
+                return another
+        self._upload = None
+        self._release(clean=True)
+        return None
+
+    def _publish_expecting(self, expected: Expected) -> Optional[FileStatus]:
+        """Publish it under a condition; the status of what another run of the same conversion has put there first."""
+        conditional = knows_conditions(self._service, self._path)
+        if conditional:
+            try:
+                self._publish(**({"IfMatch": expected.version} if expected.version else {"IfNoneMatch": "*"}))
+                return None
+            except OSError as error:
+                if error.errno not in (errno.ESTALE, errno.ENOENT, errno.ENOTSUP):
+                    raise
+                conditional = error.errno != errno.ENOTSUP
+        there = self._head()
+        if there is not None and self._is_ours(there):
+            return None
+        if not conditional and (there or {}).get("ETag", "") == expected.version:
+            self._publish()
+            return None
+        if there is not None and there.get("Metadata", {}).get(RUN) == expected.run:
+            version = version_of(there, there.get("ContentLength"), Address.parse(self._path), self._path)
+            return version.status(self._service.name)
+        what = "removed" if there is None else "written"
+        raise OSError(errno.ESTALE, f"another program has {what} this object since the run began", self._path)
+
+    def _publish(self, **condition: str) -> None:
         if self._size <= self._part_bytes:
-            data = self._filling[0].data
-            self._ask("put_object", Body=data, Metadata=self._metadata)
+            body = Blocks(memoryview(self._filling[0].data))
+            self._ask("put_object", Body=body, Metadata=self._metadata, **condition)
             return
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]}
         try:
-            etag = self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts)["ETag"]
+            self._ask("complete_multipart_upload", UploadId=self._upload, MultipartUpload=parts, **condition)
         except FileNotFoundError:
-            # Done, and the answer lost; or somebody aborted it.
-            etag = self._etag_there()
-            if etag is None:
-                raise OSError(errno.ECANCELED, "its upload was aborted by somebody else", self._path) from None
-        if self._found is not None and self._etags_are_digests and etag.strip('"') != self._etag_of_parts():
-            # Services may answer alike when it is completed once more.
-            raise OSError(errno.ECANCELED, "its upload was completed by a run that was taken for dead", self._path)
-        self._upload = None
-        self._release(clean=True)
+            # Done, and the answer lost; or somebody aborted it, or removed what was to be replaced.
+            there = self._head()
+            if there is not None and self._is_ours(there):
+                return
+            if condition and (there or {}).get("ETag") != condition.get("IfMatch"):
+                raise
+            raise OSError(errno.ECANCELED, "its upload was aborted by somebody else", self._path) from None
 
-    def _etag_there(self) -> Optional[str]:
-        """The ETag of the object, if it is of the upload that was written here."""
+    def _head(self) -> Optional[Any]:
         try:
-            head = self._ask("head_object")
+            return self._ask("head_object")
         except FileNotFoundError:
             return None
-        is_it = head["ContentLength"] == self._size and head["Metadata"].get(WRITE) == self._metadata[WRITE]
-        return str(head["ETag"]) if is_it else None
 
-    def _etag_of_parts(self) -> str:
-        """What services give an object of these parts, where ETags are digests."""
-        digests = "".join(etag.strip('"') for _, etag in sorted(self._etags.items()))
-        return f"{hashlib.md5(bytes.fromhex(digests), usedforsecurity=False).hexdigest()}-{len(self._etags)}"
+    def _is_ours(self, head: Any) -> bool:
+        """Whether an object is the one that was written here."""
+        written = head.get("Metadata", {}).get(WRITE)
+        return bool(head.get("ContentLength") == self._size and written == self._metadata[WRITE])
 
     def discard(self) -> None:
         """Abort its upload, if it was not completed."""
@@ -254,5 +302,6 @@ class NewObject:
 
     def close(self) -> None:
         """Let the memory go, and what was not published."""
+        wait(self._sent)
         self.discard()
         self._filling.clear()

@@ -1,17 +1,20 @@
-"""Objects that are read: by ranges, each of the version that was opened, again where a request fails."""
+"""Objects that are read: by ranges, each of the version that was opened, repeated where a request fails."""
 
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address, number_of
+from reshard.storage.s3.failures import StrangeAnswer
 from reshard.storage.s3.metadata import modified_at
-from reshard.storage.s3.service import Service
+from reshard.storage.s3.service import Service, field
 from reshard.storage.s3.windows import Jumps, Windows
 from reshard.storage.status import FileStatus
 
@@ -24,10 +27,13 @@ _MOST_WINDOW = 1 << 20
 _NEAR = 1 << 20
 # Around where something is expected.
 _MARGIN = 4 << 10
-# Bytes that obstore hands over at a time.
+# Bytes that the client hands over at a time.
 _CHUNK = 256 << 10
 HELD = 2 * _CHUNK
 """Bytes that are held while a request is answered, beside the buffer that it fills."""
+
+_EMPTY = 416
+_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 
 class Version(NamedTuple):
@@ -37,7 +43,7 @@ class Version(NamedTuple):
         address: where it lies.
         path: its name, for messages.
         size: bytes.
-        etag: what the service tells its versions by.
+        etag: the service's mark of its version.
         modified: time that it says it was written, or else of its upload, in nanoseconds.
     """
 
@@ -58,6 +64,7 @@ class Version(NamedTuple):
             changed=number_of(self.etag),
             device=number_of(service_name, bucket),
             inode=number_of(service_name, bucket, key),
+            version=self.etag,
         )
 
 
@@ -81,27 +88,23 @@ class ObjectReader:
         Raises:
             OSError: there is none, it may not be read, or the service does not answer.
         """
+        data = bytearray(HEAD)
 
         def get() -> Version:
-            import obstore
-
-            begun = time.perf_counter()
-            found = obstore.get(self._of(address, path), address.key, options={"range": (0, HEAD)})
-            version = _version(found, address, path)
-            data = bytes(found.bytes())
-            if len(data) != min(HEAD, version.size):
-                raise OSError(errno.EIO, f"{len(data)} bytes came of {min(HEAD, version.size)}", path)
-            self.measured.request(time.perf_counter() - begun)
-            self.windows.keep(version, 0, data)
+            try:
+                version, count = self._get(address, path, 0, memoryview(data))
+            except Exception as error:
+                if failures.status_of(error) != _EMPTY:
+                    raise
+                # No range of it can be read.
+                head = self.service.client.head_object(Bucket=address.bucket, Key=address.key)
+                return version_of(head, head.get("ContentLength"), address, path)
+            if count != min(HEAD, version.size):
+                raise StrangeAnswer(path, f"{count} bytes of {min(HEAD, version.size)}")
+            self.windows.keep(version, 0, bytes(data[:count]))
             return version
 
-        version: Version = self._again(get, path, instead=lambda: self._empty(address, path))
-        return version
-
-    def _empty(self, address: Address, path: str) -> Optional[Version]:
-        """An object of no bytes, of which no range can be read; None where it has some."""
-        head = self.service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
-        return None if head["ContentLength"] else version_of_head(head, address, path)
+        return self.service.outside(lambda: self.service.again(path, get))
 
     def read_into(self, version: Version, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes of an object from an offset on, all of which it has.
@@ -109,78 +112,105 @@ class ObjectReader:
         Raises:
             OSError: it was replaced, or the service does not answer.
         """
-        if not out:
-            return
         done = 0
 
-        def get() -> None:
+        def advance(count: int) -> None:
             nonlocal done
-            import obstore
+            done += count
 
-            begun = time.perf_counter()
-            options = {"range": (offset + done, offset + len(out)), "if_match": version.etag or None}
-            found = obstore.get(self._of(version.address, version.path), version.address.key, options=options)
-            # Not every service heeds the condition.
-            if _version(found, version.address, version.path) != version:
-                raise OSError(errno.ESTALE, failures.CHANGED, version.path)
-            self.measured.request(time.perf_counter() - begun)
-            for chunk in found.stream(min_chunk_size=_CHUNK):
-                count = len(chunk)
-                out[done : done + count] = chunk
-                done += count
-            if done < len(out):
-                raise OSError(errno.EIO, f"{done} bytes came of {len(out)}", version.path)
+        def get() -> None:
+            while done < len(out):
+                before = done
+                self._get(version.address, version.path, offset + done, out[done:], version, advance)
+                if done == before:
+                    raise StrangeAnswer(version.path, "a range without a byte")
 
-        self._again(get, version.path, lambda: done)
+        self.service.outside(lambda: self.service.again(version.path, get, lambda: done))
 
-    def _of(self, address: Address, path: str) -> Any:
-        return self.service.reading(address.bucket, path)
-
-    def _again(
+    def _get(
         self,
-        get: Callable[[], Any],
+        address: Address,
         path: str,
-        progress: Callable[[], int] = int,
-        instead: Callable[[], Any] = lambda: None,
-    ) -> Any:
-        """What a request gives, made again where it fails in a way that may pass.
+        offset: int,
+        out: memoryview,
+        version: Optional[Version] = None,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> tuple[Version, int]:
+        """Read a range with one request: the object's version, and how many bytes came.
 
         Args:
-            get: makes it.
-            path: what it is about, for messages.
-            progress: how much came so far.
-            instead: asked when it failed first, for what there is in place of it.
+            address: of the object.
+            path: its name.
+            offset: of the range.
+            out: takes its bytes; fewer come where the object ends.
+            version: insist on it.
+            advance: called with the number of bytes that have come.
+
+        Raises:
+            OSError: the object is of another version, or the answer makes no sense.
         """
-        from obstore.exceptions import BaseError
+        begun = time.perf_counter()
+        condition = {"IfMatch": version.etag} if version is not None and version.etag else {}
+        found = self.service.client.get_object(
+            Bucket=address.bucket, Key=address.key, Range=f"bytes={offset}-{offset + len(out) - 1}", **condition
+        )
+        body = found["Body"]
+        try:
+            start, stop, size = _range_of(found, path)
+            there = version_of(found, size, address, path)
+            # Not every service heeds the condition.
+            if version is not None and there != version:
+                raise OSError(errno.ESTALE, failures.CHANGED, path)
+            if start != offset or stop != min(offset + len(out), size):
+                raise StrangeAnswer(
+                    path, f"bytes {start} to {stop} where {offset} to {offset + len(out)} were asked for"
+                )
+            self.measured.request(time.perf_counter() - begun)
+            done = 0
+            while done < stop - start:
+                data = body.read(min(_CHUNK, stop - start - done))
+                if not data:
+                    break
+                out[done : done + len(data)] = data
+                done += len(data)
+                advance(len(data))
+            return there, done
+        except BaseException:
+            # What is left of the answer is not read: the connection is of no more use.
+            body.close()
+            raise
 
-        times = before = 0
-        while True:
-            try:
-                return self.service.outside(get)
-            except (BaseError, OSError, ValueError) as error:
-                refused = failures.lasting(error, path)
-                if refused is not None:
-                    raise refused from error
-                times = 1 if progress() > before else times + 1
-                before = progress()
-                if times == failures.TIMES:
-                    raise failures.passing(error, path) from error
-                found = instead() if times == 1 else None
-                if found is not None:
-                    return found
-            time.sleep(failures.pause(times))
+
+def _range_of(answer: Any, path: str) -> tuple[int, int, int]:
+    """Where the bytes of an answer begin and end in their object, and its size.
+
+    Raises:
+        StrangeAnswer: it does not say so.
+    """
+    text = answer.get("ContentRange")
+    if text is None:
+        # Whole objects come without.
+        size = field(answer, "ContentLength", int, path)
+        return 0, size, size
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise StrangeAnswer(path, f"ContentRange is {text[:80]!r}")
+    start, last, size = map(int, match.groups())
+    if last + 1 - start != answer.get("ContentLength") or last >= size:
+        raise StrangeAnswer(path, f"{answer.get('ContentLength')} bytes of the range {text!r}")
+    return start, last + 1, size
 
 
-def version_of_head(head: Any, address: Address, path: str) -> Version:
-    """An object by what boto3 gives for a look at it."""
-    modified = modified_at(head["LastModified"], head.get("Metadata", {}))
-    return Version(address, path, head["ContentLength"], head.get("ETag", ""), modified)
+def version_of(answer: Any, size: Optional[int], address: Address, path: str) -> Version:
+    """The version of an object in an answer.
 
-
-def _version(found: Any, address: Address, path: str) -> Version:
-    meta = found.meta
-    modified = modified_at(meta["last_modified"], found.attributes)
-    return Version(address, path, meta["size"], meta["e_tag"] or "", modified)
+    Raises:
+        StrangeAnswer: it has no size or time.
+    """
+    if size is None or size < 0:
+        raise StrangeAnswer(path, f"a size of {size}")
+    modified = modified_at(field(answer, "LastModified", datetime, path), answer.get("Metadata", {}))
+    return Version(address, path, size, answer.get("ETag") or "", modified)
 
 
 class ObjectFile:

@@ -1,41 +1,40 @@
-"""The service that objects are asked of: where it is, who asks, and the clients that ask it.
+"""The service that is asked for objects: its address, the credentials, the client, and repeating what fails.
 
 Credentials come from where boto3 finds them: the environment, a profile, the role of the machine or container.
-They are handed to obstore as they are needed, and to nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, Callable, NamedTuple, Optional, TypeVar
+from urllib.parse import urlsplit
 
 from reshard.errors import InputError
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address
+from reshard.storage.s3.failures import StrangeAnswer
 from reshard.storage.store import endpoint
 
 T = TypeVar("T")
 V = TypeVar("V")
 
-# Connections of each client; as many as threads ever wait for storage.
-_CONNECTIONS = 64
+# Connections: of the threads that read, of those that send parts, and of `Service.each`.
+_CONNECTIONS = 192
 # Requests under way for what is read of one object, or looked at.
 _AT_A_TIME = 64
 _CONNECT_SECONDS = 10
-# Without a byte, or for a whole request of obstore's, which asks for some MiB.
-_READ_SECONDS = 60
-# Obstore asks for credentials again some minutes before these have passed.
-_CREDENTIALS_FOR = timedelta(minutes=10)
-_NO_REGION = ("", "aws-global")
-_USUAL_REGION = "us-east-1"
+# Without a byte.
+_READ_SECONDS = 20
+_SMALL_OBJECT = 1 << 20
+_SEND_BYTES = 128 << 10
 
 
 class SmallObject(NamedTuple):
@@ -43,7 +42,7 @@ class SmallObject(NamedTuple):
 
     Attributes:
         content: of the object.
-        etag: what the service tells its versions by.
+        etag: the service's mark of its version.
         age: seconds since it was put, by the service's clock.
     """
 
@@ -52,11 +51,84 @@ class SmallObject(NamedTuple):
     age: float
 
 
+class Listed(NamedTuple):
+    """An object in a list.
+
+    Attributes:
+        key: of the object.
+        size: bytes.
+        age: seconds since it was put, by the service's clock.
+    """
+
+    key: str
+    size: int
+    age: float
+
+
+class Page(NamedTuple):
+    """A page of a list.
+
+    Attributes:
+        objects: on this page.
+        prefixes: beginnings of keys up to the next slash, with the slash.
+    """
+
+    objects: list[Listed]
+    prefixes: list[str]
+
+
 def age_of(modified: datetime, answer: Any) -> float:
-    """Seconds since an object was put, by the clock of the service that tells so in an answer."""
-    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
-    return (now - modified).total_seconds()
+    """Seconds since an object was put, by the clock of the service; by this machine's where the answer has no date."""
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", "")
+    try:
+        now = parsedate_to_datetime(date)
+    except (TypeError, ValueError):
+        now = _now()
+    # A date with the zone -0000 comes without a zone.
+    return (now.replace(tzinfo=now.tzinfo or timezone.utc) - modified).total_seconds()
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def field(answer: Any, name: str, kind: type[T], path: str) -> T:
+    """A field that an answer has to have.
+
+    Raises:
+        StrangeAnswer: it has none.
+    """
+    value = answer.get(name)
+    if not isinstance(value, kind):
+        raise StrangeAnswer(path, f"{name} is missing" if value is None else f"{name} is {str(value)[:80]!r}")
+    return value
+
+
+class Blocks:
+    """Bytes as a file that is sent in blocks: each has its own timeout, and none is copied."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, count: int = -1) -> memoryview:
+        """The next bytes: more than asked for, where little is."""
+        end = len(self._data) if count < 0 else self._position + max(count, _SEND_BYTES)
+        found = self._data[self._position : end]
+        self._position += len(found)
+        return found
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to an offset."""
+        self._position = offset + (0, self._position, len(self._data))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """The offset of the next byte."""
+        return self._position
 
 
 def service(path: str) -> Service:
@@ -72,7 +144,7 @@ def service(path: str) -> Service:
         return _service(endpoint())
     except ImportError as error:
         raise InputError(
-            f"{path}: lies in an object store; to reach it takes boto3 and obstore, which are not installed",
+            f"{path}: lies in an object store; to reach it takes boto3, which is not installed",
             file=path,
             hint="pip install 'reshard[s3]'; in the clone of reshard: pip install '.[s3]'",
         ) from error
@@ -81,9 +153,9 @@ def service(path: str) -> Service:
             f"{path}: the object store cannot be asked: {failures.one_line(str(error))}",
             file=path,
             hint="check --endpoint-url, or AWS_ENDPOINT_URL and the profile",
-        ) from error
+        ) from None
     except OSError as error:
-        raise InputError(f"{path}: the object store cannot be asked: {error.strerror}", file=path) from error
+        raise InputError(f"{path}: the object store cannot be asked: {error.strerror}", file=path) from None
 
 
 def _do_not_ask_first(params: dict[str, Any], **_: Any) -> None:
@@ -95,25 +167,30 @@ def _service(url: Optional[str]) -> Service:
     return Service(url)
 
 
+def _without_user(url: str) -> str:
+    """A URL without user and password, which no request uses and messages would show."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 class Service:
-    """A service and the clients that ask it; for any number of threads.
+    """A service and the client that asks it; for any number of threads.
 
     Args:
-        url: where it is; None for what environment and profile say.
+        url: its address; None for that of environment and profile.
 
     Attributes:
         client: boto3's.
-        name: what tells it from others; no user or password is in it.
+        name: tells it from others.
 
     Raises:
         ImportError: a package is missing.
-        ValueError: the settings are none.
-        OSError: the profile is not there.
+        ValueError: the settings are wrong.
+        OSError: the profile is missing.
     """
 
     def __init__(self, url: Optional[str] = None) -> None:
         import boto3
-        import obstore.store  # noqa: F401
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
 
@@ -121,7 +198,7 @@ class Service:
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": _CONNECTIONS,
-            # One place repeats what failed: `ask`, and of obstore's requests the reader.
+            # `again` is the one place that repeats what failed.
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "user_agent_extra": "reshard",
         }
@@ -132,24 +209,34 @@ class Service:
         config = Config(**settings)
         try:
             session = boto3.session.Session()
-            self.client: Any = session.client("s3", endpoint_url=url, config=config)
+            self.client: Any = session.client("s3", endpoint_url=url and _without_user(url), config=config)
+            if "@" in self.client.meta.endpoint_url:
+                bare = _without_user(self.client.meta.endpoint_url)
+                self.client = session.client("s3", endpoint_url=bare, config=config)
             # What is put is sent along at once: to ask first whether it may be costs a round trip more each time.
             self.client.meta.events.register_last("before-call.s3", _do_not_ask_first)
             self._credentials = session.get_credentials()
         except BotoCoreError as error:
-            raise failures.of_client(error, "") from error
-        place: str = self.client.meta.endpoint_url
-        self.name = place.rpartition("@")[2]
-        # Amazon's own endpoints are found by region, and buckets there may be of several.
-        self._custom = None if ".amazonaws.com" in place else place
-        self._stores: dict[str, Any] = {}
-        self._lock = threading.Lock()
-        # Whether it ever did what was asked: else its address may be wrong.
+            raise failures.error_of(error, "") from None
+        self.name: str = self.client.meta.endpoint_url
+        # Without an answer so far, its address may be wrong.
         self._answered = False
-        self._pool = ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="reshard-s3")
+        # It answered nothing for so long that a request was given up: others are not as patient.
+        self._silent = False
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="reshard-s3")
+
+    @property
+    def _secrets(self) -> list[str]:
+        """What no message may show."""
+        try:
+            found = self._credentials.get_frozen_credentials()
+        except Exception:
+            # Reported by the request that needs them.
+            return []
+        return [text for text in (found.access_key, found.secret_key, found.token) if text]
 
     def ask(self, path: str, operation: str, **wanted: Any) -> Any:
-        """What the service answers to a request of boto3's, which is made again where it fails in a way that may pass.
+        """The service's answer to a request, which is repeated where it fails in a way that may pass.
 
         Args:
             path: what it is about, for messages.
@@ -159,10 +246,22 @@ class Service:
         Raises:
             OSError: it refuses, or does not answer.
         """
-        return self.again(path, lambda: getattr(self.client, operation)(**wanted))
 
-    def again(self, path: str, call: Callable[[], T]) -> T:
-        """What a call of boto3 returns, which is made again where it fails in a way that may pass.
+        def call() -> Any:
+            body = wanted.get("Body")
+            if isinstance(body, Blocks):
+                body.seek(0)
+            return getattr(self.client, operation)(**wanted)
+
+        return self.again(path, call)
+
+    def again(self, path: str, call: Callable[[], T], progress: Callable[[], int] = int) -> T:
+        """What a call of boto3 returns, which is repeated where it fails in a way that may pass.
+
+        Args:
+            path: what it is about, for messages.
+            call: makes the request.
+            progress: bytes that came so far: while there are more, it is repeated for ever.
 
         Raises:
             OSError: it goes on to fail.
@@ -170,29 +269,45 @@ class Service:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
 
-        times = 0
+        times = before = 0
+        since = time.monotonic()
         while True:
             try:
                 found = call()
-                self._answered = True
+                self._answered, self._silent = True, False
                 return found
-            except (BotoCoreError, ClientError, ResponseParserError) as error:
+            # What cannot be parsed may be a ValueError and such.
+            except (BotoCoreError, ClientError, ResponseParserError, ValueError, LookupError, TypeError) as error:
+                if progress() > before:
+                    times, before, since = 0, progress(), time.monotonic()
                 times += 1
-                if times == failures.TIMES or not failures.may_pass(error, self._answered):
-                    raise failures.of_client(error, path) from error
+                late = time.monotonic() - since > failures.PATIENCE
+                self._silent = self._silent or late
+                if (
+                    times == failures.MAX_TRIES
+                    or late
+                    or (self._silent and not before)
+                    or not failures.may_pass(error, self._answered)
+                ):
+                    raise failures.error_of(error, path, self._secrets) from None
             time.sleep(failures.pause(times))
 
     def read(self, path: str) -> SmallObject:
         """A small object.
 
         Raises:
-            OSError: as `ask`.
+            OSError: as `ask`, or it is not small.
         """
         bucket, key = Address.parse(path)
 
         def get() -> SmallObject:
+            # Anybody may have put anything there: no more than this is taken.
             found = self.client.get_object(Bucket=bucket, Key=key)
-            return SmallObject(found["Body"].read(), found["ETag"], age_of(found["LastModified"], found))
+            if field(found, "ContentLength", int, path) > _SMALL_OBJECT:
+                found["Body"].close()
+                raise OSError(errno.EFBIG, "is larger than any such object", path)
+            modified = field(found, "LastModified", datetime, path)
+            return SmallObject(found["Body"].read(), field(found, "ETag", str, path), age_of(modified, found))
 
         return self.again(path, get)
 
@@ -219,19 +334,33 @@ class Service:
         bucket, key = Address.parse(path)
         self.ask(path, "delete_object", Bucket=bucket, Key=key)
 
-    def pages(self, path: str, bucket: str, prefix: str, delimiter: str = "") -> Iterator[Any]:
-        """A list of objects, page by page.
+    def pages(self, path: str, prefix: str, delimiter: str = "/", most: Optional[int] = None) -> Iterator[Page]:
+        """A list of the objects of a bucket, page by page.
+
+        Args:
+            path: of anything in the bucket, for messages too.
+            prefix: of the keys.
+            delimiter: keys are listed up to the next one behind the prefix.
+            most: objects of a page, if not as many as the service gives.
 
         Raises:
             OSError: as `ask`.
         """
+        bucket = Address.parse(path).bucket
         wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": delimiter}
+        if most is not None:
+            wanted["MaxKeys"] = most
+        tokens: set[str] = set()
         while True:
             page = self.ask(path, "list_objects_v2", **wanted)
-            yield page
+            yield _page(page, prefix, path)
             if not page.get("IsTruncated"):
                 return
-            wanted["ContinuationToken"] = page["NextContinuationToken"]
+            token = field(page, "NextContinuationToken", str, path)
+            if token in tokens:
+                raise StrangeAnswer(path, "a list whose pages repeat")
+            tokens.add(token)
+            wanted["ContinuationToken"] = token
 
     def at_once(self, *calls: Callable[[], T]) -> list[T]:
         """What several calls return, made at the same time; the first error that one raises.
@@ -276,60 +405,16 @@ class Service:
                 undo(future.result())
             raise
 
-    def reading(self, bucket: str, path: str) -> Any:
-        """Obstore's store of a bucket.
 
-        Raises:
-            OSError: there are no credentials.
-        """
-        with self._lock:
-            found = self._stores.get(bucket)
-            if found is None:
-                found = self._stores[bucket] = self._connect(bucket, path)
-            return found
-
-    def _connect(self, bucket: str, path: str) -> Any:
-        from botocore.exceptions import NoCredentialsError
-        from obstore.store import S3Store
-
-        if self._credentials is None:
-            raise failures.of_client(NoCredentialsError(), path)
-        style = (self.client.meta.config.s3 or {}).get("addressing_style", "auto")
-        settings: dict[str, Any] = {"region": self._region(bucket)}
-        if self._custom is not None:
-            virtual = style == "virtual"
-            scheme, _, place = self._custom.partition("://")
-            settings["endpoint"] = f"{scheme}://{bucket}.{place}" if virtual else self._custom
-        else:
-            virtual = style != "path" and "." not in bucket
-        return S3Store(
-            bucket,
-            virtual_hosted_style_request=virtual,
-            credential_provider=self._provide,
-            client_options={
-                "allow_http": True,
-                "connect_timeout": f"{_CONNECT_SECONDS}s",
-                "timeout": f"{_READ_SECONDS}s",
-                "pool_max_idle_per_host": str(_CONNECTIONS),
-            },
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
-            **settings,
+def _page(answer: Any, prefix: str, path: str) -> Page:
+    objects = []
+    for entry in answer.get("Contents", ()):
+        modified = field(entry, "LastModified", datetime, path)
+        objects.append(
+            Listed(field(entry, "Key", str, path), field(entry, "Size", int, path), age_of(modified, answer))
         )
-
-    def _provide(self) -> dict[str, Any]:
-        frozen = self._credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(timezone.utc) + _CREDENTIALS_FOR,
-        }
-
-    def _region(self, bucket: str) -> str:
-        region = self.client.meta.region_name or ""
-        if self._custom is None:
-            # Buckets of other regions answer to their own alone; who may not ask has to name it.
-            with contextlib.suppress(Exception):
-                headers = self.client.head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
-                region = headers.get("x-amz-bucket-region", region)
-        return _USUAL_REGION if region in _NO_REGION else region
+    prefixes = [field(entry, "Prefix", str, path) for entry in answer.get("CommonPrefixes", ())]
+    for key in (*(entry.key for entry in objects), *prefixes):
+        if not key.startswith(prefix):
+            raise StrangeAnswer(path, f"a list of {prefix!r} that contains {key[:80]!r}")
+    return Page(objects, prefixes)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Storage
 from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.leases import Lease, held_alone, holder, is_alive, is_holder
+from reshard.storage.s3.leases import Lease, has_conditional_writes, held_alone, holder, is_alive, is_holder
 from reshard.storage.s3.metadata import metadata_now
 from reshard.storage.s3.new_object import NewObject, part_bytes
-from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of_head
-from reshard.storage.s3.service import Service, age_of, service
+from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of
+from reshard.storage.s3.service import Service, service
 from reshard.storage.s3.uploads import remove_dead
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry
+from reshard.storage.store import Entry, Expected, Sending
 
 
 class ObjectEntry(NamedTuple):
@@ -59,8 +58,9 @@ class S3Store:
             # Of a bucket that is not there, a list is an error.
             self._any_below(address, path)
             return self._directory(address)
-        found, below = self._service.at_once(
-            lambda: self._object(address, path), lambda: self._any_below(address, path) or None
+        # The list comes first: an error answer to a look has no text.
+        below, found = self._service.at_once(
+            lambda: self._any_below(address, path) or None, lambda: self._object(address, path)
         )
         if isinstance(found, FileStatus):
             return found
@@ -75,14 +75,14 @@ class S3Store:
         found: dict[str, Entry] = {}
         # An object of no name stands for a directory, in some programs.
         marked = False
-        for page in self._service.pages(directory, address.bucket, prefix, "/"):
-            for content in page.get("Contents", ()):
-                name = content["Key"][len(prefix) :]
+        for page in self._service.pages(directory, prefix):
+            for listed in page.objects:
+                name = listed.key[len(prefix) :]
                 marked = marked or not name
                 if name:
                     found[name] = ObjectEntry(name, directory=False)
-            for common in page.get("CommonPrefixes", ()):
-                name = common["Prefix"][len(prefix) : -1]
+            for common in page.prefixes:
+                name = common[len(prefix) : -1]
                 if name:
                     found.setdefault(name, ObjectEntry(name, directory=True))
         if not found and address.key and not marked:
@@ -105,10 +105,12 @@ class S3Store:
         """What requests cost, by those that were made."""
         return self._reader.measured.storage(HELD)
 
-    def new_file(self, path: str, size: int) -> NewObject:
+    def new_file(
+        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
+    ) -> NewObject:
         """Begin to write an object."""
         Address.parse(path)
-        return NewObject(self._service, path, size)
+        return NewObject(self._service, path, size, expected, sending)
 
     def part_bytes(self, size: int) -> int:
         """Bytes of a part of an upload."""
@@ -126,6 +128,17 @@ class S3Store:
             self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
         return False
 
+    def touch(self, path: str) -> bool:
+        """Objects have the time at which they were put."""
+        return False
+
+    def flush(self, directory: str) -> None:
+        """What was put lasts."""
+
+    def check_root(self, path: str) -> None:
+        """Insist that there is such a bucket."""
+        self._any_below(Address(Address.parse(path).bucket, ""), path)
+
     def remove(self, path: str) -> None:
         """Delete an object."""
         self._service.delete(path)
@@ -136,10 +149,10 @@ class S3Store:
         if key:
             self._service.ask(path, "delete_object", Bucket=bucket, Key=f"{key}/")
 
-    def remove_dead(self, directory: str, complete: bool, keep: Collection[str] = ()) -> None:
+    def remove_dead(self, directory: str, complete: bool) -> None:
         """Abort uploads of dead processes."""
         with contextlib.suppress(OSError):
-            remove_dead(self._service, directory, keep)
+            remove_dead(self._service, directory)
 
     def leases_in(self, directory: str, start: str) -> list[bool]:
         """Of the objects whose names begin so, each of which says that a process lives, whether it does.
@@ -151,23 +164,21 @@ class S3Store:
         Raises:
             OSError: the service does not answer as it should.
         """
-        bucket, key = Address.parse(directory)
-        found = []
-        for page in self._service.pages(directory, bucket, f"{key}/{start}", "/"):
-            for entry in page.get("Contents", ()):
-                name = entry["Key"][len(key) + 1 + len(start) :]
-                found.append(is_alive(name, age_of(entry["LastModified"], page)))
+        key = Address.parse(directory).key
+        found: list[bool] = []
+        for page in self._service.pages(directory, f"{key}/{start}"):
+            found += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
         return found
 
     def remove_dead_leases(self, directory: str) -> None:
         """Remove the objects right in a directory that say that a process lives which is dead, as far as possible."""
-        bucket, key = Address.parse(directory)
+        key = Address.parse(directory).key
         with contextlib.suppress(OSError):
-            for page in self._service.pages(directory, bucket, f"{key}/", "/"):
-                for entry in page.get("Contents", ()):
-                    name = entry["Key"].rpartition(".")[2]
-                    if is_holder(name) and not is_alive(name, age_of(entry["LastModified"], page)):
-                        self._service.delete(f"{directory}/{entry['Key'][len(key) + 1 :]}")
+            for page in self._service.pages(directory, f"{key}/"):
+                for listed in page.objects:
+                    name = listed.key.rpartition(".")[2]
+                    if is_holder(name) and not is_alive(name, listed.age):
+                        self._service.delete(f"{directory}/{listed.key[len(key) + 1 :]}")
 
     def lease(self, path: str) -> Lease:
         """An object beside a path that says that this process lives, until it is released; its name begins so.
@@ -175,7 +186,7 @@ class S3Store:
         Raises:
             OSError: it cannot be put.
         """
-        return Lease(self._service, f"{path}.{holder()}")
+        return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
 
     def held_alone(
         self, path: str, wait: Callable[[], None], tell: Callable[[str], None]
@@ -188,11 +199,11 @@ class S3Store:
             head = self._service.ask(path, "head_object", Bucket=address.bucket, Key=address.key)
         except FileNotFoundError:
             return None
-        return version_of_head(head, address, path).status(self._service.name)
+        return version_of(head, head.get("ContentLength"), address, path).status(self._service.name)
 
     def _any_below(self, address: Address, path: str) -> bool:
-        wanted = {"Bucket": address.bucket, "Prefix": address.prefix, "MaxKeys": 1}
-        return bool(self._service.ask(path, "list_objects_v2", **wanted).get("KeyCount"))
+        page = next(self._service.pages(path, address.prefix, delimiter="", most=1))
+        return bool(page.objects)
 
     def _directory(self, address: Address) -> FileStatus:
         name = self._service.name

@@ -186,9 +186,10 @@ def _states(rules: Rules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
             if merged([rule for rule in rules.rules if rule.matches(name)]).trained
         }
     raise StrategyError(
-        f"{tensors.path} lists no optimizer state, and {rules.path} does not say which there is",
+        f"{tensors.path} lists no optimizer state, and {rules.path} has no optimizer_states",
         file=rules.path,
-        hint='type --weights-only for a target without, or say it:\noptimizer_states = ["adam_m", "adam_v"]',
+        hint="add --weights-only for a target without optimizer state, or put this line at the top of the rules "
+        '(built-in ones: reshard strategy rules NAME > FILE):\noptimizer_states = ["adam_m", "adam_v"]',
     )
 
 

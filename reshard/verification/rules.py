@@ -1,0 +1,319 @@
+"""Tensors that rules of names and packing make, evaluated with NumPy as `names.SizedOperation` describes it.
+
+An operation works on whole blocks: it asks for the boxes of the tensors before it that it needs, and reshapes,
+concatenates, transposes and slices these. Nothing here composes operations or knows of the views of a conversion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+import numpy as np
+
+from reshard.checkpoints import FileHandles
+from reshard.errors import CheckpointError
+from reshard.names import SizedOperation
+from reshard.text.wording import quoted
+from reshard.verification.boxes import Box, Shape, shape_of, volume_of
+from reshard.verification.rounding import words_as
+from reshard.verification.stored import AS_RECORDED, Shards, Stored, Words, words_of
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that is made of others; see `stored.Content`.
+
+    Attributes:
+        name: see `Content`.
+        dtype: see `Content`.
+        item_size: see `Content`.
+        shape: see `Content`.
+        sources: the tensors that the operations take, in order.
+        operations: what is done with them, one after the other.
+        number: of the tensor in the list that this makes.
+        cast: see `Content`.
+        shards: see `Content`.
+    """
+
+    name: str
+    dtype: str
+    item_size: int
+    shape: Shape
+    sources: tuple[Stored, ...]
+    operations: tuple[SizedOperation, ...]
+    number: int
+    cast: bool
+    shards: Shards = AS_RECORDED
+
+    def paths(self) -> Collection[str]:
+        """The files of which something may be read."""
+        return set().union(*(source.paths() for source in self.sources))
+
+    def read(self, box: Box, handles: FileHandles) -> Words:
+        """The elements of a box."""
+        node: Union[_Leaf, _Step]
+        nodes: Sequence[Union[_Leaf, _Step]] = [_Leaf(self, source, handles) for source in self.sources]
+        for operation in self.operations:
+            before = nodes
+            shapes = shapes_after(operation, [node.shape for node in before])
+            nodes = [_Step(operation, before, number, shape) for number, shape in enumerate(shapes)]
+        node = nodes[self.number]
+        return np.ascontiguousarray(node.read(box))
+
+
+def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes of the list of tensors that an operation makes of a list of tensors."""
+    kind, at, count = operation.kind, operation.dimension, operation.count
+    if kind == "join":
+        size = operation.groups * sum(operation.sizes)
+        return [(*shape[:at], size, *shape[at + 1 :]) for shape in shapes[: len(shapes) // len(operation.sizes)]]
+    if kind == "cut":
+        sizes = [operation.groups * size for size in operation.sizes]
+        return [(*shape[:at], size, *shape[at + 1 :]) for size in sizes for shape in shapes]
+    if kind == "stack":
+        return [(*shape[:at], count, *shape[at:]) for shape in shapes[::count]]
+    if kind == "unstack":
+        return [(*shape[:at], *shape[at + 1 :]) for shape in shapes for _ in range(count)]
+    if kind == "transpose":
+        return [tuple(shape[each] for each in operation.order) for shape in shapes]
+    if kind == "reshape":
+        return [operation.shape] * len(shapes)
+    if kind in ("pad", "unpad"):
+        return [(*shape[:at], operation.sizes[1], *shape[at + 1 :]) for shape in shapes]
+    if kind == "copy":
+        return [*shapes] * count
+    assert kind == "take", kind
+    return [*shapes[: len(shapes) // count]]
+
+
+def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> list[list[Shape]]:
+    """The shapes of the list that is there at the beginning, and of those after each operation."""
+    lists = [[*shapes]]
+    for operation in operations:
+        lists.append(shapes_after(operation, lists[-1]))
+    return lists
+
+
+def taken(operations: Sequence[SizedOperation], shapes: Sequence[Shape], number: int) -> set[int]:
+    """The numbers of the tensors of which a tensor may have elements."""
+    lists = lists_of(operations, shapes)
+    numbers = {number}
+    for operation, before in zip(reversed(operations), lists[-2::-1]):
+        numbers = {each for one in numbers for each in _inputs(operation, len(before), one)}
+    return numbers
+
+
+def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]:
+    """The tensors, of so many before an operation, that tensor ``number`` after it is made of."""
+    kind = operation.kind
+    if kind == "join":
+        return range(number, count, count // len(operation.sizes))
+    if kind == "stack":
+        return range(number * operation.count, (number + 1) * operation.count)
+    if kind == "unstack":
+        return [number // operation.count]
+    # The others make one tensor of one, or several of each, column by column.
+    return [number % count]
+
+
+class _Leaf:
+    """A tensor in files, of the type that is wanted."""
+
+    def __init__(self, made: Made, source: Stored, handles: FileHandles) -> None:
+        self.shape, self.words = source.shape, words_of(made.item_size)
+        self._made, self._source, self._handles = made, source, handles
+
+    def read(self, box: Box) -> Words:
+        if not volume_of(box):
+            return np.empty(shape_of(box), self.words)
+        found = self._source.read(box, self._handles)
+        stored, dtype = self._source.dtype, self._made.dtype
+        if stored == dtype:
+            return found
+        if not self._made.cast:
+            raise CheckpointError(
+                f"{quoted(self._made.name)} would be made of elements of types {dtype} and {stored} "
+                f"({quoted(self._source.name)})",
+                parameter=self._made.name,
+            )
+        return words_as(found, stored, dtype)
+
+
+class _Step:
+    """A tensor after an operation."""
+
+    def __init__(
+        self, operation: SizedOperation, before: Sequence[Union[_Leaf, _Step]], number: int, shape: Shape
+    ) -> None:
+        self.shape = shape
+        self.words: str = before[0].words
+        self._operation, self._number, self._count = operation, number, len(before)
+        self._inputs = [before[each] for each in _inputs(operation, len(before), number)]
+
+    def read(self, box: Box) -> Words:
+        if not volume_of(box):
+            return np.empty(shape_of(box), self.words)
+        found: Words = getattr(self, "_" + self._operation.kind)(box)
+        assert found.shape == shape_of(box), (self._operation, found.shape, box)
+        return found
+
+    def _copy(self, box: Box) -> Words:
+        return self._inputs[0].read(box)
+
+    _take = _unpad = _copy
+
+    def _join(self, box: Box) -> Words:
+        operation, at = self._operation, self._operation.dimension
+        sizes, total = operation.sizes, sum(operation.sizes)
+        if operation.groups == 1:
+            return self._concatenated(box)
+        first, last = _groups(box[at], total)
+        parts = []
+        for one, size in zip(self._inputs, sizes):
+            part = one.read(_replaced(box, at, (first * size, last * size)))
+            parts.append(_split(part, at, last - first, size))
+        joined = np.concatenate(parts, at + 1)
+        return _along(_merged(joined, at), at, box[at], first * total)
+
+    def _concatenated(self, box: Box) -> Words:
+        at, start = self._operation.dimension, 0
+        parts = []
+        for one, size in zip(self._inputs, self._operation.sizes):
+            low, high = max(box[at][0] - start, 0), min(box[at][1] - start, size)
+            if low < high:
+                parts.append(one.read(_replaced(box, at, (low, high))))
+            start += size
+        return np.concatenate(parts, at)
+
+    def _cut(self, box: Box) -> Words:
+        operation, at = self._operation, self._operation.dimension
+        column = self._number // self._count
+        size, total, skipped = operation.sizes[column], sum(operation.sizes), sum(operation.sizes[:column])
+        if operation.groups == 1:
+            return self._inputs[0].read(_replaced(box, at, (box[at][0] + skipped, box[at][1] + skipped)))
+        first, last = _groups(box[at], size)
+        whole = self._inputs[0].read(_replaced(box, at, (first * total, last * total)))
+        groups = _split(whole, at, last - first, total)
+        groups = groups[(slice(None),) * (at + 1) + (slice(skipped, skipped + size),)]
+        return _along(_merged(groups, at), at, box[at], first * size)
+
+    def _stack(self, box: Box) -> Words:
+        at = self._operation.dimension
+        return np.stack([one.read(_without(box, at)) for one in self._inputs[slice(*box[at])]], at)
+
+    def _unstack(self, box: Box) -> Words:
+        at, value = self._operation.dimension, self._number % self._operation.count
+        return self._inputs[0].read((*box[:at], (value, value + 1), *box[at:])).squeeze(at)
+
+    def _transpose(self, box: Box) -> Words:
+        order = self._operation.order
+        turned = tuple(box[order.index(dimension)] for dimension in range(len(order)))
+        return self._inputs[0].read(turned).transpose(order)
+
+    def _pad(self, box: Box) -> Words:
+        at, size = self._operation.dimension, self._operation.sizes[0]
+        start, stop = box[at]
+        there = (min(start, size), min(stop, size))
+        found = self._inputs[0].read(_replaced(box, at, there))
+        shape = list(found.shape)
+        shape[at] = stop - start - shape[at]
+        return np.concatenate([found, np.zeros(shape, found.dtype)], at)
+
+    def _reshape(self, box: Box) -> Words:
+        """Dimension by dimension, as far as both shapes have the same edges; else all elements between two are read."""
+        before, after = self._inputs[0].shape, self.shape
+        groups = _same_elements(before, after)
+        needed: list[tuple[int, int]] = []
+        flat: list[range] = []
+        for old, new in groups:
+            inner = [(start, stop) for start, stop in box[new.start : new.stop]]
+            first = _flat([start for start, _ in inner], after[new.start : new.stop])
+            last = _flat([stop - 1 for _, stop in inner], after[new.start : new.stop])
+            covering = _covering(first, last, before[old.start : old.stop])
+            needed += covering
+            start = _flat([low for low, _ in covering], before[old.start : old.stop])
+            flat.append(range(start, start + volume_of(tuple(covering))))
+        found = self._inputs[0].read(tuple(needed)).reshape([len(each) for each in flat])
+        for place, ((_, new), there) in enumerate(zip(groups, flat)):
+            positions = np.zeros((), np.int64)
+            for (start, stop), size in zip(box[new.start : new.stop], after[new.start : new.stop]):
+                positions = positions[..., None] * size + np.arange(start, stop)
+            wanted = positions.reshape(-1) - there.start
+            if len(wanted) != len(there):
+                if len(wanted) and wanted[-1] - wanted[0] + 1 == len(wanted):
+                    found = found[(slice(None),) * place + (slice(wanted[0], wanted[-1] + 1),)]
+                else:
+                    found = np.take(found, wanted, place)
+        return found.reshape(shape_of(box))
+
+
+def _replaced(box: Box, at: int, interval: tuple[int, int]) -> Box:
+    return (*box[:at], interval, *box[at + 1 :])
+
+
+def _without(box: Box, at: int) -> Box:
+    return (*box[:at], *box[at + 1 :])
+
+
+def _groups(interval: tuple[int, int], size: int) -> tuple[int, int]:
+    """The first of the groups of so many elements that an interval meets, and the one after the last."""
+    start, stop = interval
+    return (start // size, -(-stop // size)) if size else (0, 0)
+
+
+def _split(array: Words, at: int, groups: int, size: int) -> Words:
+    """An array with one of its dimensions as two: groups, and elements of each."""
+    return array.reshape(*array.shape[:at], groups, size, *array.shape[at + 1 :])
+
+
+def _merged(array: Words, at: int) -> Words:
+    """The opposite."""
+    return array.reshape(*array.shape[:at], array.shape[at] * array.shape[at + 1], *array.shape[at + 2 :])
+
+
+def _along(array: Words, at: int, interval: tuple[int, int], begins: int) -> Words:
+    """An interval of one dimension of an array that begins at an element of its own."""
+    return array[(slice(None),) * at + (slice(interval[0] - begins, interval[1] - begins),)]
+
+
+def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of an element in C order."""
+    number = 0
+    for place, size in zip(index, shape):
+        number = number * size + place
+    return number
+
+
+def _covering(first: int, last: int, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """A box without gaps in C order that has two elements, by number, and all between them."""
+    box: list[tuple[int, int]] = []
+    for dimension, size in enumerate(shape):
+        inner = math.prod(shape[dimension + 1 :])
+        low, high = first // inner, last // inner
+        box.append((low, high + 1))
+        if low != high:
+            return [*box, *((0, each) for each in shape[dimension + 1 :])]
+        first, last = first % inner, last % inner
+        assert high < size
+    return box
+
+
+def _same_elements(before: Shape, after: Shape) -> list[tuple[range, range]]:
+    """The fewest dimensions of two shapes, from the first on, that have the same elements."""
+    ends: dict[int, int] = {}
+    for end, product in enumerate(itertools.accumulate(before, lambda one, other: one * other), 1):
+        ends.setdefault(product, end)
+    groups = []
+    old = new = 0
+    for end, product in enumerate(itertools.accumulate(after, lambda one, other: one * other), 1):
+        if ends.get(product, 0) > old:
+            groups.append((range(old, ends[product]), range(new, end)))
+            old, new = ends[product], end
+    if old < len(before) or new < len(after):
+        # Dimensions of one element at the end.
+        groups.append((range(old, len(before)), range(new, len(after))))
+    return groups

@@ -1,0 +1,208 @@
+"""Small conversions that together use all that puts bytes into their places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.model_weights import MODELS, weights
+from tests.reference import Strategy
+from tests.running import Argument
+from tests.small import COPIED, SOURCE, TARGET, tensors
+from tests.trees import (
+    Checkpoint,
+    Value,
+    cut_ranks,
+    layout,
+    single,
+    value,
+    write_checkpoint,
+    write_strategy,
+    write_tree,
+)
+
+RULES = """
+[[rule]]
+from = ["model.q", "model.k", "model.v"]
+to = "net.qkv"
+do = "group_qkv"
+
+[[rule]]
+from = ["model.gate", "model.up"]
+to = "net.gate_up"
+do = { interleave = 0, block = 2 }
+
+[[rule]]
+from = "model.down"
+to = "net.down"
+do = "transpose"
+
+[[rule]]
+from = "model.embedding"
+to = "net.embedding"
+do = { pad = 0, size = "vocabulary", multiple = 4 }
+
+[[rule]]
+from = "model.experts.{expert}.up"
+to = "net.experts"
+do = [{ stack = "expert" }, { reshape = ["experts", "rows", "columns"], to = ["experts*rows", "columns"] }]
+
+[sizes]
+heads = "heads"
+groups = "groups"
+head_dim = "head_dim"
+vocabulary = "vocabulary"
+experts = "experts"
+
+[numbers]
+expert = "experts"
+"""
+CONFIG = {"heads": 4, "groups": 2, "head_dim": 2, "vocabulary": 6, "experts": 2}
+_PACKED = {
+    "model.q": ((8, 8), [0, -1]),
+    "model.k": ((4, 8), [0, -1]),
+    "model.v": ((4, 8), [-1, 0]),
+    "model.gate": ((8, 8), [0, -1]),
+    "model.up": ((8, 8), [1, 0]),
+    "model.down": ((8, 4), [-1, 0]),
+    "model.embedding": ((6, 4), [1, 0]),
+    "model.experts.0.up": ((4, 8), [0, -1]),
+    "model.experts.1.up": ((4, 8), [0, 1]),
+}
+_UNPACKED = {
+    "net.qkv": layout([2, 2], [0, -1]),
+    "net.gate_up": layout([2, 2], [1, 0]),
+    "net.down": layout([2, 2], [-1, 1]),
+    "net.embedding": layout([2, 2], [0, 1]),
+    "net.experts": layout([2, 2], [[1, 0], [-1]]),
+}
+_SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x33800000]
+
+
+class Builder:
+    """Writes sources below a directory, and the words that convert them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.commands: dict[str, list[str]] = {}
+
+    def add(
+        self, name: str, source: Strategy, target: Strategy, full: Checkpoint, *words: Argument, **options: Any
+    ) -> None:
+        """A conversion of rank directories."""
+        place = self._root / name
+        shapes = {key: tensor.array.shape for key, tensor in full.items()}
+        form = options.pop("form", "merged")
+        write_tree(place / "src", cut_ranks(source, full, COPIED, **options))
+        old = write_strategy(place / "old", source, shapes, form)
+        new: Argument = write_strategy(place / "new", target, shapes, form) if target else "none"
+        self.plain(name, "--src-strategy", old, "--dst-strategy", new, *words)
+
+    def plain(self, name: str, *words: Argument) -> None:
+        """A conversion of what is there."""
+        self.commands[name] = ["convert", str(self._root / name / "src"), "OUT", *map(str, words), "--verify", "-q"]
+
+
+def build(root: Path) -> Mapping[str, list[str]]:
+    """Write all sources; the command of every conversion, with OUT for where it writes to."""
+    made = Builder(root)
+    made.add("demo", SOURCE, TARGET, tensors())
+
+    shapes = {"w": (16, 8), "t": (16, 4, 6), "e": (24, 3)}
+    full = {name: value(name, shape) for name, shape in shapes.items()}
+    sharded = {
+        "w": layout([2, 4], [0, -1], -1, 4),
+        "t": layout([2, 2, 2], [1, -1, 0], -1, 4),
+        "e": layout([8], [-1, -1], 4, 1),
+    }
+    other = {
+        "w": layout([4, 2], [-1, 0], 2, 2),
+        "t": layout([2, 2, 2], [[2, 0], [1], [-1]]),
+        "e": layout([2, 4], [1, -1], 2, 1),
+    }
+    made.add("sharded", single(sharded), single(other), full)
+    gradients = {**full, **{"accu_grads." + name: value("g" + name, shape) for name, shape in shapes.items()}}
+    both = {**sharded, **{"accu_grads." + name: one for name, one in sharded.items()}}
+    others = {**other, **{"accu_grads." + name: one for name, one in other.items()}}
+    unsharded = [name for name in gradients if name.startswith("accu_grads.")]
+    made.add("gradients", single(both), single(others), gradients, unsharded=unsharded, form="merged-json")
+
+    stages = [
+        *single({"a": layout([2, 2], [1, 0]), "s": layout([2, 2], [0, -1])}),
+        *single({"b": layout([2, 2], [[-1], [0, 1]], 1, 0), "s": layout([2, 2], [-1, 1])}),
+    ]
+    after = [
+        *single({"b": layout([2], [0, -1])}),
+        *single({"a": layout([4], [0, -1])}),
+        *single({"s": layout([2], [-1, 0])}),
+    ]
+    made.add("pipeline", stages, after, {name: value(name, (8, 12), "Float16") for name in ("a", "b", "s")})
+
+    experts = {
+        "up": value("up", (4, 6, 8), "BFloat16"),
+        "down": value("down", (4, 8, 6), "BFloat16"),
+        "table": value("table", (10, 3)),
+    }
+    made.add(
+        "expert",
+        single(
+            {
+                "up": layout([2, 2, 2], [2, 1, 0]),
+                "down": layout([2, 2, 2], [[2, 1], [0], [-1]]),
+                "table": {**layout([8], [0, -1]), "uneven": [1, 2, 0, 3, 1, 1, 1, 1]},
+            }
+        ),
+        single(
+            {"up": layout([4, 2], [1, -1, 0]), "down": layout([2, 4], [-1, 0, 1]), "table": layout([2, 4], [1, -1])}
+        ),
+        experts,
+        "--format",
+        "safetensors",
+    )
+    made.add("full", single(sharded), [], full, "--to", "huggingface", "--max-shard-size", "300")
+    made.add(
+        "checkpoint2",
+        single(sharded),
+        single({name: {**one, "shard_size": 0, "shard_step": 0} for name, one in other.items()}),
+        full,
+        "--to",
+        "checkpoint2",
+    )
+
+    packed = {name: value(name, shape) for name, (shape, _) in _PACKED.items()}
+    cut = single({name: layout([2, 2], map_) for name, (_, map_) in _PACKED.items()})
+    (root / "packed").mkdir(parents=True)
+    (root / "packed" / "rules.toml").write_text(RULES)
+    (root / "packed" / "config.json").write_text(json.dumps(CONFIG))
+    names: list[Argument] = ["--names", root / "packed" / "rules.toml", "--config", root / "packed" / "config.json"]
+    made.add("packed", cut, single(_UNPACKED), packed, *names)
+
+    place = root / "model" / "src"
+    write_checkpoint(place / "model.safetensors", weights("qwen3"), metadata={"format": "pt"})
+    (place / "config.json").write_text(json.dumps(MODELS["qwen3"][0]))
+    made.plain("model", "--names", "qwen3", "--dst-strategy", "none", "--cast", "BFloat16", "--to", "ranks")
+
+    numbers = np.random.default_rng(3).standard_normal(96).astype("<f4").view("<u4")
+    numbers[: len(_SPECIAL)] = _SPECIAL
+    wide = np.frombuffer(numbers.view("<f4").astype("<f8").tobytes(), "<u8")
+    wide = np.where(np.arange(96) % 3 == 0, wide + 1, wide)
+    floats = {
+        "m.a": Value("Float32", numbers.reshape(8, 12)),
+        "m.b": Value("Float64", wide.reshape(8, 12)),
+        "m.c": Value("BFloat16", (numbers >> 16).astype("<u2").reshape(8, 12)),
+        "m.d": Value("Float32", numbers[::-1].copy().reshape(8, 12)),
+        "m.e": Value("Float16", (numbers >> 13).astype("<u2").reshape(8, 12)),
+    }
+    casts = ["--cast", "BFloat16", "--cast", "m.c=Float32", "--cast", "m.d=Float16", "--cast", "m.e=Float32"]
+    made.add(
+        "cast",
+        single({name: layout([2, 2], [1, 0]) for name in floats}),
+        single({name: layout([2], [-1, 0]) for name in floats}),
+        floats,
+        *casts,
+    )
+    return made.commands

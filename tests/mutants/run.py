@@ -1,0 +1,175 @@
+"""Convert and verify with mutants; what became of each is printed as JSON.
+
+    python -m tests.mutants.run [--every N] [--first N] [--module NAME] [--change REGEX] [--conversion NAME] [--show]
+
+Each runs in a process of its own that is forked from this one, which imports nothing that may be changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Callable, Optional, TypeVar
+
+from tests.mutants.operators import Mutant, install, mutants_of
+
+MODULES = (
+    *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views", "view_overlap")),
+    *(f"reshard.execute.{name}" for name in ("boxes", "filling", "parts", "reading", "run", "schedule", "casts")),
+)
+REFUSED, SAME, FOUND, CERTIFIED = "refused", "same", "found", "certified"
+_WORST = (SAME, REFUSED, FOUND, CERTIFIED)
+_MEMORY = 3 << 30
+_T = TypeVar("_T")
+
+
+def _files(out: Path) -> dict[str, bytes]:
+    """What a conversion wrote, records aside."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file() and ".reshard" not in path.parts and path.name != "reshard-manifest.json"
+    }
+
+
+def _convert(words: list[str], out: Path) -> int:
+    """The exit status of a conversion; any of a traceback is 1."""
+    from reshard.cli.main import main
+
+    sys.argv = ["reshard", *(str(out) if word == "OUT" else word for word in words)]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BaseException:
+        return 1
+    return 0
+
+
+def _judge(commands: Mapping[str, list[str]], right: Mapping[str, Mapping[str, bytes]], place: Path) -> dict[str, str]:
+    """What became of every conversion."""
+    found = {}
+    for name, words in commands.items():
+        status = _convert(words, place / name)
+        same = (place / name).is_dir() and _files(place / name) == right[name]
+        if status == 0:
+            found[name] = SAME if same else CERTIFIED
+        else:
+            # A difference that is none, where the output is right, is no harm.
+            found[name] = FOUND if status == 4 else REFUSED
+        shutil.rmtree(place / name, ignore_errors=True)
+    return found
+
+
+def _in_child(work: Path, limit: int, mutant: Optional[Mutant], task: Callable[[Path], _T]) -> _T:
+    """Run a task in a process of its own, with a mutant; nothing where it took too long or too much."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(read)
+            os.setsid()
+            signal.alarm(limit)
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+            if mutant is not None:
+                install(mutant)
+            os.write(write, json.dumps(task(work)).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    shutil.rmtree(work, ignore_errors=True)
+    found: _T = json.loads(said or b"{}")
+    return found
+
+
+def run(chosen: Sequence[Mutant], limit: int, jobs: int, conversions: Collection[str] = ()) -> dict[str, object]:
+    """What became of some mutants, in some conversions or all."""
+    # What takes long to import and does not change is there before the children are.
+    for name in ("numpy", "click", "safetensors", "google.protobuf.descriptor_pool", "reshard.storage"):
+        importlib.import_module(name)
+    # Memory, where there is some: each conversion flushes what it writes.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        root = Path(directory)
+
+        def plain(work: Path) -> Mapping[str, list[str]]:
+            # Imported only here, in a child: it loads parts of `reshard`.
+            from tests.mutants.conversions import build
+
+            built = build(root)
+            commands = {name: words for name, words in built.items() if not conversions or name in conversions}
+            for name, words in commands.items():
+                assert _convert(words, root / "right" / name) == 0, name
+            return commands
+
+        commands: Mapping[str, list[str]] = _in_child(root / "none", 120, None, plain)
+        assert commands, "without a mutant a conversion fails"
+        right = {name: _files(root / "right" / name) for name in commands}
+
+        def of(numbered: tuple[int, Mutant]) -> dict[str, object]:
+            number, mutant = numbered
+            began = time.monotonic()
+            work = root / f"work{number}"
+            work.mkdir()
+            found = _in_child(work, limit, mutant, lambda place: _judge(commands, right, place))
+            worst = max(found.values(), key=_WORST.index, default=REFUSED)
+            return {**mutant._asdict(), "outcome": worst, "conversions": found, "seconds": time.monotonic() - began}
+
+        with ThreadPoolExecutor(jobs) as pool:
+            outcomes = [*pool.map(of, enumerate(chosen))]
+    counts = Counter(str(one["outcome"]) for one in outcomes)
+    each = Counter(status for one in outcomes for status in dict(one["conversions"]).values())  # type: ignore[call-overload]
+    return {"run": len(outcomes), "outcomes": counts, "conversions": each, "each": outcomes}
+
+
+def main() -> None:
+    """Print what became of the mutants."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=30)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--module", action="append")
+    parser.add_argument("--change", default="", help="only changes in whose words this regular expression is found")
+    parser.add_argument("--conversion", action="append", default=[])
+    parser.add_argument("--show", action="store_true", help="only what is certified, and the counts")
+    given = parser.parse_args()
+    chosen = [mutant for module in given.module or MODULES for mutant in mutants_of(module)]
+    chosen = [mutant for mutant in chosen if re.search(given.change, mutant.change)]
+    found = run(chosen[given.first :: given.every], given.limit, given.jobs, given.conversion)
+    if given.show:
+        each = found.pop("each")
+        assert isinstance(each, list)
+        for one in each:
+            if one["outcome"] == CERTIFIED:
+                wrong = [name for name, status in one["conversions"].items() if status == CERTIFIED]
+                print(f"certified: {one['module']}:{one['line']}: {one['change']} (number {one['number']}): {wrong}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

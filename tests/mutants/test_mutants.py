@@ -1,0 +1,48 @@
+"""Whatever a conversion with one operator changed gets wrong, it refuses, or verification finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.corpus import ROOT
+
+
+def outcomes(*options: str) -> dict[str, Any]:
+    words = [sys.executable, "-m", "tests.mutants.run", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    found: dict[str, Any] = json.loads(process.stdout)
+    return found
+
+
+def certified(found: dict[str, Any]) -> list[str]:
+    return [f"{one['module']}:{one['line']}: {one['change']}" for one in found["each"] if one["outcome"] == "certified"]
+
+
+def test_layouts_that_run_the_other_way_are_found() -> None:
+    """Slices, devices and shards counted from the other end, which a conversion and its own algebra agree about."""
+    where = ["--module", "reshard.layout.layout", "--change", "loop mirrored|counted down"]
+    found = outcomes(*where, "--conversion", "demo", "--conversion", "sharded")
+    assert not certified(found)
+    assert found["outcomes"]["found"] >= 4
+
+
+def test_a_sample_of_all_changes_is_refused_or_found() -> None:
+    found = outcomes("--every", "150", "--first", "17")
+    assert not certified(found)
+    assert found["run"] >= 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(4))
+def test_changes_of_layouts_views_engine_and_casts_are_refused_or_found(first: int) -> None:
+    found = outcomes("--every", "12", "--first", str(3 * first))
+    assert not certified(found)
+    assert found["run"] >= 100 and found["outcomes"]["found"] >= 5

@@ -1,0 +1,238 @@
+"""A service that answers strangely, elsewhere, or never: an error in one line, in bounded time, without credentials."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Callable, Optional
+
+import pytest
+
+from reshard.storage.s3 import service
+from tests.convert.test_object_stores import tree
+from tests.corpus import ROOT
+from tests.object_store import KEY, SECRET, Answer, Objects
+from tests.running import Argument, done, fails, reshard
+from tests.sampling import some_of
+
+DEMO = ROOT / "fixtures" / "demo"
+CUTS: list[Argument] = [
+    "--src-strategy",
+    DEMO / "src_strategy.ckpt",
+    "--dst-strategy",
+    DEMO / "dst_strategy.ckpt",
+]
+Edit = Callable[[Answer], Answer]
+TRUNCATED = rb"<IsTruncated>.*?</IsTruncated>"
+
+
+def content(pattern: bytes, new: bytes) -> Edit:
+    return lambda answer: answer._replace(content=re.sub(pattern, new, answer.content, flags=re.DOTALL))
+
+
+def header(name: str, value: Optional[str]) -> Edit:
+    def edit(answer: Answer) -> Answer:
+        bare = answer.without(name)
+        return bare if value is None else bare._replace(headers={**bare.headers, name: value})
+
+    return edit
+
+
+def lists(edit: Edit) -> Callable[[str, str, Answer], Answer]:
+    return lambda method, path, answer: edit(answer) if "list-type=2" in path else answer
+
+
+def gets(edit: Edit) -> Callable[[str, str, Answer], Answer]:
+    def of_object(method: str, path: str, answer: Answer) -> Answer:
+        return edit(answer) if method in ("GET", "HEAD") and "list-type=2" not in path else answer
+
+    return of_object
+
+
+def puts(edit: Edit) -> Callable[[str, str, Answer], Answer]:
+    return lambda method, path, answer: edit(answer) if method == "PUT" else answer
+
+
+# What is changed, and whether a source is read all the same.
+STRANGE: dict[str, tuple[Callable[[str, str, Answer], Answer], Optional[bool]]] = {
+    "a list that is truncated without a token": (
+        lists(content(TRUNCATED, b"<IsTruncated>true</IsTruncated>")),
+        False,
+    ),
+    "a list that is truncated for ever": (
+        lists(
+            content(TRUNCATED, b"<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>")
+        ),
+        False,
+    ),
+    "a list without a count": (lists(content(rb"<KeyCount>.*?</KeyCount>", b"")), True),
+    "entries without a time": (lists(content(rb"<LastModified>.*?</LastModified>", b"")), False),
+    "entries with a time that is none": (
+        lists(content(rb"<LastModified>.*?</LastModified>", b"<LastModified>soon</LastModified>")),
+        False,
+    ),
+    "entries without a size": (lists(content(rb"<Size>.*?</Size>", b"")), False),
+    "entries of elsewhere": (lists(content(rb"<Key>[^<]*</Key>", b"<Key>../../etc/passwd</Key>")), False),
+    "a page to log in": (lists(lambda answer: answer._replace(content=b"<html><body>login</body></html>")), False),
+    "no XML": (lists(lambda answer: answer._replace(content=b"{}")), False),
+    "objects without a time": (gets(header("last-modified", None)), False),
+    "objects with a time that is none": (gets(header("last-modified", "soon")), False),
+    "objects of the year 9999999": (gets(header("last-modified", "Mon, 01 Jan 9999999 00:00:00 GMT")), False),
+    "another range than was asked for": (gets(header("content-range", "bytes 0-0/1")), False),
+    "a range that is none": (gets(header("content-range", "some bytes")), False),
+    "a date that is none": (lambda method, path, answer: header("date", "garbage")(answer), True),
+    "a date without a zone": (
+        lambda method, path, answer: header("date", "Mon, 01 Jan 2024 00:00:00 -0000")(answer),
+        True,
+    ),
+    "a put without an ETag": (puts(header("etag", None)), None),
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
+
+
+@pytest.mark.parametrize("name", some_of(STRANGE, 4))
+def test_an_answer_that_cannot_be_true_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
+    edit, read = STRANGE[name]
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    if read is not None:
+        objects.faults.edit = edit
+        result = reshard("convert", source, tmp_path / "out", *CUTS)
+        assert (result.status == 0) == read, result.err
+        assert len(result.err.strip().splitlines()) < 8 and "internal error" not in result.err
+        if read:
+            done("convert", DEMO / "src_checkpoints", tmp_path / "plain", *CUTS)
+            assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+    objects.faults.edit = edit
+    result = reshard("convert", DEMO / "src_checkpoints", objects.path("out"), *CUTS)
+    assert "internal error" not in result.err and "Traceback" not in result.err
+    objects.faults.edit = lambda method, path, answer: answer
+    done("convert", DEMO / "src_checkpoints", objects.path("out"), *CUTS)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, list[str]]]:
+    """A server that nobody asked for, and what comes there."""
+    came: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def any(self) -> None:
+            came.append(f"{self.command} {self.path}")
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = any
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", came
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("status", some_of([301, 302, 307, 308], 1))
+def test_redirects_to_another_host_are_refused(
+    status: int, elsewhere: tuple[str, list[str]], objects: Objects, tmp_path: Path
+) -> None:
+    url, came = elsewhere
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+
+    def away(method: str, path: str, answer: Answer) -> Answer:
+        return Answer(status, {"Location": f"{url}{path}"}, b"") if ".ckpt" in path else answer
+
+    objects.faults.edit = away
+    result = fails(1, "convert", source, tmp_path / "out", *CUTS)
+    assert "redirects to another address" in result.err and "--endpoint-url" in result.err
+    assert not came
+
+
+TOKEN = "the-session-token-that-nobody-may-see"
+DOCUMENTS = {
+    "ExpiredToken": f"<Token-0>{TOKEN}</Token-0>",
+    "SignatureDoesNotMatch": f"<AWSAccessKeyId>{KEY}</AWSAccessKeyId><StringToSign>{SECRET}</StringToSign>",
+    "InternalError": f"</Error>cut off {TOKEN} {SECRET}",
+}
+
+
+@pytest.mark.parametrize("code", DOCUMENTS)
+def test_credentials_in_an_answer_are_not_shown(
+    code: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    service._service.cache_clear()
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    text = f"<Error><Code>{code}</Code><Message>It is {KEY}, {TOKEN}.</Message>{DOCUMENTS[code]}</Error>"
+    status = 400 if code == "ExpiredToken" else 403 if code == "SignatureDoesNotMatch" else 500
+    objects.faults.edit = lambda method, path, answer: Answer(status, {}, text.encode())
+    for more in ([], ["--debug"]):
+        result = reshard("convert", source, tmp_path / "out", *CUTS, *more)
+        assert result.status == (1 if status == 500 else 3), result.err
+        assert not [secret for secret in (TOKEN, KEY, SECRET) if secret in result.err], result.err
+    service._service.cache_clear()
+
+
+@pytest.mark.parametrize("where", ["option", "environment"])
+def test_a_password_in_the_address_is_not_shown(
+    where: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "http://somebody:the-password@127.0.0.1:9"
+    more: list[Argument] = ["--endpoint-url", url]
+    if where == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        service._service.cache_clear()
+        more = []
+    debugs: list[list[Argument]] = [[], ["--debug"]]
+    for debug in debugs:
+        result = fails(1, "convert", "s3://bucket/in", tmp_path / "out", *CUTS, *more, *debug)
+        assert "127.0.0.1:9" in result.err
+        assert "the-password" not in result.err and "somebody" not in result.err
+    service._service.cache_clear()
+
+
+@pytest.mark.parametrize("what", ["reads", "puts"])
+def test_a_service_that_never_answers_is_an_error_in_bounded_time(
+    what: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = objects.upload(DEMO / "src_checkpoints", "ckpt")
+    monkeypatch.setattr("reshard.storage.s3.service._READ_SECONDS", 0.3)
+    monkeypatch.setattr("reshard.storage.s3.failures.PATIENCE", 0.5)
+    service._service.cache_clear()
+    objects.faults.choose = lambda number, method, path: (
+        "silent" if ".ckpt" in path and method == ("GET" if what == "reads" else "PUT") else None
+    )
+    begun = time.monotonic()
+    local: list[Argument] = [source, tmp_path / "out"]
+    words = local if what == "reads" else [DEMO / "src_checkpoints", objects.path("out")]
+    fails(1, "convert", *words, *CUTS, says=["does not answer as it should"])
+    assert time.monotonic() - begun < 15
+    service._service.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("obs://bucket/ckpt", "s3://bucket/ckpt --endpoint-url https://obs.REGION.myhuaweicloud.com"),
+        ("gs://bucket/ckpt", "s3://bucket/ckpt --endpoint-url https://storage.googleapis.com"),
+        ("https://host/bucket/ckpt", "s3://bucket/key --endpoint-url https://HOST"),
+        ("S3://bucket/ckpt", "objects as s3://bucket/key"),
+        ("hdfs://host/ckpt", "objects as s3://bucket/key"),
+    ],
+)
+def test_schemes_of_other_clients_are_refused_with_what_to_type(path: str, says: str, tmp_path: Path) -> None:
+    scheme = path.partition("://")[0]
+    message = f"paths with {scheme}:// are not supported"
+    fails(2, "inspect", path, says=[message, says])
+    fails(2, "convert", path, tmp_path / "out", *CUTS, says=[message])
+    fails(2, "convert", DEMO / "src_checkpoints", path, *CUTS, says=[message])
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,60 @@
+"""What rules make, box by box, against NumPy on whole arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.names import apply_rules, parse_rules
+from reshard.verification.boxes import Box, Shape
+from reshard.verification.rules import Made, lists_of, taken
+from reshard.verification.stored import Stored, Way
+from tests.layouts import examples
+from tests.names.naive import redone
+from tests.names.test_properties import RandomRule, random_rules
+
+
+def boxes(draw: Any, shape: Shape) -> Box:
+    """A box of at least one element."""
+    box = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        box.append((start, draw(st.integers(start + 1, size))))
+    return tuple(box)
+
+
+@examples(150)
+@given(random_rules(), st.data())
+def test_boxes_are_those_of_what_numpy_makes(rule: RandomRule, data: st.DataObject) -> None:
+    arrays = dict(rule.arrays) if data.draw(st.booleans(), label="forth") else dict(rule.made)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    applied = apply_rules(parse_rules(rule.text, "random.toml"), shapes, rule.config)
+    expected = redone(applied, arrays)
+    read: set[str] = set()
+
+    def read_array(stored: Stored, box: Box, handles: object) -> Any:
+        read.add(stored.name)
+        return arrays[stored.name][tuple(slice(*interval) for interval in box)].astype("<u8")
+
+    for name, array in expected.items():
+        if not math.prod(array.shape):
+            continue
+        step = next(step for step in applied.steps if name in step.targets)
+        number = step.targets.index(name)
+        sources = tuple(
+            Stored(source, source, "UInt64", 8, arrays[source].shape, (Way(0, {}),), {}) for source in step.sources
+        )
+        before = [source.shape for source in sources]
+        assert lists_of(step.operations, before)[-1][number] == array.shape
+        made = Made(name, "UInt64", 8, array.shape, sources, step.operations, number, False)
+        box = boxes(data.draw, array.shape)
+        read.clear()
+        with mock.patch.object(Stored, "read", read_array):
+            found = made.read(box, None)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found, array[tuple(slice(*interval) for interval in box)], name)
+        assert read <= {step.sources[each] for each in taken(step.operations, before, number)}
