@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, cast
 
 from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.checkpoint2 import find_iterations
@@ -39,6 +39,7 @@ from reshard.verification.written import read_written
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
+    from reshard.plan.edits import Edits as AskedEdits
 
 _MOST_SHOWN = 3
 
@@ -124,8 +125,11 @@ def verify_conversion(
     place, edits = converted.place, converted.edits
     if edits is None:
         reader = Reader(place, means.handles, report, target.strategy, target.ranks, filters)
+    elif place.form == target.form == RANKS and converted.adapter is None:
+        asked = cast("AskedEdits", edits)
+        reader = Reader(place, means.handles, report, target.strategy, target.ranks, filters, edits=asked)
     else:
-        # What is needed of the source is known only when it is known what is made of it, so all of it has to be there.
+        # What other forms need of the source depends on all of its tensors.
         reader = Reader(place, means.handles, report)
 
     def differences(source: Source) -> list[Difference]:

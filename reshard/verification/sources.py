@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Callable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import InputError
@@ -23,6 +23,9 @@ from reshard.text.name_filters import Filters
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.report import Report
 from reshard.verification.stored import Source
+
+if TYPE_CHECKING:
+    from reshard.plan.edits import Edits
 
 
 class Place(NamedTuple):
@@ -55,6 +58,7 @@ class Reader:
         filters: which parameters are wanted.
         files: of another form than rank directories, numbers of the files to look into; all where None.
         incomplete: nothing has to be there whole; for other forms than rank directories.
+        edits: the names and types that decide which tensors of rank directories are wanted.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class Reader:
         filters: Optional[Filters] = None,
         files: Optional[Collection[int]] = None,
         incomplete: bool = False,
+        edits: Optional[Edits] = None,
     ) -> None:
         self._place, self._handles, self._report = place, handles, report
         self._target = Strategy.none() if target is None else target
         self._listed = frozenset(self._target.parameters)
         self._ranks, self._files, self._incomplete = ranks, files, incomplete or files is not None
         self._filters = Filters() if filters is None else filters
+        self._edits = edits
         self._tree: Optional[SourceTree] = None
         if place.form == RANKS:
             self._tree = find_checkpoints(place.path, place.file_suffix)
@@ -91,7 +97,9 @@ class Reader:
                 place.form, place.path, place.step, self._handles, self._report, damaged, self._is_wanted
             )
             return Source(checkpoint, place.strategy, self._files)
-        selector = StepSelector(place.strategy, self._target, self._ranks, self._filters, self._handles, self._report)
+        selector = StepSelector(
+            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, self._edits
+        )
         steps = self._tree.steps if place.step == "latest" else ()
         candidates = with_damage(self._tree.candidates(place.step), damaged)
         selected = selector.select(candidates, steps)

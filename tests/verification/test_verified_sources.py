@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -541,3 +542,22 @@ def test_values_come_from_the_lowest_rank_of_all_files_that_are_there(tmp_path: 
     target[1]["cur_rank"] = scalar(0)
     write_tree(world.dst, target, "rank_{rank}/checkpoint_{rank}.ckpt")
     assert differences(world, "--ranks", "0-1") == [("content", "cur_rank", [1]), ("missing", "loss_scale", [0])]
+
+
+@pytest.mark.parametrize("words", [["--cast", "BFloat16"], ["--rename", "w=model.w"]])
+def test_a_rank_is_proven_with_new_names_and_types_where_only_its_sources_are_there(
+    words: list[Argument], tmp_path: Path
+) -> None:
+    cut = single({"w": layout([4], [0, -1])})
+    world = World(tmp_path, cut, cut)
+    world.save({"w": value("w", (8, 4))})
+    for rank in (0, 2, 3):
+        shutil.rmtree(world.src / f"rank_{rank}")
+    strategies: list[Argument] = ["--src-strategy", world.old, "--dst-strategy", "same"]
+    done("by-rank", 1, world.src, world.dst, *strategies, *words, "--verify")
+    found = world.dst / "rank_1" / "checkpoint_1.ckpt"
+    data = bytearray(found.read_bytes())
+    data[-3] ^= 1
+    found.write_bytes(data)
+    said = fails(4, "verify", world.dst, "--src", world.src, *strategies, *words, "--ranks", "1").out
+    assert "on rank 1" in said
