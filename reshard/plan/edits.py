@@ -6,15 +6,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
+from reshard.forms.form import Written
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
-from reshard.strategies import Strategy
+from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
@@ -134,6 +135,20 @@ class Edits:
         for options in possible_options(self.table, self.config):
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
+
+    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
+        """What they make of a checkpoint, complete or not; see `forms.form.Reading`.
+
+        Args:
+            target: the strategy of the target, which may be `same`.
+        """
+
+        def written(checkpoint: Checkpoint) -> Written:
+            # What is to be told of edits is told when they are made of the step that is taken.
+            made = edited(checkpoint, self, Report(), complete=False)
+            return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+
+        return written
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:

@@ -10,7 +10,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Reading, Wanted, Written
+from reshard.forms.form import Reading, Wanted
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
@@ -67,15 +67,6 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
     """What is to be read for a request."""
-    edits = request.edits
-
-    def made(checkpoint: Checkpoint) -> Written:
-        assert edits is not None
-        # What is to be told of edits is told when they are made of the step that is taken.
-        found = edited(checkpoint, edits, Report(), complete=False)
-        target = same_layouts(request.target, found) if request.target.path == SAME else request.target
-        return Written(found.tensors, target, found.unseen)
-
     return Reading(
         request.src,
         handles,
@@ -89,7 +80,7 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if edits is None else made,
+        written=None if request.edits is None else request.edits.written(request.target),
     )
 
 

@@ -97,8 +97,9 @@ class Reader:
                 place.form, place.path, place.step, self._handles, self._report, damaged, self._is_wanted
             )
             return Source(checkpoint, place.strategy, self._files)
+        written = None if self._edits is None else self._edits.written(self._target)
         selector = StepSelector(
-            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, self._edits
+            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, written
         )
         steps = self._tree.steps if place.step == "latest" else ()
         candidates = with_damage(self._tree.candidates(place.step), damaged)
