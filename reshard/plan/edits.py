@@ -136,6 +136,20 @@ class Edits:
             for reverse in (False, True) if self.reverse is None else (self.reverse,):
                 yield self.identity(options, reverse)
 
+    def written(self, target: Strategy) -> Callable[[Checkpoint], Written]:
+        """What they make of a checkpoint, complete or not; see `forms.form.Reading`.
+
+        Args:
+            target: the strategy of the target, which may be `same`.
+        """
+
+        def written(checkpoint: Checkpoint) -> Written:
+            # What is to be told of edits is told when they are made of the step that is taken.
+            made = edited(checkpoint, self, Report(), complete=False)
+            return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
+
+        return written
+
 
 def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
     """The checkpoint that edits make of a source.
@@ -197,20 +211,6 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
-
-
-def written_by(edits: Edits, target: Strategy) -> Callable[[Checkpoint], Written]:
-    """What edits make of a step that need not be complete, and how a target strategy lays it out.
-
-    The function raises InputError where the edits do not fit that step.
-    """
-
-    def written(checkpoint: Checkpoint) -> Written:
-        # Notes and warnings come with the edits of the step that is taken.
-        made = edited(checkpoint, edits, Report(), complete=False)
-        return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
-
-    return written
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:

@@ -15,7 +15,7 @@ from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
 from reshard.plan.checks import check, problems_of_form
-from reshard.plan.edits import edited, same_layouts, written_by
+from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
 from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
 from reshard.plan.replicas import ReplicaChoice
@@ -80,7 +80,7 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits is None else written_by(request.edits, request.target),
+        written=None if request.edits is None else request.edits.written(request.target),
     )
 
 

@@ -97,11 +97,7 @@ class Reader:
                 place.form, place.path, place.step, self._handles, self._report, damaged, self._is_wanted
             )
             return Source(checkpoint, place.strategy, self._files)
-        written = None
-        if self._edits is not None:
-            from reshard.plan.edits import written_by
-
-            written = written_by(self._edits, self._target)
+        written = None if self._edits is None else self._edits.written(self._target)
         selector = StepSelector(
             place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, written
         )
