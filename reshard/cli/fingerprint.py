@@ -124,7 +124,9 @@ def fingerprint(
                 # All of it was found complete, whichever files are there.
                 result.read = {file: "" for start, stop in result.groups for file in range(start, stop)}
             elif by_rank:
-                result.read = {rank: digest_of(source.checkpoint.indexes[rank].tensors) for rank in ranks}
+                # Damaged files count as absent.
+                indexes = source.checkpoint.indexes
+                result.read = {rank: digest_of(indexes[rank].tensors) for rank in ranks if rank in indexes}
             else:
                 result.read = dict.fromkeys(ranks, "")
             means.check_unchanged()

@@ -31,7 +31,7 @@ from tests.mutants.operators import Mutant, install, mutants_of
 
 MODULES = (
     *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views", "view_overlap")),
-    *(f"reshard.execute.{name}" for name in ("boxes", "filling", "parts", "reading", "run", "schedule", "casts")),
+    *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "reading", "run", "casts")),
 )
 REFUSED, SAME, FOUND, CERTIFIED = "refused", "same", "found", "certified"
 _WORST = (SAME, REFUSED, FOUND, CERTIFIED)

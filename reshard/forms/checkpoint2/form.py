@@ -18,7 +18,7 @@ from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, parse_ite
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
-from reshard.storage import is_directory, is_regular_file, read_range
+from reshard.storage import asks_once, is_directory, is_regular_file, read_range
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.names import is_weight
@@ -38,6 +38,7 @@ class Checkpoint2Form(Form):
         """By its tracker, or the names of an iteration's files."""
         return is_directory(src) and recognise(src, names)
 
+    @asks_once
     def read(self, reading: Reading) -> Checkpoint2:
         """The last finished iteration, or the one that is asked for."""
         from reshard.forms.checkpoint2 import read_checkpoint2, read_iteration
