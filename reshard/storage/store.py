@@ -335,7 +335,8 @@ def unlinked(path: str) -> str:
         return path
     place = os.path.abspath(path)
     if os.path.realpath(path) == place:
-        return path
+        # Links that are left again with .. are in what was typed, and not on the way.
+        return os.path.normpath(path) if os.pardir in path.split(os.sep) else path
     while not os.path.exists(place):
         if os.path.islink(place):
             # What a link leads to is not made: it may be a disk that is not mounted.
