@@ -308,7 +308,13 @@ def for_each(ask: Callable[[str], T], paths: Sequence[str]) -> list[T]:
 
 def absolute(path: str) -> str:
     """A path from everywhere, whatever directory a command is given in."""
-    return path.rstrip("/") if in_object_store(path) else os.path.abspath(path)
+    if in_object_store(path):
+        return path.rstrip("/")
+    found = os.path.abspath(path)
+    if os.pardir in path.split(os.sep) and os.path.realpath(path) != os.path.realpath(found):
+        # Above what a link leads to is another directory than above the link.
+        return os.path.realpath(path)
+    return found
 
 
 def is_absolute(path: str) -> bool:
@@ -335,7 +341,8 @@ def unlinked(path: str) -> str:
         return path
     place = os.path.abspath(path)
     if os.path.realpath(path) == place:
-        return path
+        # Links that are left again with .. are in what was typed, and not on the way.
+        return os.path.normpath(path) if os.pardir in path.split(os.sep) else path
     while not os.path.exists(place):
         if os.path.islink(place):
             # What a link leads to is not made: it may be a disk that is not mounted.

@@ -68,6 +68,22 @@ def test_paths_that_were_relative_hold_from_anywhere(world: World, monkeypatch: 
     same_ranks(world.found(), world.expected(FULL))
 
 
+def test_a_path_through_a_link_and_back_is_remembered_as_where_it_leads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.save(FULL)
+    far = world.root / "far"
+    (far / "inner").mkdir(parents=True)
+    (world.root / "link").symlink_to("far/inner")
+    world.src.rename(far / "src")
+    # Where the path would lead if it were only a text.
+    world.save(tensors("another"))
+    monkeypatch.chdir(world.root)
+    done("by-rank", 0, "link/../src", world.dst, "--src-strategy", world.old, "--dst-strategy", world.new)
+    resume(world)
+    same_ranks(world.found(), world.expected(FULL))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -602,3 +602,30 @@ def test_parts_that_cannot_be_sent_fail_the_file_and_leave_nothing(objects: Obje
         file.discard()
     sending.close()
     assert objects.content() == {} and objects.uploads() == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_file_is_closed_once_no_part_is_on_its_way_though_others_failed(objects: Objects) -> None:
+    on_its_way, go_on = threading.Event(), threading.Event()
+
+    def choose(number: int, method: str, path: str) -> Optional[str]:
+        if "partNumber=2" in path:
+            on_its_way.set()
+            assert go_on.wait(60)
+        return "refuse" if "partNumber=1" in path else None
+
+    objects.faults.choose = choose
+    sending = Sending(2)
+    file = new_file(objects.path("file"), 3 * PART, None, sending)
+    file.write(0, memoryview(bytes(PART)))
+    while not any(one.done() for one in file._sent):  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    with pytest.raises(PermissionError):
+        file.write(PART, memoryview(bytes(PART)))
+    assert on_its_way.wait(60)
+    file.discard()
+    threading.Timer(0.2, go_on.set).start()
+    file.close()
+    assert go_on.is_set()
+    assert objects.content() == {} and objects.uploads() == []
+    sending.close()

@@ -200,6 +200,18 @@ def test_a_password_in_the_address_is_not_shown(
     service._service.cache_clear()
 
 
+@pytest.mark.parametrize("url", ["somebody:the-password@127.0.0.1:9", "http://somebody:a/the-password@127.0.0.1:9"])
+def test_a_password_in_an_address_that_is_none_is_not_shown(
+    url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    service._service.cache_clear()
+    result = reshard("convert", "s3://bucket/in", tmp_path / "out", *CUTS)
+    service._service.cache_clear()
+    assert result.status and "127.0.0.1:9" in result.err
+    assert "the-password" not in result.err and "somebody" not in result.err
+
+
 @pytest.mark.parametrize("what", ["reads", "puts"])
 def test_a_service_that_never_answers_is_an_error_in_bounded_time(
     what: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

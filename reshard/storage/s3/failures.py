@@ -20,7 +20,8 @@ _FIRST_PAUSE = 0.1
 _MAX_PAUSE = 5.0
 _MAX_TEXT = 200
 _NOT_IMPLEMENTED = 501
-_USER_OF_URL = re.compile(r"//[^/\s@]*@")
+# Of an endpoint without a scheme, too; a password may hold slashes and signs that belong to no URL.
+_USER_OF_URL = re.compile(r"(//|^Invalid endpoint: )\S*@")
 # Refusals of services under load, with various statuses.
 _BUSY = (
     "SlowDown",
@@ -134,7 +135,7 @@ def _of_response(response: dict[str, Any], path: str, secrets: Collection[str]) 
 
 def one_line(text: str, secrets: Collection[str] = ()) -> str:
     """The beginning of a text, in one line, without credentials."""
-    text = _USER_OF_URL.sub("//", " ".join(text.split()))
+    text = _USER_OF_URL.sub(r"\1", " ".join(text.split()))
     for secret in secrets:
         text = text.replace(secret, "...")
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -124,7 +124,7 @@ class NewObject:
         with self._lock:
             failed = next((one for one in self._sent if one.done() and one.exception() is not None), None)
             self._sent = [one for one in self._sent if not one.done()]
-            self._sent.append(sent if failed is None else failed)
+            self._sent += [sent] if failed is None else [failed, sent]
         if failed is not None:
             failed.result()
 
