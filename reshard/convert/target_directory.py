@@ -139,11 +139,12 @@ class TargetDirectory:
         self._sources = sampler.look_at(plan.checkpoint.indexes)
         made = plan.checkpoint
         # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
-        # differs between runs that have different source ranks, although they write the same.
-        same = form_named(request.form).options.by_rank and request.target.path == SAME
+        # differs between runs that have different source ranks, although they write the same. It is not the source's
+        # either, which has the old names.
+        same = form_named(request.form).options.by_rank and request.target.path == SAME and request.edits is not None
         identity = Identity(
             source_strategy=strategy_digest(request.source),
-            target_strategy=strategy_digest(request.source if same else request.target),
+            target_strategy=SAME if same else strategy_digest(request.target),
             ranks=plan.form.count,
             step=plan.checkpoint.step,
             include=tuple(sorted(request.filters.include)),

@@ -42,7 +42,7 @@ class Identity:
 
     Attributes:
         source_strategy: digest of the source strategy's content.
-        target_strategy: likewise of the target's.
+        target_strategy: likewise of the target's; ``same`` where it is made of the source's under other names.
         ranks: target ranks of the whole conversion.
         step: the step that is converted; None where file names tell none.
         include: what is written, by name.
