@@ -159,7 +159,7 @@ def form_jobs() -> Iterator[Job]:
     sources += directories("full_weights/*", "u[0-9]*", "h[0-9]*", "models/qwen3")
     for path in sources:
         source = str(path)
-        name = f"form {path.parent.name}/{path.name}"
+        name = f"form {path.parent.parent.name}/{path.parent.name}/{path.name}"
         commands = [["inspect", source], ["fingerprint", source], ["stats", source]]
         for form, *options in (
             ("ranks", "--dst-strategy", "none"),
