@@ -14,9 +14,9 @@ from reshard.errors import UsageError
 from reshard.storage import UnfitError, exists, read_small, too_long
 from reshard.storage.json_text import Fields, JsonError, parse_json
 
-# With many workers some hundred KB.
-_LARGEST = 64 << 20
-# Perhaps a scheme, a name or address (one of IPv6 in brackets), a port.
+# A scheduler file of many workers has some hundred KB.
+_MAX_FILE = 64 << 20
+# Optional scheme, name or address (IPv6 in brackets), port.
 _ADDRESS = re.compile(
     r"(?:[a-z][a-z0-9]{0,31}://)?(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?\]):(\d{1,5})", re.ASCII
 )
@@ -24,10 +24,10 @@ _ENCRYPTED = ("tls", "wss")
 
 
 def scheduler_address(typed: str) -> str:
-    """The address of a scheduler, as typed or as its scheduler file says.
+    """The address of a scheduler, typed or from its scheduler file.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither an address nor a scheduler file.
     """
     if "://" in typed:
         _check_form(typed)
@@ -35,7 +35,7 @@ def scheduler_address(typed: str) -> str:
     if not exists(typed) and _ADDRESS.fullmatch(typed):
         return typed
     try:
-        address = Fields(parse_json(read_small(typed, _LARGEST)), "the file").text("address")
+        address = Fields(parse_json(read_small(typed, _MAX_FILE)), "the file").text("address")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise too_long(typed) from error
@@ -55,7 +55,7 @@ def scheduler_address(typed: str) -> str:
 
 
 def _check_form(address: str, file: Optional[str] = None) -> None:
-    """Refuse what is not ``scheme://host:port``, before anything else looks at it."""
+    """Refuse anything but ``scheme://host:port`` before Dask parses it."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found[1]) < 1 << 16:
         shown = address if len(address) < 80 else f"{address[:80]}..."
@@ -66,14 +66,14 @@ def _check_form(address: str, file: Optional[str] = None) -> None:
 
 
 def check_address(address: str) -> None:
-    """Refuse what Dask cannot connect to; a client that fails for such a reason does not close."""
+    """Refuse an address that Dask cannot use: a client with such an address would not close."""
     try:
         scheme, _ = parse_address(address)
         get_backend(scheme)
         get_address_host_port(address)
         security = Security()
         if scheme in _ENCRYPTED and security.get_connection_args("client").get("ssl_context") is None:
-            raise ValueError("Dask's configuration names no certificates for TLS")
+            raise ValueError("Dask's configuration has no certificates for TLS")
         if scheme not in _ENCRYPTED and security.require_encryption:
             raise ValueError("Dask's configuration requires encryption (tls://)")
     except (ValueError, ImportError, RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The client's side: what the workers are to do, and whether they can."""
+"""The client: checks the workers and distributes the items."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed.comm.core import FatalCommClosedError
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
 from reshard.cluster.address import check_address
-from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
+from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
 from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
@@ -31,20 +31,20 @@ from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
 _ITEMS_PER_THREAD = 4
-# Workers may come while it runs.
-_LEAST_ITEMS = 32
+# More workers may come during the run.
+_MIN_ITEMS = 32
 
 
 class Cluster:
-    """The workers of a Dask cluster, to carry out a prepared conversion; a context manager.
+    """The workers of a Dask cluster for a prepared conversion; a context manager.
 
-    Connects when there is something to do. Security is as Dask's configuration says.
+    Connects on the first request, with the security settings of Dask's configuration.
 
     Args:
         address: the scheduler's.
-        options: how the conversion is carried out; memory is that of one item.
+        options: of the conversion; memory is that of one item.
         jobs: CPUs of an item; by default the workers' threads are divided among the items.
-        report: told when there are no workers.
+        report: gets a warning if there are no workers.
     """
 
     def __init__(self, address: str, options: Options, jobs: Optional[int], report: Report) -> None:
@@ -61,19 +61,19 @@ class Cluster:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         if self._connected is not None:
-            # Where the scheduler is gone, that has been said.
+            # A lost scheduler was reported before.
             with contextlib.suppress(*LOST, RuntimeError):
-                self._connected.close(timeout=ENDED_AFTER)
+                self._connected.close(timeout=MAX_END_SECONDS)
 
     def check(self, plan: Plan) -> None:
-        """Connect, and see that everybody has this version of reshard, and workers the source files.
+        """Connect, and check the version of reshard everywhere and the source files on the workers.
 
         Raises:
-            UsageError: the address makes no sense to Dask.
+            UsageError: Dask cannot use the address.
             InputError: a worker lacks something.
             RetryableError: the scheduler cannot be reached.
         """
-        # Of the standard library, so that those without reshard can answer, too.
+        # A function of the standard library also runs where reshard is missing.
         question = (pydoc.locate, "reshard._version.__version__")
         with self._lost_if_silent():
             _check_version(self._client.run_on_scheduler(*question), "the Dask scheduler")
@@ -116,22 +116,22 @@ class Cluster:
             share=None,
         )
         run = os.urandom(8).hex()
-        handed = packed(Work(run, _elsewhere(plan), options, sources, sign, self._jobs is not None))
-        told = Told(items, progress)
+        work_bytes = packed(Work(run, _elsewhere(plan), options, sources, sign, self._jobs is not None))
+        reported = ItemProgress(items, progress)
         failures: dict[int, ReshardError] = {}
-        tasks = [(write_targets, handed, number, item.ranks) for number, item in enumerate(items)]
-        with Running(self._client, self._address, self._report, tasks, run, told.heard, sign) as running:
+        tasks = [(write_targets, work_bytes, number, item.ranks) for number, item in enumerate(items)]
+        with Running(self._client, self._address, self._report, tasks, run, reported.heard, sign) as running:
             for number, outcome in running.outcomes():
                 if not isinstance(outcome, ReshardError):
-                    told.finished(number, outcome)
+                    reported.finished(number, outcome)
                 elif outcome.status != 1 or isinstance(outcome, UnwritableError):
                     raise outcome
                 else:
                     failures[number] = outcome
         if failures:
             first = failures[min(failures)]
-            left = [rank for number in failures for rank in told.left(number)]
-            first.message += f"\nnot written: {rank_ranges(left, counted_as(plan.form.name))}"
+            missing = [rank for number in failures for rank in reported.missing(number)]
+            first.message += f"\nnot written: {rank_ranges(missing, counted_as(plan.form.name))}"
             raise first
 
     @property
@@ -144,13 +144,12 @@ class Cluster:
                 raise UsageError(
                     f"the Dask scheduler at {self._address} and this machine do not agree on encryption: "
                     f"{error if str(error) else error.__cause__}",
-                    hint="certificates of one authority are needed everywhere; "
-                    "docs/many-machines.md tells how Dask is given them",
+                    hint="use certificates of one authority everywhere; docs/many-machines.md shows Dask's settings",
                 ) from error
             except LOST as error:
                 raise RetryableError(
                     f"the Dask scheduler at {self._address} cannot be reached: {error}",
-                    hint="check that it runs, and that its address can be reached from here",
+                    hint="check that it runs and that this machine can reach its address",
                 ) from error
         return self._connected
 
@@ -162,7 +161,7 @@ class Cluster:
             raise gone(self._address) from error
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """What every worker answers; those that are lost meanwhile do not."""
+        """The result of every worker that is not lost meanwhile."""
         with self._lost_if_silent():
             answers = self._client.run(function, *arguments, on_error="return")
         found = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
@@ -179,15 +178,15 @@ class Cluster:
 
 def _items(plan: Plan, work: Sequence[int], threads: int) -> list[Item]:
     sizes = plan.data_bytes(work)
-    # Better several workers read the same rows than that some have nothing to do.
+    # Idle workers cost more than several readers of the same rows.
     together = max(1, min(MOST_MEMBERS, len(work) // threads))
     groups = plan.reading_groups(work, together)
-    count = max(_LEAST_ITEMS, _ITEMS_PER_THREAD * threads)
+    count = max(_MIN_ITEMS, _ITEMS_PER_THREAD * threads)
     return [Item(ranks, sum(sizes[rank] for rank in ranks)) for ranks in bundles(groups, sizes, count)]
 
 
 def _elsewhere(plan: Plan) -> Request:
-    """The request as another process has to be given it; a step that is saved meanwhile changes nothing."""
+    """The request for another process: absolute paths, and the chosen step."""
     request = plan.request
     src = request.src
     return replace(
@@ -200,11 +199,11 @@ def _elsewhere(plan: Plan) -> Request:
 
 
 def _absolute(path: str) -> str:
-    """Not normalised, because links may make `a/..` something else."""
+    """The absolute path, not normalised: with links `a/..` may be another directory."""
     return path if is_absolute(path) else os.path.join(os.getcwd(), path)
 
 
 def _check_version(version: Optional[str], who: str) -> None:
     if version != __version__:
         has = "has no reshard" if version is None else f"has reshard {version}"
-        raise InputError(f"{who} {has}, here is {__version__}", hint=INSTALL)
+        raise InputError(f"{who} {has}, this machine has {__version__}", hint=INSTALL)

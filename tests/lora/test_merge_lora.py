@@ -377,7 +377,7 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
     assert all(np.array_equal(both[0][name], both[1][name]) for name in SHAPES)
     trained = {**full, "model.norm.weight": full["model.norm.weight"] + np.float32(1)}
     save_file({**beside, **trained}, saved)
-    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "give it as BASE"])
+    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "pass it as BASE"])
     assert not (tmp_path / "none").exists()
 
 
