@@ -227,7 +227,7 @@ def test_weights_that_the_strategy_lists_and_nobody_has_are_told(
         ({"dec_mode": "AES-CBC"}, "dec_mode"),
         ({"unified_safetensors_dir": None}, "unified_safetensors_dir"),
         ({"dst_safetensors_dir": None}, "dst_safetensors_dir"),
-        ({"predict_strategy": {"w": []}}, "no path"),
+        ({"predict_strategy": {"w": []}}, "not a path"),
         ({"rank_id": 7}, "out of range"),
         ({"output_format": "npz"}, "npz"),
     ],
