@@ -1,4 +1,4 @@
-"""The documentation: every example typed as written, its output compared, every link and name looked up."""
+"""The documentation: a test types every example, compares its output, and checks links and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merging adapters against NumPy: W + alpha / r * B A, rounded once, the same whoever writes which part of it."""
+"""Merged adapters equal NumPy: W + alpha / r * B A, rounded once, in any division of the work."""
 
 from __future__ import annotations
 
