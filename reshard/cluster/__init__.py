@@ -12,7 +12,6 @@ Dask distributes the items, moves those of lost workers, and retries temporary f
 `client` prepares and distributes, `running` follows the items, `tasks` runs on workers.
 """
 
-from reshard.cluster.address import scheduler_address
-from reshard.cluster.client import Cluster
+from reshard.cluster.client import Cluster, scheduler_address
 
 __all__ = ["Cluster", "scheduler_address"]

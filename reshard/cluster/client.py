@@ -1,21 +1,24 @@
-"""The client: checks the workers and distributes the items."""
+"""The client: checks addresses and workers, and distributes the items."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pydoc
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Callable, Optional
 
-from distributed import Client
+from distributed import Client, Security
+from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.comm.core import FatalCommClosedError
+from distributed.comm.registry import get_backend
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
-from reshard.cluster.address import check_address
 from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
 from reshard.convert import Options
@@ -26,10 +29,18 @@ from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.plan.shares import bundles
-from reshard.storage import is_absolute
+from reshard.storage import UnfitError, exists, is_absolute, read_small, too_long
+from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
+# A scheduler file of many workers has some hundred KB.
+_MAX_FILE = 64 << 20
+# Optional scheme, name or address (IPv6 in brackets), port.
+_ADDRESS = re.compile(
+    r"(?:[a-z][a-z0-9]{0,31}://)?(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?\]):(\d{1,5})", re.ASCII
+)
+_ENCRYPTED = ("tls", "wss")
 _ITEMS_PER_THREAD = 4
 # More workers may come during the run.
 _MIN_ITEMS = 32
@@ -137,7 +148,7 @@ class Cluster:
     @property
     def _client(self) -> Client:
         if self._connected is None:
-            check_address(self._address)
+            _check_address(self._address)
             try:
                 self._connected = Client(self._address, name="reshard", set_as_default=False)
             except FatalCommClosedError as error:
@@ -207,3 +218,60 @@ def _check_version(version: Optional[str], who: str) -> None:
     if version != __version__:
         has = "has no reshard" if version is None else f"has reshard {version}"
         raise InputError(f"{who} {has}, this machine has {__version__}", hint=INSTALL)
+
+
+def scheduler_address(typed: str) -> str:
+    """The address of a scheduler, typed or from its scheduler file.
+
+    Raises:
+        UsageError: it is neither an address nor a scheduler file.
+    """
+    if "://" in typed:
+        _check_form(typed)
+        return typed
+    if not exists(typed) and _ADDRESS.fullmatch(typed):
+        return typed
+    try:
+        address = Fields(parse_json(read_small(typed, _MAX_FILE)), "the file").text("address")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(typed) from error
+        raise UsageError(
+            f"{typed}: is no address such as tcp://host:8786, and cannot be read as a scheduler file: "
+            f"{error.strerror or error}",
+            file=typed,
+        ) from error
+    except (JsonError, UnfitError) as error:
+        raise UsageError(
+            f"{typed}: is not a scheduler file: {error}",
+            file=typed,
+            hint="dask scheduler --scheduler-file FILE writes one",
+        ) from error
+    _check_form(address, file=typed)
+    return address
+
+
+def _check_form(address: str, file: Optional[str] = None) -> None:
+    """Refuse anything but ``scheme://host:port`` before Dask parses it."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        shown = address if len(address) < 80 else f"{address[:80]}..."
+        where = "" if file is None else f"{file}: "
+        raise UsageError(
+            f"{where}Dask cannot use this address: {shown!r} is not of the form tcp://host:8786", file=file
+        )
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address that Dask cannot use: a client with such an address would not close."""
+    try:
+        scheme, _ = parse_address(address)
+        get_backend(scheme)
+        get_address_host_port(address)
+        security = Security()
+        if scheme in _ENCRYPTED and security.get_connection_args("client").get("ssl_context") is None:
+            raise ValueError("Dask's configuration has no certificates for TLS")
+        if scheme not in _ENCRYPTED and security.require_encryption:
+            raise ValueError("Dask's configuration requires encryption (tls://)")
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        raise UsageError(f"{address}: Dask cannot use this address: {error}") from error
