@@ -3,9 +3,12 @@
 Nothing here knows what files mean.
 """
 
-from reshard.storage.local import LocalFile
-from reshard.storage.look import (
+from reshard.storage.files import (
+    UnfitError,
+    cut_short,
+    entries_of_each,
     exists,
+    fill,
     is_directory,
     is_read_only,
     is_regular_file,
@@ -13,52 +16,65 @@ from reshard.storage.look import (
     leads_to_file,
     link_at,
     look_error,
+    make_directory,
     names_in,
     names_in_each,
+    new_file,
+    opened_regular,
+    read_each,
+    read_range,
+    read_small,
+    remove_file,
     status_at,
     status_of_each,
     too_long,
+    write_parts,
+    write_whole,
     writing_error,
 )
+from reshard.storage.local import LocalFile
 from reshard.storage.once import asked_once, asks_once
-from reshard.storage.opened import opened_regular, read_small
-from reshard.storage.read import ReadableFile, UnfitError, cut_short, fill, read_each, read_range
-from reshard.storage.status import FileStatus
-from reshard.storage.store import (
-    Entry,
-    Expected,
-    NewFile,
-    OpenFile,
-    Sending,
-    Store,
+from reshard.storage.registry import (
+    STORES,
     absolute,
     common_directory,
-    entries_of_each,
     for_each,
-    in_object_store,
     is_absolute,
-    make_directory,
-    new_file,
     real,
-    remove_file,
+    same_store,
     storage_of,
     store_of,
     unlinked,
     use_endpoint,
-    write_parts,
-    write_whole,
+)
+from reshard.storage.store import (
+    SIGNS,
+    DirectoryEntry,
+    Expected,
+    FileStatus,
+    Lock,
+    NewFile,
+    OpenFile,
+    ReadableFile,
+    Sending,
+    Store,
+    Tell,
 )
 
 __all__ = [
-    "Entry",
+    "SIGNS",
+    "STORES",
+    "DirectoryEntry",
     "Expected",
     "FileStatus",
     "LocalFile",
+    "Lock",
     "NewFile",
     "OpenFile",
     "ReadableFile",
     "Sending",
     "Store",
+    "Tell",
     "UnfitError",
     "absolute",
     "asked_once",
@@ -69,7 +85,6 @@ __all__ = [
     "exists",
     "fill",
     "for_each",
-    "in_object_store",
     "is_absolute",
     "is_directory",
     "is_read_only",
@@ -88,6 +103,7 @@ __all__ = [
     "read_small",
     "real",
     "remove_file",
+    "same_store",
     "status_at",
     "status_of_each",
     "storage_of",

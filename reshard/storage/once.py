@@ -14,20 +14,21 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Callable, Optional, TypeVar, Union
+from typing import Any, Callable, Optional, TypeVar, Union, cast
 
-from reshard.storage.costs import Storage
-from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, Expected, NewFile, OpenFile, Sending, Store
+from reshard.storage.store import DirectoryEntry, FileStatus, Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
+# Attributes of a store that change nothing that was looked at.
+_LOOKS = ("at_a_time", "check_root", "conditional", "costs", "free", "missing_right", "open", "part_bytes", "place", "volume")
+_CHANGES_NOTHING = frozenset(["check_own", "flush", "own_names", "special_files", "try_lock", *_LOOKS])
 _Absent = (FileNotFoundError, NotADirectoryError)
 _Status = Union[FileStatus, OSError]
-_Entries = Union[list[Entry], OSError]
+_Entries = Union[list[DirectoryEntry], OSError]
 
 
-class _Said:
+class _Answers:
     """What was said of paths so far, by path without a slash in the end.
 
     Attributes:
@@ -38,9 +39,9 @@ class _Said:
         self.counts = True
         self.statuses: dict[str, _Status] = {}
         self.entries: dict[str, _Entries] = {}
-        self._named: dict[str, dict[str, Entry]] = {}
+        self._named: dict[str, dict[str, DirectoryEntry]] = {}
 
-    def named(self, directory: str) -> dict[str, Entry]:
+    def named(self, directory: str) -> dict[str, DirectoryEntry]:
         """What is in a directory, by name; nothing where it was not listed."""
         entries = self.entries.get(directory)
         if not isinstance(entries, list):
@@ -50,7 +51,7 @@ class _Said:
         return self._named[directory]
 
 
-_said: ContextVar[Optional[_Said]] = ContextVar("said", default=None)
+_said: ContextVar[Optional[_Answers]] = ContextVar("said", default=None)
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ def asked_once() -> Iterator[None]:
     if _said.get() is not None:
         yield
         return
-    token = _said.set(_Said())
+    token = _said.set(_Answers())
     try:
         yield
     finally:
@@ -81,7 +82,7 @@ def asks_once(function: _F) -> _F:
     return asking  # type: ignore[return-value]
 
 
-def listed(path: str) -> Optional[Entry]:
+def listed(path: str) -> Optional[DirectoryEntry]:
     """What stands at a path by the list of its directory, where such a block has seen one that has it; else None."""
     said = _said.get()
     if said is None or not said.counts:
@@ -93,7 +94,7 @@ def listed(path: str) -> Optional[Entry]:
 def through(store: Store) -> Store:
     """A store, or in such a block what it has said."""
     said = _said.get()
-    return store if said is None or not said.counts else _Once(store, said)
+    return store if said is None or not said.counts else cast(Store, _Once(store, said))
 
 
 class _Once:
@@ -104,7 +105,7 @@ class _Once:
         said: what it has said.
     """
 
-    def __init__(self, store: Store, said: _Said) -> None:
+    def __init__(self, store: Store, said: _Answers) -> None:
         self._store = store
         self._said = said
 
@@ -120,7 +121,7 @@ class _Once:
             raise found
         return found
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[DirectoryEntry]:
         """What is in a directory."""
         if not self._said.counts:
             return self._store.entries(directory)
@@ -131,60 +132,11 @@ class _Once:
             raise found
         return found
 
-    def open(self, path: str, through_links: bool = True) -> OpenFile:
-        """Open a file for reading."""
-        return self._store.open(path, through_links)
-
-    def costs(self, path: str) -> Storage:
-        """What requests cost."""
-        return self._store.costs(path)
-
-    def new_file(
-        self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
-    ) -> NewFile:
-        """Begin to write a file."""
-        return self._written().new_file(path, size, expected, sending)
-
-    def part_bytes(self, size: int) -> int:
-        """Bytes of a new file that are held until they are written."""
-        return self._store.part_bytes(size)
-
-    def write_whole(self, path: str, data: bytes) -> None:
-        """Write a small file."""
-        self._written().write_whole(path, data)
-
-    def make_directory(self, path: str) -> bool:
-        """Make a directory."""
-        return self._written().make_directory(path)
-
-    def touch(self, path: str) -> bool:
-        """Give a file the time of now."""
-        return self._written().touch(path)
-
-    def flush(self, directory: str) -> None:
-        """See that names outlast a crash."""
-        self._store.flush(directory)
-
-    def check_root(self, path: str) -> None:
-        """Insist on the bucket."""
-        self._store.check_root(path)
-
-    def remove(self, path: str) -> None:
-        """Remove a file."""
-        self._written().remove(path)
-
-    def remove_directory(self, path: str) -> None:
-        """Remove a directory."""
-        self._written().remove_directory(path)
-
-    def remove_dead(self, directory: str, complete: bool) -> None:
-        """Remove what dead runs left."""
-        self._written().remove_dead(directory, complete)
-
-    def _written(self) -> Store:
-        """The store, in which something is about to change."""
-        self._said.counts = False
-        return self._store
+    def __getattr__(self, name: str) -> Any:
+        """Everything else of the store; whatever may change something ends that answers count."""
+        if name not in _CHANGES_NOTHING:
+            self._said.counts = False
+        return getattr(self._store, name)
 
     def _unlisted(self, key: str) -> Optional[OSError]:
         """The error for a path that is not in the list of its directory, if there is one."""
@@ -198,13 +150,13 @@ class _Once:
         if path.rstrip("/") in self._said.entries or os.path.splitext(path)[1]:
             return _or_absent(lambda: self._store.status(path))
         with ThreadPoolExecutor(1) as pool:
-            listing: Future[list[Entry]] = pool.submit(self._store.entries, path)
+            listing: Future[list[DirectoryEntry]] = pool.submit(self._store.entries, path)
             status = _or_absent(lambda: self._store.status(path))
         with contextlib.suppress(OSError):
             self._keep(path, listing.result)
         return status
 
-    def _keep(self, directory: str, ask: Callable[[], list[Entry]]) -> _Entries:
+    def _keep(self, directory: str, ask: Callable[[], list[DirectoryEntry]]) -> _Entries:
         found = self._said.entries[directory.rstrip("/")] = _or_absent(ask)
         return found
 

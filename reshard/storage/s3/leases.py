@@ -20,8 +20,10 @@ import time
 from collections.abc import Iterator
 from typing import Callable, Optional, Protocol
 
+from reshard.storage.locks import Waiting
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.service import Service
+from reshard.storage.store import Tell
 
 PUT_AGAIN_AFTER = 20.0
 """Seconds after which an object that says that somebody lives is put again."""
@@ -30,6 +32,10 @@ DEAD_AFTER = 120.0
 
 _HOLDER = re.compile(r"([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _FREE = b"free"
+# Seconds by which a lock is waited for longer: the service counts the silence of dead processes by another clock.
+_OTHER_CLOCK = 15.0
+# Each look costs two requests.
+_MAX_PAUSE = 0.5
 _TAKEN_FOR_DEAD = "another run has taken this one for dead, because it was silent for long"
 _NO_ETAG = '"00000000000000000000000000000000"'
 
@@ -159,7 +165,7 @@ class Lease:
             self._released = True
 
 
-class _Held:
+class _HeldLock:
     """A lock object while it is this process's; see `held_alone`."""
 
     def __init__(self, service: Service, path: str, name: str, etag: str) -> None:
@@ -229,10 +235,51 @@ def _replaced(
     return found
 
 
+def waiting(service: Service, path: str, tell: Tell) -> Waiting:
+    """Waits for the lock of an object."""
+
+    def held_by() -> Optional[str]:
+        try:
+            return _owner(service.read(path).content)
+        except OSError:
+            return None
+
+    hint = "its content begins with a digest of the machine and the process that has it; end that if it hangs"
+    return Waiting(path, tell, hint, _MAX_PAUSE, _OTHER_CLOCK, held_by)
+
+
+def remove_dead(service: Service, path: str, etag: str) -> None:
+    """Delete the object of a process that was taken for dead, if it is still the version that was looked at.
+
+    Where the service has conditional writes it is replaced first: whoever lives after all, and puts it again at this
+    moment, is seen by that, or learns from its next `Lease.check` that it was taken for dead.
+
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    if has_conditional_writes(service, path):
+        put = put_if(service, path, b"dead " + os.urandom(6).hex().encode(), IfMatch=etag)
+        if put is None:
+            return
+        etag = put
+    delete_version(service, path, etag)
+
+
+def delete_version(service: Service, path: str, etag: str) -> None:
+    """Delete an object, unless it is another version by now.
+
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    try:
+        service.delete(path, etag)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+
+
 @contextlib.contextmanager
-def held_alone(
-    service: Service, path: str, wait: Callable[[], None], tell: Callable[[str], None]
-) -> Iterator[Callable[[], None]]:
+def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
     """Hold a lock alone while the block runs; what it is given insists that it is still held, or raises `OSError`.
 
     Args:
@@ -255,12 +302,12 @@ def held_alone(
     while True:
         etag = service.to_its_end(
             lambda: _taken(service, path, name),
-            lambda etag: _Held(service, path, name, etag).release() if etag is not None else None,
+            lambda etag: _HeldLock(service, path, name, etag).release() if etag is not None else None,
         )
         if etag is not None:
             break
         wait()
-    held = _Held(service, path, name, etag)
+    held = _HeldLock(service, path, name, etag)
     try:
         yield held.check
     finally:
