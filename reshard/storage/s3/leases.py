@@ -273,6 +273,8 @@ def delete_version(service: Service, path: str, etag: str) -> None:
     """
     try:
         service.delete(path, etag)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
