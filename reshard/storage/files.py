@@ -38,8 +38,12 @@ class UnfitError(ValueError):
     """A file is not what it should be; the text goes on after its name, as in ``is larger than ...``."""
 
 
-def status_at(path: str) -> Optional[FileStatus]:
-    """The status of what a path leads to, through links; None where it leads to nothing.
+def status_at(path: str, through_links: bool = True) -> Optional[FileStatus]:
+    """The status of what a path leads to; None where it leads to nothing.
+
+    Args:
+        path: the path.
+        through_links: of a symbolic link, what it leads to, else the link.
 
     Raises:
         UsageError: the path is too long to be one.
@@ -47,7 +51,7 @@ def status_at(path: str) -> Optional[FileStatus]:
         RetryableError: it cannot be looked at at this moment.
     """
     try:
-        return store_of(path).status(path)
+        return store_of(path).status(path, through_links)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         # ValueError: no file can have a name with a NUL, or one that cannot be encoded.
         return None
@@ -58,30 +62,13 @@ def status_at(path: str) -> Optional[FileStatus]:
         raise look_error(path, error) from error
 
 
-def link_at(path: str) -> Optional[FileStatus]:
-    """The status of what stands at a path, be it a link; None where there is nothing.
-
-    Raises:
-        ReshardError: as `status_at`.
-    """
-    try:
-        return store_of(path).status(path, through_links=False)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return None
-        raise look_error(path, error) from error
-
-
 def status_of_each(paths: Sequence[str], through_links: bool = True) -> list[Optional[FileStatus]]:
-    """What is at each of several paths, as `status_at` or `link_at` say; asked at a time where it takes a round trip.
+    """What is at each of several paths, as `status_at` returns it; together where a request takes a round trip.
 
     Raises:
         ReshardError: as `status_at`.
     """
-    look = status_at if through_links else link_at
-    return for_each(look, paths)
+    return for_each(lambda path: status_at(path, through_links), paths)
 
 
 def names_in_each(directories: Sequence[str]) -> list[list[str]]:
@@ -99,7 +86,7 @@ def exists(path: str) -> bool:
     Raises:
         ReshardError: as `status_at`.
     """
-    return link_at(path) is not None
+    return status_at(path, through_links=False) is not None
 
 
 def is_directory(path: str) -> bool:

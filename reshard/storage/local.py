@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import Callable, NamedTuple, Optional
+from typing import Callable, Optional
 
 from reshard.storage import directories, locks, temporary
 from reshard.storage.costs import FileSystems, Measured, Storage
@@ -31,82 +31,24 @@ _SMALL = 64 << 10
 _TIMES = 4
 
 
-class LocalFile(NamedTuple):
+class LocalFile:
     """A file that is read through a descriptor.
-
-    Attributes:
-        descriptor: open for reading; its position is not used.
-        path: its name, for messages.
-    """
-
-    descriptor: int
-    path: str
-
-    @property
-    def cipher(self) -> Optional[str]:
-        """None: its bytes are read as they lie."""
-        return None
-
-    @property
-    def pinned(self) -> bool:
-        """False: another may write to it meanwhile, or put another in its place."""
-        return False
-
-    def size(self) -> int:
-        """Bytes that it has at this moment."""
-        return os.fstat(self.descriptor).st_size
-
-    def status(self) -> FileStatus:
-        """What the file system says of it."""
-        return FileStatus.of(os.fstat(self.descriptor))
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Bytes from an offset on: as many as a read gives, none at the end."""
-        return os.pread(self.descriptor, count, offset)
-
-    def read_into(self, offset: int, out: memoryview) -> int:
-        """Likewise into ``out``, from its beginning; how many."""
-        return os.preadv(self.descriptor, [out], offset)
-
-    def being_written(self) -> bool:
-        """Whether it was changed a moment ago, and a process of this machine has it open for writing.
-
-        A large write changes the file's times when it begins: who opens the file in the middle of it sees no other
-        times afterwards. Where the kernel does not say who has it open, this is False.
-        """
-        if abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
-            return False
-        try:
-            # Whoever opens it for writing between the two calls has a signal sent, which would end this process.
-            fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
-            # Refused where somebody has it open for writing.
-            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        except OSError as error:
-            return error.errno == errno.EAGAIN
-        fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return False
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        os.close(self.descriptor)
-
-
-class NetworkFile:
-    """A file that is read through a descriptor, of which the first read is timed.
 
     Args:
         descriptor: open for reading; its position is not used.
         path: its name, for messages.
-        measured: told how long it took.
+        measured: told how long the first read took, where the file lies on a network.
     """
 
     cipher: Optional[str] = None
+    # Another may write to it meanwhile, or put another in its place.
     pinned = False
 
-    def __init__(self, descriptor: int, path: str, measured: Measured) -> None:
+    def __init__(self, descriptor: int, path: str, measured: Optional[Measured] = None) -> None:
         self.descriptor = descriptor
         self.path = path
-        self._measured: Optional[Measured] = measured
+        self._on_network = measured is not None
+        self._measured = measured
 
     def size(self) -> int:
         """Bytes that it has at this moment."""
@@ -119,9 +61,11 @@ class NetworkFile:
     def read(self, offset: int, count: int) -> bytes:
         """Bytes from an offset on: as many as a read gives, none at the end."""
         measured, self._measured = self._measured, None
+        if measured is None:
+            return os.pread(self.descriptor, count, offset)
         begun = time.perf_counter()
         data = os.pread(self.descriptor, count, offset)
-        if measured is not None and 0 < len(data) <= _SMALL:
+        if 0 < len(data) <= _SMALL:
             measured.request(time.perf_counter() - begun)
         return data
 
@@ -129,6 +73,24 @@ class NetworkFile:
         """Likewise into ``out``, from its beginning; how many."""
         self._measured = None
         return os.preadv(self.descriptor, [out], offset)
+
+    def being_written(self) -> bool:
+        """Whether it was changed a moment ago, and a process of this machine has it open for writing.
+
+        A large write changes the file's times when it begins: who opens the file in the middle of it sees no other
+        times afterwards. Where the kernel does not say who has it open, this is False.
+        """
+        if self._on_network or abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
+            return False
+        try:
+            # Whoever opens it for writing between the two calls has a signal sent, which would end this process.
+            fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
+            # Refused where somebody has it open for writing.
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+        fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -225,10 +187,9 @@ class LocalStore(Store):
         descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
         took = time.perf_counter() - begun
         measured = self._file_systems.measured(os.fstat(descriptor).st_dev, path)
-        if measured is None:
-            return LocalFile(descriptor, path)
-        measured.request(took)
-        return NetworkFile(descriptor, path, measured)
+        if measured is not None:
+            measured.request(took)
+        return LocalFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
         """What requests cost on the file system that a path lies on, by those that were made."""

@@ -1,8 +1,8 @@
-"""Finding out what lies in an object store without asking the same twice.
+"""Cache of looks at object stores while one step of a command finds out what is there.
 
-What a source is, is found out by many that know nothing of each other: is it a directory, is it of this form, of
-that one, which ranks are there. On file systems that costs nothing. In an object store each question is a round
-trip, and answers that differ, since somebody writes there meanwhile, would make sense to nobody.
+Many rooms look at a source and know nothing of each other: is it a directory, of which form, which ranks are there.
+On file systems that costs nothing. In an object store each look is a round trip, and answers that differ, because
+somebody writes there meanwhile, would fit no checkpoint.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from reshard.storage.store import DirectoryEntry, FileStatus, Store
 
 _F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
-# Attributes of a store that change nothing that was looked at.
-_LOOKS = ("at_a_time", "check_root", "conditional", "costs", "free", "missing_right", "open", "part_bytes", "place", "volume")
-_CHANGES_NOTHING = frozenset(["check_own", "flush", "own_names", "special_files", "try_lock", *_LOOKS])
+# Attributes of a store that write nothing.
+_LOOKS = ("check_own", "check_root", "costs", "free", "open", "own_names", "place", "try_lock", "volume")
+_FACTS = ("at_a_time", "conditional", "flush", "missing_right", "part_bytes", "special_files")
 _Absent = (FileNotFoundError, NotADirectoryError)
 _Status = Union[FileStatus, OSError]
 _Entries = Union[list[DirectoryEntry], OSError]
 
 
-class _Answers:
-    """What was said of paths so far, by path without a slash in the end.
+class _LookCache:
+    """Results of looks, by path without a slash in the end.
 
     Attributes:
-        counts: whether it still does: nobody has written anything.
+        valid: nothing was written since the first.
     """
 
     def __init__(self) -> None:
-        self.counts = True
+        self.valid = True
         self.statuses: dict[str, _Status] = {}
         self.entries: dict[str, _Entries] = {}
         self._named: dict[str, dict[str, DirectoryEntry]] = {}
@@ -51,28 +51,27 @@ class _Answers:
         return self._named[directory]
 
 
-_said: ContextVar[Optional[_Answers]] = ContextVar("said", default=None)
+_cache: ContextVar[Optional[_LookCache]] = ContextVar("looks", default=None)
 
 
 @contextlib.contextmanager
 def asked_once() -> Iterator[None]:
-    """In this block, and in this thread, object stores are asked once what is at a path, and what is in a directory.
+    """Cache looks at object stores in this block and thread: what is at a path, and what is in a directory.
 
-    For blocks that find out what is there; once something is written in one, all is asked anew. Files are opened anew
-    each time.
+    For blocks that find out what is there. The first write in one ends the cache. Files are opened anew each time.
     """
-    if _said.get() is not None:
+    if _cache.get() is not None:
         yield
         return
-    token = _said.set(_Answers())
+    token = _cache.set(_LookCache())
     try:
         yield
     finally:
-        _said.reset(token)
+        _cache.reset(token)
 
 
 def asks_once(function: _F) -> _F:
-    """A function whose body is such a block."""
+    """Run a function in such a block."""
 
     @functools.wraps(function)
     def asking(*arguments: object, **named: object) -> object:
@@ -83,49 +82,49 @@ def asks_once(function: _F) -> _F:
 
 
 def listed(path: str) -> Optional[DirectoryEntry]:
-    """What stands at a path by the list of its directory, where such a block has seen one that has it; else None."""
-    said = _said.get()
-    if said is None or not said.counts:
+    """The entry of a path in the list of its directory, if such a block has cached that; else None."""
+    cache = _cache.get()
+    if cache is None or not cache.valid:
         return None
     directory, _, name = path.rstrip("/").rpartition("/")
-    return said.named(directory).get(name)
+    return cache.named(directory).get(name)
 
 
 def through(store: Store) -> Store:
-    """A store, or in such a block what it has said."""
-    said = _said.get()
-    return store if said is None or not said.counts else cast(Store, _Once(store, said))
+    """A store; in such a block with its cache."""
+    cache = _cache.get()
+    return store if cache is None or not cache.valid else cast(Store, _Once(store, cache))
 
 
 class _Once:
-    """A store that is not asked again what it has said.
+    """A store whose looks are cached.
 
     Args:
         store: the store.
-        said: what it has said.
+        cache: results so far.
     """
 
-    def __init__(self, store: Store, said: _Answers) -> None:
+    def __init__(self, store: Store, cache: _LookCache) -> None:
         self._store = store
-        self._said = said
+        self._cache = cache
 
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         """What is at a path; no links are there."""
-        if not self._said.counts:
+        if not self._cache.valid:
             return self._store.status(path, through_links)
         key = path.rstrip("/")
-        found = self._said.statuses.get(key)
+        found = self._cache.statuses.get(key)
         if found is None:
-            found = self._said.statuses[key] = self._unlisted(key) or self._ask(path)
+            found = self._cache.statuses[key] = self._unlisted(key) or self._ask(path)
         if isinstance(found, OSError):
             raise found
         return found
 
     def entries(self, directory: str) -> list[DirectoryEntry]:
         """What is in a directory."""
-        if not self._said.counts:
+        if not self._cache.valid:
             return self._store.entries(directory)
-        found = self._said.entries.get(directory.rstrip("/"))
+        found = self._cache.entries.get(directory.rstrip("/"))
         if found is None:
             found = self._keep(directory, lambda: self._store.entries(directory))
         if isinstance(found, OSError):
@@ -133,21 +132,21 @@ class _Once:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else of the store; whatever may change something ends that answers count."""
-        if name not in _CHANGES_NOTHING:
-            self._said.counts = False
+        """Everything else of the store; whatever may write ends the cache."""
+        if name not in _LOOKS and name not in _FACTS:
+            self._cache.valid = False
         return getattr(self._store, name)
 
     def _unlisted(self, key: str) -> Optional[OSError]:
         """The error for a path that is not in the list of its directory, if there is one."""
         directory, _, name = key.rpartition("/")
-        if not isinstance(self._said.entries.get(directory), list) or name in self._said.named(directory):
+        if not isinstance(self._cache.entries.get(directory), list) or name in self._cache.named(directory):
             return None
         return FileNotFoundError(errno.ENOENT, "there is no such object", key)
 
     def _ask(self, path: str) -> _Status:
         # Of what has no ending it is asked next what is in it, which takes no longer when it is asked now.
-        if path.rstrip("/") in self._said.entries or os.path.splitext(path)[1]:
+        if path.rstrip("/") in self._cache.entries or os.path.splitext(path)[1]:
             return _or_absent(lambda: self._store.status(path))
         with ThreadPoolExecutor(1) as pool:
             listing: Future[list[DirectoryEntry]] = pool.submit(self._store.entries, path)
@@ -157,12 +156,12 @@ class _Once:
         return status
 
     def _keep(self, directory: str, ask: Callable[[], list[DirectoryEntry]]) -> _Entries:
-        found = self._said.entries[directory.rstrip("/")] = _or_absent(ask)
+        found = self._cache.entries[directory.rstrip("/")] = _or_absent(ask)
         return found
 
 
 def _or_absent(ask: Callable[[], _T]) -> Union[_T, OSError]:
-    """What is said, or the error that says that there is nothing; others may pass."""
+    """The result, or the error for a path where nothing is; other errors are raised, as a retry may help."""
     try:
         return ask()
     except _Absent as error:

@@ -118,6 +118,9 @@ class OpenFile(ReadableFile, Protocol):
     def pinned(self) -> bool:
         """Whether every read insists on that version by itself; if not, who needs it has to look again."""
 
+    def being_written(self) -> bool:
+        """Whether somebody writes to it at this moment, as far as the store tells."""
+
     def close(self) -> None:
         """Read no more."""
 

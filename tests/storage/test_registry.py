@@ -129,4 +129,4 @@ def test_contributing_lists_what_a_store_implements() -> None:
     shown = re.search(r"\* \*\*A store\*\*.*?(?=\n\* \*\*)", text, re.DOTALL)
     assert shown is not None
     listed = set(re.findall(r"`(\w+)\(\)`", shown[0]))
-    assert listed == set(Store.__abstractmethods__)  # type: ignore[attr-defined]
+    assert listed == set(Store.__abstractmethods__)

@@ -173,6 +173,9 @@ class _ToyOpenFile:
     def read_into(self, offset: int, out: memoryview) -> int:
         return os.preadv(self._fd, [out], offset)
 
+    def being_written(self) -> bool:
+        return False
+
     def close(self) -> None:
         os.close(self._fd)
 

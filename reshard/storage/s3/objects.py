@@ -273,6 +273,10 @@ class ObjectFile:
         self._reader.read_into(self._version, offset, memoryview(out))
         return bytes(out)
 
+    def being_written(self) -> bool:
+        """Objects are replaced, never written to."""
+        return False
+
     def close(self) -> None:
         """Nothing is held open."""
 
