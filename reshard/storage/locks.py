@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import random
 import time
 from collections.abc import Iterator
 from typing import Callable, Optional
@@ -77,6 +76,9 @@ class Waiting:
         if waited > TOLD_AFTER and self._tell is not None:
             self._tell(f"waiting for {self._path}, which another process has locked")
             self._tell = None
+        # Loaded only here: it takes some of the time that a command needs to start.
+        import random
+
         # Random, so that those who wait do not ask in step.
         time.sleep(self._pause * random.uniform(0.5, 1))
         self._pause = min(2 * self._pause, self._max_pause)

@@ -180,7 +180,7 @@ class _ToyOpenFile:
         os.close(self._fd)
 
 
-class _ToyFile:
+class _ToyFile(NewFile):
     def __init__(self, store: ToyStore, path: str, new: Path) -> None:
         self._store = store
         self._path = path
