@@ -103,14 +103,6 @@ class Destination:
                 found[name] = status.version
         return found
 
-    def holds(self, name: str, same: Callable[[FileStatus], bool]) -> bool:
-        """Whether a file is there, not through links, and its status is as expected.
-
-        Raises:
-            ReshardError: it cannot be looked at.
-        """
-        return any(same(status) for status in self.files([name]).values())
-
     def files(self, names: Iterable[str]) -> dict[str, FileStatus]:
         """The status of those of some names, relative to it, that are files there, not through links.
 
@@ -122,17 +114,21 @@ class Destination:
         return {name: status for name, status in zip(inside, found) if status is not None and status.regular}
 
     def remove(self, name: str, same: Callable[[FileStatus], bool]) -> None:
-        """Remove a file if it `holds`, for good, and its directories that hold nothing else.
+        """Remove a file if its status is as expected, for good, and its directories that hold nothing else.
+
+        What lies behind a link stays.
 
         Raises:
             ReshardError: it cannot be removed.
         """
-        if not self.holds(name, same):
+        if not self._inside(name):
             return
         path = self._path(name)
         store = store_of(path)
         try:
-            store.remove(path, if_same=same)
+            store.remove(path, if_same=lambda status: status.regular and same(status))
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             raise writing_error(path, error, "removed") from error
         directory = os.path.dirname(name)
