@@ -196,7 +196,7 @@ def strategy_rules(
     "None|mp?" where one of several cuts is meant, and shown_for tells up to which sizes anything is. NAME, of
     built-in rules, prints these.
     """
-    from reshard.strategies.rules.builtin_rules import builtin_names, builtin_title, rules_named
+    from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
     from reshard.strategies.rules.learn import learn
     from reshard.strategies.rules.rules_text import rules_text
     from reshard.strategies.rules.shown import model_of

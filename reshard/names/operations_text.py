@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
-from reshard.names.toml_values import RuleFile
+from reshard.names.pattern import PatternError
+from reshard.names.sizes import product
+from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
 from reshard.text.near_names import near_names
-from reshard.text.products import Product
+from reshard.text.products import ExpressionError, Product
 from reshard.text.wording import quoted
+
+Parsed = TypeVar("Parsed")
 
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
 _ONE = "1"
 # A part that has what the others leave.
 _REST = "rest"
+
+
+class RuleFile(TomlFile):
+    """A file of rules of names, with the values that are special to it."""
+
+    def word(self, name: str, where: str) -> str:
+        """A name that can stand in products and patterns."""
+        if not name.replace("_", "a").isalnum() or not name.isascii() or name != name.lower() or name[0].isdigit():
+            raise self.wrong(where, f"{quoted(name)} is no name of small letters, digits and _")
+        return name
+
+    def parsed(self, parse: Callable[[str], Parsed], text: str, where: str) -> Parsed:
+        """What a text says."""
+        try:
+            return parse(text)
+        except (PatternError, ExpressionError) as error:
+            raise self.wrong(where, str(error)) from error
+
+    def product(self, said: Any, where: str) -> Product:
+        """A product of sizes; a number is one, too."""
+        if type(said) is int and said >= 0:
+            said = str(said)
+        if not isinstance(said, str):
+            raise self.wrong(where, f"{said!r} is no product of sizes such as heads*head_dim")
+        return self.parsed(product, said, where)
+
+    def products(self, said: Any, where: str) -> tuple[Product, ...]:
+        """One product or a list of them."""
+        found = said if isinstance(said, list) else [said]
+        if not found:
+            raise self.wrong(where, "is empty")
+        return tuple(self.product(each, where) for each in found)
 
 
 class OperationReader:
@@ -58,7 +94,7 @@ class OperationReader:
             meant = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
             raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{meant}")
         make, keys = _OPERATIONS[known[0]]
-        self._file.keys(table, (known[0], *keys), f"{self._where}: do")
+        self._file.values(table, dict.fromkeys((known[0], *keys), TomlKey("any")), f"{self._where}: do")
         return make(self, table[known[0]], table)
 
     def _wrong(self, problem: str) -> Exception:
@@ -77,9 +113,7 @@ class OperationReader:
         found = self._file.product(default if said is None else said, self._where)
         for name in found.names:
             if name not in self._sizes:
-                near = near_names(name, self._sizes)
-                meant = f". Did you mean {near[0]}?" if near else "; [sizes] names them"
-                raise self._wrong(f"do: {name} is no size{meant}")
+                raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
         return found
 
     def _parts(self, said: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:

@@ -16,25 +16,24 @@ from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
 from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.text.near_names import near_names
+from reshard.storage.toml_tables import BuiltinFiles
 
 RENAME = "rename"
 """The path of rules that were typed as renames."""
 
-_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "builtin")
-_ENDING = ".toml"
+_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
 _LARGEST_CONFIG = 1 << 22
 
 
 def builtin_names() -> list[str]:
     """The names of all built-in tables."""
-    return sorted(name[: -len(_ENDING)] for name in os.listdir(_DIRECTORY) if name.endswith(_ENDING))
+    return _BUILTIN.names()
 
 
 def builtin_table(name: str) -> Rules:
-    """The built-in table of a name."""
-    return replace(read_rules(os.path.join(_DIRECTORY, name + _ENDING)), path=name)
+    """A built-in table."""
+    return replace(read_rules(_BUILTIN.path(name)), path=name)
 
 
 def rules_named(named: str) -> Rules:
@@ -56,18 +55,9 @@ def rules_named(named: str) -> Rules:
 
 
 def _table(named: str) -> Rules:
-    known = builtin_names()
-    # A model's directory is often called like its table.
-    if named in known and not is_regular_file(named):
+    if _BUILTIN.has(named):
         return builtin_table(named)
-    if not exists(named) and not named.endswith(_ENDING):
-        near = near_names(named, known)
-        meant = f". Did you mean {near[0]}?" if near else ""
-        raise NamesError(
-            f"{named}: there is no such file, and no built-in table of this name{meant}",
-            file=named,
-            hint="reshard names list names the built-in ones",
-        )
+    _BUILTIN.check_exists(named)
     return read_rules(named)
 
 

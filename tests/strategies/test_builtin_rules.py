@@ -22,7 +22,7 @@ from reshard.strategies.rules import (
     parse_rules,
     parse_sizes,
 )
-from reshard.strategies.rules.builtin_rules import builtin_names, rules_named
+from reshard.strategies.rules.toml_file import builtin_names, rules_named
 from reshard.strategies.rules.placement import strided_cuts
 from tests import made_cases
 from tests.running import done, fails

@@ -201,8 +201,8 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
             'matrix = ["mp", "dp"]',
         ),
         ('[[parameter]]\nmatch = "*"\nmpa = ["mp", "None"]\n', "mp=4", "'mpa' is unknown. Did you mean map?"),
-        ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "has no match"),
-        ("[[parameter]\n", "mp=4", "is no TOML"),
+        ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "match is missing"),
+        ("[[parameter]\n", "mp=4", "is not TOML"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is no product of sizes"),
     ],
 )
@@ -296,11 +296,11 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ("set = 1", "set is a list such as"),
-        ('set = [{ map = ["None", "None"] }]', "has one switch"),
-        ("set = [{ a = true, b = true }]", "has one switch"),
-        ("set = [{ a = [1] }]", "has one switch"),
-        ('set = [{ a = true, map = "mp" }]', "map is a list"),
+        ("set = 1", "set must be a list such as"),
+        ('set = [{ map = ["None", "None"] }]', "must have one switch"),
+        ("set = [{ a = true, b = true }]", "must have one switch"),
+        ("set = [{ a = [1] }]", "must have one switch"),
+        ('set = [{ a = true, map = "mp" }]', "map must be a list"),
     ],
 )
 def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:

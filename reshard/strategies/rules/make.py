@@ -16,6 +16,7 @@ from typing import Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
+from reshard.storage.toml_tables import quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout
 from reshard.strategies.rules.communication import SERVER, device_count_allowed, forbidden_group
 from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Reading, Rule, Rules, merged
@@ -30,7 +31,6 @@ from reshard.strategies.rules.placement import Axis, Placement, place, strided_c
 from reshard.strategies.rules.problems import Problems, UnsettledError
 from reshard.strategies.rules.sizes import EXPERTS, NoReadingError, Sizes, product
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors
-from reshard.strategies.rules.toml_text import quoted_list, toml_string
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Optional
 
 from reshard.errors import StrategyError, UsageError
+from reshard.storage.toml_tables import quoted_list
 from reshard.strategies.rules.model import LAYER, Pipeline
 from reshard.strategies.rules.tensors import patterns_for
-from reshard.strategies.rules.toml_text import quoted_list
 from reshard.text.globs import Glob, Globs
 from reshard.text.messages import listing
 from reshard.text.wording import plural, quoted

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reshard.errors import StrategyError
+from reshard.storage.toml_tables import one_or_list
 from reshard.strategies.rules.tensors import patterns_for
-from reshard.strategies.rules.toml_text import one_or_list
 from reshard.text.messages import Message, joined, listing
 from reshard.text.wording import plural
 

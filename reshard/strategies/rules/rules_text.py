@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.rules.learn import Learned
 from reshard.strategies.rules.model import DEFAULT_MATRIX, NOT_SHOWN, WHOLE, Matrix, Reading
 from reshard.strategies.rules.pipeline import is_numbered
 from reshard.strategies.rules.shown import Source
 from reshard.strategies.rules.shown_shards import ShownShards
 from reshard.strategies.rules.tensors import ModelTensors, patterns_for
-from reshard.strategies.rules.toml_text import one_or_list, quoted_list, toml_string
 
 _WHY = {
     "mp": "code may cap a cut, at the number of key and value heads for one",
