@@ -60,6 +60,28 @@ class RecordedLayout:
     split_sizes: tuple[int, ...] = ()
     split_offsets: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, layout: Layout, nested: Optional[bool] = None) -> RecordedLayout:
+        """The record of a layout, without a shape.
+
+        Args:
+            layout: of one parameter.
+            nested: whether the map is nested; None: only where a dimension is split over several axes.
+        """
+        maps = tuple(axes or (-1,) for axes in layout.tensor_map)
+        if nested is None:
+            nested = any(len(axes) > 1 for axes in maps)
+        uneven = layout.uneven or ()
+        return cls(
+            layout.device_matrix,
+            maps if nested else (tuple(axes[0] for axes in maps),),
+            nested,
+            shard_step=layout.shard_step,
+            shard_size=layout.shard_size,
+            split_sizes=uneven,
+            split_offsets=tuple(itertools.accumulate(uneven, initial=0))[:-1] if uneven else (),
+        )
+
     def layout(self) -> Layout:
         """The layout in normal form.
 

@@ -19,8 +19,8 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
 from reshard.storage import absolute
-from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
+from reshard.strategies.one_file import GroupInfo
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import number_ranges, rank_ranges

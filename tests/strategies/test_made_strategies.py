@@ -22,7 +22,7 @@ from reshard.strategies import RecordedLayout, read_strategy, read_strategy_file
 from reshard.strategies.rules import (
     FullTensor,
     ShardSetting,
-    Target,
+    TargetRun,
     make_strategy,
     model_tensors,
     parse_rules,
@@ -116,7 +116,7 @@ optimizer_shard = false
     compiled = as_recorded(PANGU)
     tensors = [FullTensor(name, pangu_shape(name, record), "Float32") for name, record in compiled.items()]
     model = model_tensors("shapes", tensors, ITEM_SIZES)
-    target = Target(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
+    target = TargetRun(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
     (made,) = make_strategy(parse_rules(rules, "rules"), model, target, "rules")
     assert made.layouts == compiled
     assert len(compiled) == 1551
@@ -137,7 +137,7 @@ def test_thousands_of_devices_take_no_time_to_speak_of() -> None:
     names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
     model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
     rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
-    target = Target(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
+    target = TargetRun(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
     (made,) = make_strategy(rules, model, target, "rules")
     assert made.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
 
@@ -420,7 +420,7 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
     text = made_cases.rule("*", axes, entries)
     shape = (512, 512)
     model = model_tensors("shapes", [FullTensor("w", shape, "Float32")], ITEM_SIZES)
-    target = Target(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
+    target = TargetRun(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
     assume(shards <= devices)
     (made,) = make_strategy(parse_rules(text, "rules"), model, target, "rules")
     found = made.layouts["w"].layout()

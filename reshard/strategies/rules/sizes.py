@@ -38,12 +38,12 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
 }
 
 
-class NoReadingError(ExpressionError):
+class NoCandidateError(ExpressionError):
     """Cuts that a matrix cannot have, whatever the sizes."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AxisSizes:
     """Devices per kind of parallelism.
 
     Attributes:
@@ -89,7 +89,7 @@ class Sizes:
         return ",".join(f"{name}={size}" for name, size in self.given)
 
 
-def parse_sizes(text: str) -> Sizes:
+def parse_sizes(text: str) -> AxisSizes:
     """Sizes as they are typed: ``dp=2,mp=4``.
 
     Raises:
@@ -112,7 +112,7 @@ def parse_sizes(text: str) -> Sizes:
         given[name] = int(number)
         if not 1 <= given[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
             raise UsageError(f"{text!r}: {name}={number} is no number of devices")
-    sizes = Sizes(tuple(given.items()))
+    sizes = AxisSizes(tuple(given.items()))
     if sizes.stage_devices * sizes.stages > MOST_DEVICES:
         raise UsageError(f"{text!r} are more than {MOST_DEVICES} devices")
     return sizes
@@ -124,30 +124,30 @@ def _order(power: tuple[str, int]) -> tuple[int, str]:
     return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
 
 
-class Product(products.Product):
+class AxisProduct(products.Product):
     """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``; equal ones have one order of sizes."""
 
-    def __mul__(self, other: products.Product) -> Product:
+    def __mul__(self, other: products.Product) -> AxisProduct:
         powers = dict(self.powers)
         for name, power in other.powers:
             powers[name] = powers.get(name, 0) + power
-        return Product(
+        return AxisProduct(
             self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
         )
 
 
 @lru_cache(maxsize=1024)
-def product(text: str) -> Product:
+def product(text: str) -> AxisProduct:
     """Read a product.
 
     Raises:
         ExpressionError: the text is none.
     """
-    return Product(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
+    return AxisProduct(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
 
 @dataclass(frozen=True)
-class Condition:
+class SizeCondition:
     """A comparison of sizes: ``mp<=4``.
 
     Attributes:
@@ -158,16 +158,16 @@ class Condition:
     """
 
     text: str
-    left: Product
+    left: AxisProduct
     comparison: str
-    right: Product
+    right: AxisProduct
 
-    def holds(self, sizes: Sizes) -> bool:
+    def holds(self, sizes: AxisSizes) -> bool:
         """Whether it is true for these sizes."""
         return _COMPARISONS[self.comparison](self.left.value(sizes), self.right.value(sizes))
 
 
-def condition(text: str) -> Condition:
+def condition(text: str) -> SizeCondition:
     """Read a comparison.
 
     Raises:
@@ -176,4 +176,4 @@ def condition(text: str) -> Condition:
     parts = re.split(r"(<=|>=|==|!=|<|>)", text)
     if len(parts) != 3:
         raise ExpressionError(f"{text!r} is no comparison of sizes such as mp<=4")
-    return Condition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))
+    return SizeCondition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))

@@ -1,4 +1,4 @@
-"""Rules of layouts as a TOML file, or built-in. The whole file is checked when it is read."""
+"""LayoutRules of layouts as a TOML file, or built-in. The whole file is checked when it is read."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from typing import Any, Optional, Union
 from reshard.checkpoints.formats.dtypes import dtype_named
 from reshard.errors import StrategyError, UsageError
 from reshard.storage.toml_tables import BuiltinFiles, TomlFile, TomlKey
+from reshard.strategies.rules.candidates import DEFAULT_MATRIX, WHOLE, AxisCut, Matrix
 from reshard.strategies.rules.model import (
-    DEFAULT_MATRIX,
     LAYER,
     NOT_SHOWN,
-    WHOLE,
-    Cut,
-    Entry,
-    Matrix,
+    LayoutRule,
+    LayoutRules,
+    MapEntry,
     Pipeline,
-    Rule,
-    Rules,
     Shown,
     Variant,
 )
-from reshard.strategies.rules.sizes import Condition, condition, parse_sizes, product
+from reshard.strategies.rules.sizes import SizeCondition, condition, parse_sizes, product
 from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
 
@@ -54,7 +51,7 @@ _PARAMETER = {
     "trained": TomlKey("flag", True),
     "set": TomlKey("tables", (), written='a list such as [{ vocab_emb_dp = true, map = ["None", "None"] }]'),
 }
-# Attributes of `Rule` whose names differ from their keys.
+# Attributes of `LayoutRule` whose names differ from their keys.
 _FIELDS = {"matrix": "matrices", "map": "entries"}
 
 
@@ -73,7 +70,7 @@ def is_builtin(named: str) -> bool:
     return _BUILTIN.has(named)
 
 
-def rules_named(named: str) -> Rules:
+def rules_named(named: str) -> LayoutRules:
     """The rules of a file, or built-in ones.
 
     Raises:
@@ -85,7 +82,7 @@ def rules_named(named: str) -> Rules:
     return read_rules(named)
 
 
-def read_rules(path: str, partial: bool = False) -> Rules:
+def read_rules(path: str, partial: bool = False) -> LayoutRules:
     """Read a file of rules.
 
     Args:
@@ -99,7 +96,7 @@ def read_rules(path: str, partial: bool = False) -> Rules:
     return parse_rules(_RulesFile(path, StrategyError, _EXAMPLES).read(LARGEST), path, partial)
 
 
-def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
+def parse_rules(text: str, path: str, partial: bool = False) -> LayoutRules:
     """The rules in a text.
 
     Raises:
@@ -111,7 +108,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
     for pattern in pipeline.layers:
         if pattern.count(LAYER) != 1:
             raise file.wrong("[pipeline]", f"layers: {quoted(pattern)} must have {LAYER} once")
-    # Rules inherit these two from the top of the file.
+    # LayoutRules inherit these two from the top of the file.
     inherited = {
         "matrices": file.matrices(top["matrix"], "rules") or (DEFAULT_MATRIX,),
         "optimizer_shard": file.optimizer_shard(top["optimizer_shard"], "rules"),
@@ -121,7 +118,7 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
         shown_with = tuple(map(parse_sizes, top["shown_with"]))
     except UsageError as error:
         raise file.wrong("shown_with", error.message) from error
-    return Rules(
+    return LayoutRules(
         path,
         rules,
         pipeline,
@@ -133,7 +130,9 @@ def parse_rules(text: str, path: str, partial: bool = False) -> Rules:
     )
 
 
-def _rule(file: _RulesFile, said: Mapping[str, Any], number: int, inherited: Mapping[str, Any], partial: bool) -> Rule:
+def _rule(
+    file: _RulesFile, said: Mapping[str, Any], number: int, inherited: Mapping[str, Any], partial: bool
+) -> LayoutRule:
     where = f"[[parameter]] {number}"
     table = file.values(said, _PARAMETER, where)
     patterns = table["match"]
@@ -146,7 +145,7 @@ def _rule(file: _RulesFile, said: Mapping[str, Any], number: int, inherited: Map
     if cuts not in (None, "None") and not isinstance(cuts, list):
         raise file.wrong(where, 'map must be a list with an entry per dimension, or "None" if all are whole')
     shard = table["optimizer_shard"]
-    return Rule(
+    return LayoutRule(
         patterns,
         where,
         file.matrices(table["matrix"], where) or inherited["matrices"],
@@ -190,14 +189,14 @@ def _dtype(text: Optional[str]) -> Optional[str]:
 class _RulesFile(TomlFile):
     """A file of rules of layouts, with the values that are special to it."""
 
-    def condition(self, text: str, where: str) -> Condition:
+    def condition(self, text: str, where: str) -> SizeCondition:
         """A comparison of sizes."""
         try:
             return condition(text)
         except ExpressionError as error:
             raise self.wrong(where, str(error)) from error
 
-    def optimizer_shard(self, value: Any, where: str) -> Union[bool, Condition, None]:
+    def optimizer_shard(self, value: Any, where: str) -> Union[bool, SizeCondition, None]:
         """Whether the optimizer may shard; None where that is not known."""
         if value == NOT_SHOWN:
             return None
@@ -220,7 +219,7 @@ class _RulesFile(TomlFile):
         except ExpressionError as error:
             raise self.wrong(where, f"matrix: {error}") from error
 
-    def entry(self, said: Any, where: str) -> Entry:
+    def entry(self, said: Any, where: str) -> MapEntry:
         """The cut of one dimension."""
         try:
             if said == NOT_SHOWN:
@@ -228,13 +227,13 @@ class _RulesFile(TomlFile):
             if isinstance(said, str):
                 return tuple(cut_of(text.strip()) for text in said.split("|"))
             if isinstance(said, list) and said and all(isinstance(axis, str) for axis in said):
-                return (Cut(tuple(map(product, said))),)
+                return (AxisCut(tuple(map(product, said))),)
         except ExpressionError as error:
             raise self.wrong(where, f"map: {error}") from error
         raise self.wrong(where, f"map: {said!r} is not a cut")
 
 
-def cut_of(text: str) -> Cut:
+def cut_of(text: str) -> AxisCut:
     """The cut that a text in a map stands for.
 
     Raises:
@@ -247,5 +246,5 @@ def cut_of(text: str) -> Cut:
     bare = text[:-1] if text.endswith("?") else text
     capped = re.fullmatch(r"min\(([^,()]*),\s*([1-9][0-9]{0,8})\s*\)", bare)
     if capped:
-        return Cut((product(capped[1].strip()),), int(capped[2]), text.endswith("?"))
-    return Cut((product(bare),), None, text.endswith("?"))
+        return AxisCut((product(capped[1].strip()),), int(capped[2]), text.endswith("?"))
+    return AxisCut((product(bare),), None, text.endswith("?"))

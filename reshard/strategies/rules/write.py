@@ -1,4 +1,4 @@
-"""Writing a made strategy as a compile would, and beside it how it was made."""
+"""Writing a made strategy as a compile would, with a record of how it was made; reading axis names from that record."""
 
 from __future__ import annotations
 
@@ -7,34 +7,48 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.storage import (
+    UnfitError,
     exists,
     is_directory,
     make_directory,
     names_in,
+    read_small,
     real,
     remove_file,
     store_of,
     write_whole,
     writing_error,
 )
-from reshard.strategies import json_file, protobuf_file
-from reshard.strategies.made_record import ENDINGS, RANK, record_path
+from reshard.storage.json_text import JsonError, parse_json
 from reshard.strategies.model import StrategyFile, StrategyItem
-from reshard.strategies.one_file import OtherFile, parse, read_bytes
+from reshard.strategies.one_file import (
+    ENDINGS,
+    RANK,
+    OtherFile,
+    parsed,
+    read_bytes,
+    record_path,
+    record_paths,
+)
 from reshard.strategies.rules.make import MadeStage
-from reshard.strategies.written import unreadable_in_json, with_shape
+from reshard.strategies.rules.shown import AxisNames
+from reshard.strategies.rules.sizes import AxisSizes
+from reshard.strategies.rules.toml_file import cut_of
+from reshard.strategies.written import WRITERS, unreadable_in_json, with_shape
 from reshard.text.messages import listing
+from reshard.text.products import ExpressionError
 from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
+_LARGEST_RECORD = 1 << 26
 
 
-class Written(NamedTuple):
+class WrittenStrategy(NamedTuple):
     """What `write_strategy` wrote.
 
     Attributes:
@@ -48,7 +62,7 @@ class Written(NamedTuple):
 
 def write_strategy(
     out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool, sources: Sequence[str] = ()
-) -> Written:
+) -> WrittenStrategy:
     """Write a strategy, and how it was made.
 
     Files of several stages are read together, and a strategy without its first stage is refused. So the first stage's
@@ -70,7 +84,7 @@ def write_strategy(
         ReshardError: writing failed.
     """
     files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
-    written = {path: _WRITERS[file.form](file) for path, file in files.items()}
+    written = {path: WRITERS[file.form](file) for path, file in files.items()}
     for path in files:
         _check_no_source(path, sources)
     unfinished = [path for path, data in written.items() if not _is_there(real(path), data, overwrite)]
@@ -96,7 +110,7 @@ def write_strategy(
         )
     except OSError as error:
         raise writing_error(path, error) from error
-    return Written(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
+    return WrittenStrategy(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
 
 def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
@@ -126,7 +140,7 @@ def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
     there = read_bytes(path)
     if there == data:
         return True
-    found = there if isinstance(there, OtherFile) else parse(path, there) if there else None
+    found = parsed(path, there)
     if isinstance(found, OtherFile):
         raise TargetError(
             f"{path} is there already and is {found.kind or 'no strategy file'}; it is not replaced",
@@ -178,8 +192,7 @@ def _check_no_other_stages(out: str, files: Collection[str]) -> None:
 
 
 def _is_strategy(path: str) -> bool:
-    data = read_bytes(path)
-    return not isinstance(data, OtherFile) and bool(data) and not isinstance(parse(path, data), OtherFile)
+    return isinstance(parsed(path, read_bytes(path)), StrategyFile)
 
 
 def _as_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFile:
@@ -201,3 +214,35 @@ def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
         for name, axes in stage.axes.items():
             names.setdefault(axes, {})[name] = None
     return [{"names": list(axes), "parameters": list(of)} for axes, of in names.items()]
+
+
+def recorded_names(path: str) -> Optional[AxisNames]:
+    """The names of axes in the record beside a made strategy; None without a record.
+
+    Args:
+        path: the strategy, as it was typed.
+    """
+    for record in record_paths(path):
+        try:
+            content = parse_json(read_small(record, _LARGEST_RECORD))
+            sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
+            names = {
+                str(parameter): tuple(map(str, group["names"]))
+                for group in content["axes"]
+                for parameter in group["parameters"]
+            }
+        except (OSError, UnfitError, JsonError, KeyError, TypeError, ValueError, AttributeError):
+            # Another program's file, or another version's. Names are not needed for anything else.
+            continue
+        return lambda name, matrix: _fitting(names.get(name, ()), matrix, sizes)
+    return None
+
+
+def _fitting(names: tuple[str, ...], matrix: tuple[int, ...], sizes: AxisSizes) -> tuple[str, ...]:
+    """The names, if their sizes are those of the matrix; otherwise the record is of another strategy."""
+    try:
+        cuts = list(map(cut_of, names))
+        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MOST_DEVICES) for cut in cuts)
+    except (ExpressionError, IndexError):
+        return ()
+    return names if counts == matrix else ()
