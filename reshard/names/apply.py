@@ -8,21 +8,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
-from reshard.names.completeness import check_complete
-from reshard.names.direction import side_of
-from reshard.names.matching import Instance, Key, Side, SidedRule
-from reshard.names.model import Rules
+from reshard.names.matching import Instance, InstanceKey, Side, SidedRule
+from reshard.names.misfits import Misfits, check_complete
+from reshard.names.model import NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation
-from reshard.names.options import Settled, settle
+from reshard.names.options import Settled, settle, side_of
 from reshard.names.pattern import SizedPattern
-from reshard.names.problems import Problems
 from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, kind_of, state_prefix
 from reshard.text.products import SizeError
 
 
-class Made(NamedTuple):
+class MadeView(NamedTuple):
     """A tensor in the other naming.
 
     Attributes:
@@ -70,7 +68,7 @@ class Applied:
 
     reversed: bool
     steps: tuple[AppliedStep, ...]
-    made: Mapping[str, Made]
+    made: Mapping[str, MadeView]
     dropped: tuple[str, ...]
     unspoken: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
@@ -80,7 +78,7 @@ class Applied:
 
 
 def apply_rules(
-    rules: Rules,
+    rules: NameRules,
     shapes: Mapping[str, Shape],
     config: Optional[Mapping[str, object]] = None,
     reverse: Optional[bool] = None,
@@ -101,7 +99,7 @@ def apply_rules(
     """
     settled = settle(rules, config, shapes)
     side = side_of(rules, settled, shapes, reverse)
-    run = _Run(rules, side, shapes, optimizer, settled)
+    run = _Application(rules, side, shapes, optimizer, settled)
     run.sort()
     check_complete(side, run.instances, run.problems, rules.keeps_others)
     run.check_used()
@@ -110,7 +108,7 @@ def apply_rules(
     return run.applied()
 
 
-def warning_of(rules: Rules, applied: Applied) -> Optional[str]:
+def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
     """What to warn of where options were taken for what is usual; None where all are stated or told.
 
     The other choice has the same names and shapes, and a model that computes nonsense.
@@ -142,27 +140,27 @@ class _Class(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _Application:
     """One application of rules."""
 
-    rules: Rules
+    rules: NameRules
     side: Side
     shapes: Mapping[str, Shape]
     optimizer: bool
     settled: Settled
-    problems: Problems = field(init=False)
-    instances: dict[Key, Instance] = field(default_factory=dict)
+    problems: Misfits = field(init=False)
+    instances: dict[InstanceKey, Instance] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     unspoken: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
-    made: dict[str, Made] = field(default_factory=dict)
+    made: dict[str, MadeView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
-        self.problems = Problems(
+        self.problems = Misfits(
             self.rules.path, side, self.side.reverse, self.side.patterns(), self.settled.values, self.shapes
         )
         self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
@@ -243,7 +241,7 @@ class _Run:
                 if number not in used and not (sided.rule.optional or sided.rule.drops):
                     self.problems.note_unused(sided)
 
-    def _sources(self, key: Key, sided: SidedRule) -> Optional[tuple[str, ...]]:
+    def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
         """The names that a rule takes; None where some are missing, which is noted."""
         here = self.instances[key].names
         count = 1
@@ -262,7 +260,9 @@ class _Run:
                     self.problems.missing.append(_named(key, sided, pattern, value, sided.stacked))
         return tuple(found) if complete else None
 
-    def _targets(self, key: Key, sided: SidedRule, made: int, names: tuple[str, ...]) -> Optional[tuple[str, ...]]:
+    def _targets(
+        self, key: InstanceKey, sided: SidedRule, made: int, names: tuple[str, ...]
+    ) -> Optional[tuple[str, ...]]:
         each, rest = divmod(made, len(sided.targets))
         wanted = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
         if rest or (wanted is not None and each != wanted):
@@ -313,9 +313,9 @@ class _Run:
             if target in self.made:
                 others = (*self.problems.twice.get(target, self.made[target].sources[:1]), *sources[:1])
                 self.problems.twice[target] = tuple(dict.fromkeys(others))
-            self.made[target] = Made(target, sources, view)
+            self.made[target] = MadeView(target, sources, view)
 
-    def _in_order(self) -> Iterator[Key]:
+    def _in_order(self) -> Iterator[InstanceKey]:
         """Everything found, in the order of the rules; those of a layer stand together."""
         block: list[int] = []
         blocks, last = [block], None
@@ -359,7 +359,7 @@ class _Run:
         )
 
 
-def _named(key: Key, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
+def _named(key: InstanceKey, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
     values = dict(zip(sided.free, key.values))
     if number is not None:
         values[number] = value

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.names.model import Number, Rule
+from reshard.names.model import NameRule, Number
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
-from reshard.names.sizes import Sizes
+from reshard.names.sizes import ModelSizes
 
 
-class Key(NamedTuple):
+class InstanceKey(NamedTuple):
     """What is converted together.
 
     Attributes:
@@ -27,7 +27,7 @@ class Key(NamedTuple):
     stars: tuple[str, ...]
 
 
-class Match(NamedTuple):
+class NameMatch(NamedTuple):
     """A name that fits a rule.
 
     Attributes:
@@ -36,7 +36,7 @@ class Match(NamedTuple):
         value: of the number that is stacked; 0 where none is.
     """
 
-    key: Key
+    key: InstanceKey
     column: int
     value: int
 
@@ -54,7 +54,7 @@ class SidedRule:
         unstacked: the number that targets alone have.
     """
 
-    rule: Rule
+    rule: NameRule
     sources: tuple[SizedPattern, ...]
     targets: tuple[SizedPattern, ...]
     free: tuple[str, ...]
@@ -73,9 +73,9 @@ class Side:
         reverse: whether it is the right side.
     """
 
-    rules: Sequence[Rule]
+    rules: Sequence[NameRule]
     numbers: Sequence[Number]
-    sizes: Sizes
+    sizes: ModelSizes
     reverse: bool
     sided: list[SidedRule] = field(init=False)
     counts: dict[str, Optional[int]] = field(init=False)
@@ -88,9 +88,9 @@ class Side:
         ]
         self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
         # Names are asked for when the side is chosen, and again when it is used.
-        self._asked: dict[str, list[Match]] = {}
+        self._asked: dict[str, list[NameMatch]] = {}
 
-    def matches(self, name: str, prefix: str = "") -> list[Match]:
+    def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
         """How a name fits: in no way, one, or several."""
         found = self._asked.get(name)
         if found is None:
@@ -120,14 +120,14 @@ class Side:
                 return number
         return None
 
-    def _match(self, number: int, fit: Fit) -> Match:
+    def _match(self, number: int, fit: Fit) -> NameMatch:
         rule, column = self._places[number]
         sided = self.sided[rule]
         values = tuple(fit.values[name] for name in sided.free)
         value = fit.values[sided.stacked] if sided.stacked is not None else 0
-        return Match(Key(rule, "", values, fit.stars), column, value)
+        return NameMatch(InstanceKey(rule, "", values, fit.stars), column, value)
 
-    def _sided(self, rule: Rule) -> SidedRule:
+    def _sided(self, rule: NameRule) -> SidedRule:
         sources, targets = rule.side(self.reverse), rule.side(not self.reverse)
         mine = sources[0].numbers if sources else frozenset()
         theirs = targets[0].numbers if targets else frozenset()
@@ -156,4 +156,4 @@ class Instance:
         return max(value for _, value in self.names) + 1
 
 
-Instances = Mapping[Key, Instance]
+Instances = Mapping[InstanceKey, Instance]

@@ -8,7 +8,7 @@ from typing import Optional
 
 from reshard.names.operations import Operation, Stack, Unstack
 from reshard.names.pattern import Pattern
-from reshard.names.sizes import Size, config_value
+from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
@@ -31,7 +31,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Option:
+class TableOption:
     """A choice that the user or the configuration makes.
 
     Attributes:
@@ -54,7 +54,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Condition:
+class OptionCondition:
     """An option that must have one of some values for a rule to hold.
 
     Attributes:
@@ -67,7 +67,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """Names that are converted together.
 
     Attributes:
@@ -85,7 +85,7 @@ class Rule:
     left: tuple[Pattern, ...]
     right: tuple[Pattern, ...]
     operations: tuple[Operation, ...] = ()
-    when: tuple[Condition, ...] = ()
+    when: tuple[OptionCondition, ...] = ()
     optional: bool = False
     choice: Optional[str] = None
     case: Optional[str] = None
@@ -116,7 +116,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Rules:
+class NameRules:
     """A table of rules.
 
     Attributes:
@@ -136,10 +136,10 @@ class Rules:
     path: str
     title: str
     sides: tuple[str, str]
-    rules: tuple[Rule, ...]
-    sizes: tuple[Size, ...] = ()
+    rules: tuple[NameRule, ...]
+    sizes: tuple[ModelSize, ...] = ()
     numbers: tuple[Number, ...] = ()
-    options: tuple[Option, ...] = ()
+    options: tuple[TableOption, ...] = ()
     chosen: tuple[tuple[str, str], ...] = ()
     direction: str = EITHER
     keeps_others: bool = False

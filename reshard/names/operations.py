@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.names.sizes import Sizes, solved
+from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError
 
 Shape = tuple[int, ...]
@@ -59,7 +59,7 @@ class SizedOperation:
     count: int = 1
 
 
-class Sized(NamedTuple):
+class SizedStep(NamedTuple):
     """An operation on real tensors.
 
     Attributes:
@@ -81,7 +81,7 @@ class Operation(ABC):
         """What undoes it."""
 
     @abstractmethod
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """The operation for tensors of these shapes.
 
         Args:
@@ -112,11 +112,11 @@ class Join(Operation):
     groups: Optional[Product] = None
     block: Optional[Product] = None
 
-    def inverse(self) -> Cut:
+    def inverse(self) -> Split:
         """What cuts the tensors out again."""
-        return Cut(self)
+        return Split(self)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         per_column = len(shapes) // self.count
         made = []
@@ -133,9 +133,9 @@ class Join(Operation):
             made.append(_with(joined[0], self.dimension, sum(here)))
         assert lengths is not None
         self._check(lengths, shapes, sizes)
-        return Sized(self._operation(JOIN, lengths, sizes), made)
+        return SizedStep(self._operation(JOIN, lengths, sizes), made)
 
-    def lengths(self, total: int, sizes: Sizes) -> tuple[int, ...]:
+    def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
         """How many elements each tensor has, of how many they have together."""
         if self.parts is not None:
             told = [None if part is None else sizes.value(part) for part in self.parts]
@@ -154,7 +154,7 @@ class Join(Operation):
         """The parts in words."""
         return ", ".join(f"{part.text} = {length}" for part, length in zip(self.parts or (), told) if part is not None)
 
-    def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: Sizes) -> None:
+    def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: ModelSizes) -> None:
         wanted = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
         if wanted is None:
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
@@ -163,7 +163,7 @@ class Join(Operation):
             said = self.said(wanted)
             raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}, by which they have {said}")
 
-    def _operation(self, kind: str, lengths: Sequence[int], sizes: Sizes) -> SizedOperation:
+    def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
         if self.groups is not None:
             groups = sizes.value(self.groups)
@@ -182,7 +182,7 @@ class Join(Operation):
 
 
 @dataclass(frozen=True)
-class Cut(Operation):
+class Split(Operation):
     """The inverse of a `Join`.
 
     Attributes:
@@ -195,7 +195,7 @@ class Cut(Operation):
         """The `Join`."""
         return self.join
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         dimension = self.join.dimension
         _dimension(dimension, shapes[0])
@@ -209,7 +209,7 @@ class Cut(Operation):
                 f"shape {list(shapes[0])} contradicts {sizes.source}, by which dimension {dimension} has {said}"
             )
         made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
-        return Sized(self.join._operation(CUT, lengths, sizes), made)
+        return SizedStep(self.join._operation(CUT, lengths, sizes), made)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Stack(Operation):
         """What takes them apart again."""
         return Unstack(self)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         count = len(shapes) // self.columns
         made = []
@@ -240,7 +240,7 @@ class Stack(Operation):
                 raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike, so they cannot be stacked")
             _dimension(self.dimension, (*shape, 0))
             made.append((*shape[: self.dimension], count, *shape[self.dimension :]))
-        return Sized(SizedOperation(STACK, self.dimension, count=count), made)
+        return SizedStep(SizedOperation(STACK, self.dimension, count=count), made)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Unstack(Operation):
         """The `Stack`."""
         return self.stack
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         for shape in shapes:
             _dimension(self.stack.dimension, shape)
@@ -266,7 +266,7 @@ class Unstack(Operation):
             raise SizeError(f"shapes {_some(shapes)} are not alike along dimension {self.stack.dimension}")
         count = counts.pop()
         made = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
-        return Sized(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
+        return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
 
 
 @dataclass(frozen=True)
@@ -285,13 +285,13 @@ class Transpose(Operation):
             return self
         return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
         if any(len(shape) != len(order) for shape in shapes):
             raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} have not {len(order)} dimensions")
         made = [tuple(shape[dimension] for dimension in order) for shape in shapes]
-        return Sized(SizedOperation(TRANSPOSE, order=order), made)
+        return SizedStep(SizedOperation(TRANSPOSE, order=order), made)
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Reshape(Operation):
         """What gives it its shape back."""
         return Reshape(self.after, self.before)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         if any(shape != shapes[0] for shape in shapes):
             raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike")
@@ -325,7 +325,7 @@ class Reshape(Operation):
         made = tuple(one.whole(all_sizes) for one in self.after)
         if math.prod(made) != math.prod(shapes[0]):
             raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}, which has other elements")
-        return Sized(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
+        return SizedStep(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
 
 
 @dataclass(frozen=True)
@@ -342,12 +342,12 @@ class Check(Operation):
         """The same."""
         return self
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         told = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
         for shape in shapes:
             solved(self.shape, shape, told)
-        return Sized(None, [*shapes])
+        return SizedStep(None, [*shapes])
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class Pad(Operation):
         """What leaves the zeros out."""
         return Unpad(self)
 
-    def both(self, shape: Shape, sizes: Sizes) -> Optional[tuple[int, int]]:
+    def both(self, shape: Shape, sizes: ModelSizes) -> Optional[tuple[int, int]]:
         """The true and the padded size; None where they are one, whatever it is."""
         _dimension(self.dimension, shape)
         multiple = sizes.value(self.multiple)
@@ -380,14 +380,14 @@ class Pad(Operation):
         true = sizes.value(self.size)
         return true, -(-true // multiple) * multiple
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         return self._sized(PAD, shapes, sizes)
 
-    def _sized(self, kind: str, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def _sized(self, kind: str, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         found = self.both(shapes[0], sizes)
         if found is None:
-            return Sized(None, [*shapes])
+            return SizedStep(None, [*shapes])
         before, after = found if kind == PAD else found[::-1]
         for shape in shapes:
             _dimension(self.dimension, shape)
@@ -398,13 +398,13 @@ class Pad(Operation):
                     f"{self.size.text} = {found[0]} elements{padded}"
                 )
         if before == after:
-            return Sized(None, [*shapes])
+            return SizedStep(None, [*shapes])
         made = [_with(shape, self.dimension, after) for shape in shapes]
         if kind == PAD:
             note = f"padded with zeros along dimension {self.dimension} from {before} to {after}"
         else:
             note = f"what pads dimension {self.dimension} from {after} to {before} is left out"
-        return Sized(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
+        return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
 
 
 @dataclass(frozen=True)
@@ -421,13 +421,13 @@ class Unpad(Operation):
         """The `Pad`."""
         return self.pad
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         return self.pad._sized(UNPAD, shapes, sizes)
 
 
 @dataclass(frozen=True)
-class Copy(Operation):
+class Repeat(Operation):
     """One tensor becomes several equal ones.
 
     Attributes:
@@ -436,17 +436,17 @@ class Copy(Operation):
 
     count: int
 
-    def inverse(self) -> Take:
+    def inverse(self) -> TakeFirst:
         """What takes one of them."""
-        return Take(self.count)
+        return TakeFirst(self.count)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
-        return Sized(SizedOperation(COPY, count=self.count), [*shapes] * self.count)
+        return SizedStep(SizedOperation(COPY, count=self.count), [*shapes] * self.count)
 
 
 @dataclass(frozen=True)
-class Take(Operation):
+class TakeFirst(Operation):
     """One of several tensors that should be equal.
 
     Attributes:
@@ -455,16 +455,16 @@ class Take(Operation):
 
     count: int
 
-    def inverse(self) -> Copy:
+    def inverse(self) -> Repeat:
         """What makes several of it again."""
-        return Copy(self.count)
+        return Repeat(self.count)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         each = len(shapes) // self.count
         if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
             raise SizeError(f"shapes {_some(shapes)} are not alike, so the tensors are not equal")
-        return Sized(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
+        return SizedStep(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
 
 
 def _dimension(dimension: int, shape: Shape) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable, Optional, TypeVar
 
-from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
+from reshard.names.operations import Check, Join, Operation, Pad, Repeat, Reshape, Stack, TakeFirst, Transpose
 from reshard.names.pattern import PatternError
 from reshard.names.sizes import product
 from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
@@ -195,17 +195,17 @@ class OperationReader:
         pad = Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
         return pad if kind == "pad" else pad.inverse()
 
-    def _copy(self) -> Copy:
+    def _copy(self) -> Repeat:
         if self._columns != 1 or self._right < 2:
             raise self._wrong("do: copy makes several tensors of one")
         self._columns = self._right
-        return Copy(self._right)
+        return Repeat(self._right)
 
-    def _take(self) -> Take:
+    def _take(self) -> TakeFirst:
         if self._columns < 2 or self._columns != self._left:
             raise self._wrong("do: take makes one tensor of several equal ones, all of which have names")
         count, self._columns = self._columns, 1
-        return Take(count)
+        return TakeFirst(count)
 
 
 def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:

@@ -24,7 +24,7 @@ class PatternError(ValueError):
     """A text that is no pattern of names."""
 
 
-class Place(NamedTuple):
+class NumberPlace(NamedTuple):
     """A number in a pattern.
 
     Attributes:
@@ -54,21 +54,21 @@ class Pattern:
 
     Attributes:
         text: as it is written.
-        parts: in the order of the text: characters, a `Place`, or None for a star.
+        parts: in the order of the text: characters, a `NumberPlace`, or None for a star.
     """
 
     text: str
     parts: tuple[object, ...]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[NumberPlace, ...]:
         """Its numbers."""
-        return tuple(part for part in self.parts if isinstance(part, Place) and part.number)
+        return tuple(part for part in self.parts if isinstance(part, NumberPlace) and part.number)
 
     @property
     def products(self) -> tuple[Product, ...]:
         """The sizes in it."""
-        return tuple(part.offset for part in self.parts if isinstance(part, Place) and part.offset is not None)
+        return tuple(part.offset for part in self.parts if isinstance(part, NumberPlace) and part.offset is not None)
 
     @property
     def numbers(self) -> frozenset[str]:
@@ -110,8 +110,8 @@ def pattern(text: str) -> Pattern:
     for before, after in zip(parts, parts[1:]):
         if not isinstance(before, str) and not isinstance(after, str):
             raise PatternError(f"{text!r}: something must stand between two numbers or stars")
-        if (isinstance(after, Place) and isinstance(before, str) and before[-1] in "0123456789") or (
-            isinstance(before, Place) and isinstance(after, str) and after[0] in "0123456789"
+        if (isinstance(after, NumberPlace) and isinstance(before, str) and before[-1] in "0123456789") or (
+            isinstance(before, NumberPlace) and isinstance(after, str) and after[0] in "0123456789"
         ):
             raise PatternError(f"{text!r}: a digit stands beside a number")
     if parts.count(None) > _MOST_STARS:
@@ -119,7 +119,7 @@ def pattern(text: str) -> Pattern:
     return Pattern(text, tuple(parts))
 
 
-def _place(text: str, whole: str) -> Place:
+def _place(text: str, whole: str) -> NumberPlace:
     if text.startswith("="):
         name, offset = "", text[1:]
     else:
@@ -127,7 +127,7 @@ def _place(text: str, whole: str) -> Place:
     if not _NAME.fullmatch(name) and not text.startswith("="):
         raise PatternError(f"{whole!r}: {{{text}}} is no number such as {{layer}}")
     try:
-        return Place(name, product(offset) if offset or "+" in text or not name else None)
+        return NumberPlace(name, product(offset) if offset or "+" in text or not name else None)
     except ExpressionError as error:
         raise PatternError(f"{whole!r}: {error}") from error
 
@@ -144,7 +144,7 @@ class SizedPattern:
         self.pattern = pattern
         self._parts: list[object] = []
         for part in pattern.parts:
-            if isinstance(part, Place):
+            if isinstance(part, NumberPlace):
                 offset = 0 if part.offset is None else value(part.offset)
                 self._parts.append((part.number, offset) if part.number else str(offset))
             else:
@@ -261,20 +261,20 @@ class PatternIndex:
         return found
 
 
-class _Piece(NamedTuple):
+class _PatternPiece(NamedTuple):
     """What stands between two stars: its expression, and the numbers that its groups are."""
 
     expression: re.Pattern[str]
     places: tuple[tuple[str, int], ...]
 
 
-def _pieces(parts: Sequence[object]) -> list[_Piece]:
-    pieces: list[_Piece] = []
+def _pieces(parts: Sequence[object]) -> list[_PatternPiece]:
+    pieces: list[_PatternPiece] = []
     text = ""
     places: list[tuple[str, int]] = []
     for part in [*parts, None]:
         if part is None:
-            pieces.append(_Piece(re.compile(text), tuple(places)))
+            pieces.append(_PatternPiece(re.compile(text), tuple(places)))
             text, places = "", []
         elif isinstance(part, tuple):
             text += "(?<![0-9])([0-9]+)(?![0-9])"
@@ -284,7 +284,7 @@ def _pieces(parts: Sequence[object]) -> list[_Piece]:
     return pieces
 
 
-def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.Match[str]]:
+def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.NameMatch[str]]:
     for start in range(high, low - 1, -1):
         match = expression.match(text, start, high)
         if match is not None:

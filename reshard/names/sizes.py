@@ -35,7 +35,7 @@ def product(text: str) -> Product:
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A size that a table names.
 
     Attributes:
@@ -64,7 +64,7 @@ class Configuration(dict[str, object]):
         self.path = path
 
 
-class Sizes:
+class ModelSizes:
     """The sizes of one model.
 
     Args:
@@ -74,7 +74,7 @@ class Sizes:
     """
 
     def __init__(
-        self, sizes: Sequence[Size], config: Optional[Mapping[str, object]], stated: Mapping[str, int] = _NONE
+        self, sizes: Sequence[ModelSize], config: Optional[Mapping[str, object]], stated: Mapping[str, int] = _NONE
     ) -> None:
         self._sizes = {size.name: size for size in sizes}
         self._config = config
@@ -137,7 +137,7 @@ class Sizes:
             return None
         return self.value(expression)
 
-    def _told(self, size: Size) -> Optional[int]:
+    def _told(self, size: ModelSize) -> Optional[int]:
         for expression in size.told_by:
             found = [self._key(key) for key in expression.names]
             if None in found:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.errors import NamesError, RetryableError, UsageError
-from reshard.names.model import FORWARD, Rule, Rules
+from reshard.names.model import FORWARD, NameRule, NameRules
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.sizes import Configuration
@@ -31,12 +31,12 @@ def builtin_names() -> list[str]:
     return _BUILTIN.names()
 
 
-def builtin_table(name: str) -> Rules:
+def builtin_table(name: str) -> NameRules:
     """A built-in table."""
     return replace(read_rules(_BUILTIN.path(name)), path=name)
 
 
-def rules_named(named: str) -> Rules:
+def rules_named(named: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
 
     Raises:
@@ -54,14 +54,14 @@ def rules_named(named: str) -> Rules:
     return with_options(_table(table), stated)
 
 
-def _table(named: str) -> Rules:
+def _table(named: str) -> NameRules:
     if _BUILTIN.has(named):
         return builtin_table(named)
     _BUILTIN.check_exists(named)
     return read_rules(named)
 
 
-def parse_renames(renames: Sequence[str]) -> Rules:
+def parse_renames(renames: Sequence[str]) -> NameRules:
     """Rules that rename: ``OLD=NEW``, in which each ``*`` of OLD stands for anything and is kept in NEW.
 
     What none of them fits keeps its name; optimizer state follows its weight.
@@ -82,8 +82,8 @@ def parse_renames(renames: Sequence[str]) -> Rules:
             raise UsageError(f"{text!r}: both names need the same stars and numbers, each of which is kept")
         if left.products or right.products:
             raise UsageError(f"{text!r}: a rename knows no sizes")
-        rules.append(Rule(f"--rename {text}", (left,), (right,)))
-    return Rules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
+        rules.append(NameRule(f"--rename {text}", (left,), (right,)))
+    return NameRules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
 
 
 def read_config(path: str) -> Configuration:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard.errors import NamesError
-from reshard.names.model import EITHER, FORWARD, Condition, Number, Option, Rule, Rules
+from reshard.names.model import EITHER, FORWARD, NameRule, NameRules, Number, OptionCondition, TableOption
 from reshard.names.operations import Stack, Unstack
 from reshard.names.operations_text import OperationReader, RuleFile
 from reshard.names.pattern import pattern
-from reshard.names.sizes import Size
+from reshard.names.sizes import ModelSize
 from reshard.storage.toml_tables import TomlKey
 from reshard.text.wording import quoted
 
@@ -54,7 +54,7 @@ _RULE = {
 }
 
 
-class _Block(NamedTuple):
+class _NameBlock(NamedTuple):
     """One substitution of a block: the text on the left, the text on the right, and its conditions."""
 
     left: str
@@ -62,7 +62,7 @@ class _Block(NamedTuple):
     when: tuple[str, ...]
 
 
-def read_rules(path: str) -> Rules:
+def read_rules(path: str) -> NameRules:
     """Read a file of rules.
 
     Raises:
@@ -72,7 +72,7 @@ def read_rules(path: str) -> Rules:
     return parse_rules(RuleFile(path, NamesError, _EXAMPLES).read(LARGEST), path)
 
 
-def parse_rules(text: str, path: str) -> Rules:
+def parse_rules(text: str, path: str) -> NameRules:
     """The rules in a text.
 
     Raises:
@@ -81,7 +81,7 @@ def parse_rules(text: str, path: str) -> Rules:
     file = RuleFile(path, NamesError, _EXAMPLES)
     top = file.values(file.parse(text), _TOP, "rules")
     sizes = tuple(
-        Size(file.word(name, "sizes"), file.products(said, f"sizes.{name}")) for name, said in top["sizes"].items()
+        ModelSize(file.word(name, "sizes"), file.products(said, f"sizes.{name}")) for name, said in top["sizes"].items()
     )
     named = [size.name for size in sizes]
     numbers = tuple(_number(file, name, said, named) for name, said in top["numbers"].items())
@@ -99,7 +99,7 @@ def parse_rules(text: str, path: str) -> Rules:
     sides = top["sides"]
     if len(sides) != 2 or sides[0] == sides[1]:
         raise file.wrong("sides", "must be two different names")
-    return Rules(
+    return NameRules(
         path,
         top["title"],
         (sides[0], sides[1]),
@@ -113,7 +113,7 @@ def parse_rules(text: str, path: str) -> Rules:
     )
 
 
-def content_of(rules: Rules) -> dict[str, Any]:
+def content_of(rules: NameRules) -> dict[str, Any]:
     """The tables of a file of rules, unchanged."""
     return RuleFile(rules.path, NamesError, _EXAMPLES).parse(rules.text)
 
@@ -133,7 +133,7 @@ def _number(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Num
     return found
 
 
-def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Option:
+def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> TableOption:
     where = f"options.{file.word(name, 'options')}"
     if not isinstance(said, dict):
         raise file.wrong(where, "must be a table")
@@ -155,10 +155,10 @@ def _option(file: RuleFile, name: str, said: Any, sizes: Collection[str]) -> Opt
             raise file.wrong(where, f"seen: {quoted(each.text)} must not have numbers or stars")
         if any(size not in sizes for offset in each.products for size in offset.names):
             raise file.wrong(where, f"seen: {quoted(each.text)} uses an unknown size")
-    return Option(name, values, default, table["config"], tuple(table["told"].items()), patterns, table["about"])
+    return TableOption(name, values, default, table["config"], tuple(table["told"].items()), patterns, table["about"])
 
 
-def _block(file: RuleFile, name: str, said: Any) -> list[_Block]:
+def _block(file: RuleFile, name: str, said: Any) -> list[_NameBlock]:
     """The names that a block stands for."""
     where = f"blocks.{file.word(name, 'blocks')}"
     if not isinstance(said, list) or not all(isinstance(block, dict) for block in said):
@@ -166,17 +166,17 @@ def _block(file: RuleFile, name: str, said: Any) -> list[_Block]:
     tables = [file.values(block, _BLOCK, where) for block in said]
     if not all(table["from"] and table["to"] for table in tables):
         raise file.wrong(where, "lacks from or to")
-    return [_Block(table["from"], table["to"], table["when"]) for table in tables]
+    return [_NameBlock(table["from"], table["to"], table["when"]) for table in tables]
 
 
 def _rules(
     file: RuleFile,
     said: Mapping[str, Any],
     number: int,
-    blocks: Mapping[str, list[_Block]],
+    blocks: Mapping[str, list[_NameBlock]],
     sizes: set[str],
-    options: Sequence[Option],
-) -> list[Rule]:
+    options: Sequence[TableOption],
+) -> list[NameRule]:
     """The rule of a table; several where its names are in a block."""
     where = f"[[rule]] {number}"
     table = file.values(said, _RULE, where)
@@ -207,7 +207,9 @@ def _rules(
     ]
 
 
-def _rule(file: RuleFile, table: Mapping[str, Any], where: str, sizes: set[str], options: Sequence[Option]) -> Rule:
+def _rule(
+    file: RuleFile, table: Mapping[str, Any], where: str, sizes: set[str], options: Sequence[TableOption]
+) -> NameRule:
     left, right = (tuple(file.parsed(pattern, text, where) for text in table[side]) for side in ("from", "to"))
     steps = table["do"] if isinstance(table["do"], (list, tuple)) else [table["do"]]
     steps = [] if steps == [_RENAME] else steps
@@ -219,7 +221,7 @@ def _rule(file: RuleFile, table: Mapping[str, Any], where: str, sizes: set[str],
     reader = OperationReader(file, where, len(left), len(right), sizes)
     operations = () if drops else reader.operations(steps)
     conditions = tuple(_condition(file, text, where, options) for text in table["when"])
-    rule = Rule(where, left, right, operations, conditions, table["optional"], table["choice"], table["case"])
+    rule = NameRule(where, left, right, operations, conditions, table["optional"], table["choice"], table["case"])
     if (rule.choice is None) != (rule.case is None):
         raise file.wrong(where, "choice and case go together")
     if rule.choice is not None and (left or right)[0].stars:
@@ -228,7 +230,7 @@ def _rule(file: RuleFile, table: Mapping[str, Any], where: str, sizes: set[str],
     return rule
 
 
-def _check_names(file: RuleFile, rule: Rule, where: str, sizes: set[str]) -> None:
+def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) -> None:
     """Every name of a side has the same numbers and stars, and the other side those that are not stacked."""
     for each in (*rule.left, *rule.right):
         for offset in each.products:
@@ -262,18 +264,18 @@ def _check_names(file: RuleFile, rule: Rule, where: str, sizes: set[str]) -> Non
             raise file.wrong(where, f"unstacks {operation.stack.number}, which its names in to do not have")
 
 
-def _condition(file: RuleFile, text: str, where: str, options: Sequence[Option]) -> Condition:
+def _condition(file: RuleFile, text: str, where: str, options: Sequence[TableOption]) -> OptionCondition:
     name, equals, said = (word.strip() for word in text.partition("="))
     for option in options:
         if option.name == name and equals:
             values = tuple(value.strip() for value in said.split("|"))
             if option.values and not set(values) <= set(option.values):
                 raise file.wrong(where, f"when: {name} is one of {', '.join(option.values)}")
-            return Condition(name, values)
+            return OptionCondition(name, values)
     raise file.wrong(where, f"when: {quoted(text)} is not an option and a value such as {_example(options)}")
 
 
-def _example(options: Sequence[Option]) -> str:
+def _example(options: Sequence[TableOption]) -> str:
     for option in options:
         if option.values:
             return f"{option.name}={option.values[0]}"

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.errors import NamesError, ReshardError, UsageError
-from reshard.names import Configuration, Rules, apply_rules, parse_renames, parse_rules, rules_named
+from reshard.names import Configuration, NameRules, apply_rules, parse_renames, parse_rules, rules_named
 from tests.names.models import TINY
 from tests.names.naive import arrays_of, assert_equal, numbered
 
@@ -25,7 +25,9 @@ def without(shapes: Mapping[str, tuple[int, ...]], *names: str) -> dict[str, tup
     return {name: shape for name, shape in shapes.items() if name not in names}
 
 
-def refused(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any) -> None:
+def refused(
+    rules: NameRules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any
+) -> None:
     with pytest.raises(ReshardError) as caught:
         apply_rules(rules, shapes, config, **options)
     for words in says:
