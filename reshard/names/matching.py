@@ -1,4 +1,4 @@
-"""Which names of a checkpoint fit which names of rules, on which side, and what is there of every rule."""
+"""Names of a checkpoint matched with the names of rules: the rule, the side, and the numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from reshard.names.sizes import ModelSizes
 
 
 class InstanceKey(NamedTuple):
-    """What is converted together.
+    """The names that are converted together.
 
     Attributes:
         rule: number of the rule.
-        prefix: what stands before all its names: of optimizer state.
+        prefix: the prefix of all its names, for optimizer state.
         values: of the numbers that both sides have, in the order of `SidedRule.free`.
-        stars: what stars stand for.
+        stars: the texts that stars match.
     """
 
     rule: int
@@ -28,11 +28,11 @@ class InstanceKey(NamedTuple):
 
 
 class NameMatch(NamedTuple):
-    """A name that fits a rule.
+    """A name that matches a rule.
 
     Attributes:
-        key: what it is converted with.
-        column: which of the rule's names it fits.
+        key: the names that it is converted with.
+        column: the index of the rule's name that it matches.
         value: of the number that is stacked; 0 where none is.
     """
 
@@ -46,10 +46,10 @@ class SidedRule:
     """A rule read from one of its sides.
 
     Attributes:
-        rule: it.
+        rule: the rule.
         sources: the names that it reads.
-        targets: those that it makes.
-        free: the numbers that both have, in the order in which the first name has them.
+        targets: the names that it makes.
+        free: the numbers that both have, in the order of the first name.
         stacked: the number that sources alone have.
         unstacked: the number that targets alone have.
     """
@@ -67,10 +67,10 @@ class Side:
     """One side of a table, as the side that a checkpoint has.
 
     Args:
-        rules: the rules that hold.
+        rules: the rules that apply.
         numbers: the numbers in names.
-        sizes: the model's.
-        reverse: whether it is the right side.
+        sizes: of the model.
+        reverse: whether this is the right side.
     """
 
     rules: Sequence[NameRule]
@@ -87,11 +87,11 @@ class Side:
             (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
         ]
         self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
-        # Names are asked for when the side is chosen, and again when it is used.
+        # Cache: names are matched when the side is chosen, and again when it is used.
         self._asked: dict[str, list[NameMatch]] = {}
 
     def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
-        """How a name fits: in no way, one, or several."""
+        """The ways in which a name matches: none, one, or several."""
         found = self._asked.get(name)
         if found is None:
             fits = self._index.fits(name)
@@ -102,7 +102,7 @@ class Side:
         return [match._replace(key=match.key._replace(prefix=prefix)) for match in found]
 
     def beyond(self, name: str) -> Optional[str]:
-        """The number of a name that is too large for the model, where it fits but for that."""
+        """The number in a name that is too large for the model, if the name matches otherwise."""
         for _, fit in self._index.fits(name):
             number = self._out_of_range(fit)
             if number is not None:
@@ -110,7 +110,7 @@ class Side:
         return None
 
     def patterns(self) -> list[str]:
-        """All names that it knows."""
+        """The names of all rules."""
         return list(dict.fromkeys(each.pattern.text for sided in self.sided for each in sided.sources))
 
     def _out_of_range(self, fit: Fit) -> Optional[str]:
@@ -143,7 +143,7 @@ class Side:
 
 @dataclass
 class Instance:
-    """What is there of a rule for some values of its numbers.
+    """The names of a rule for some values of its numbers.
 
     Attributes:
         names: per column and value of the number that is stacked, the name.
@@ -152,7 +152,7 @@ class Instance:
     names: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def count(self) -> int:
-        """How many values of the stacked number there must be for the greatest that is there."""
+        """The number of values of the stacked number, from its largest value."""
         return max(value for _, value in self.names) + 1
 
 

@@ -1,4 +1,4 @@
-"""What keeps rules from being applied, gathered so that all of it is seen at once."""
+"""Problems between a table and a checkpoint, and missing names; all are reported at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
 MOST_MISSING = 10000
-"""Names that are missing are counted up to here; a number in a name may be anything."""
+"""Maximum number of missing names that are counted: a number in a name may be huge."""
 _MOST_PATTERNS = 6
 
 
@@ -23,15 +23,15 @@ Stars = tuple[str, ...]
 
 @dataclass
 class Misfits:
-    """Everything that is wrong between a table and a checkpoint.
+    """All problems between a table and a checkpoint.
 
     Args:
         path: the table.
-        side: what the side is called that the checkpoint is taken for.
+        side: the name of the side that the checkpoint is on.
         reverse: whether that is the right side.
-        known: the names that this side of the table knows.
-        options: what its options are.
-        names: the checkpoint's.
+        known: the names of rules on this side.
+        options: the values of the table's options.
+        names: of the checkpoint.
     """
 
     path: str
@@ -56,18 +56,18 @@ class Misfits:
         return len(self.missing) >= MOST_MISSING
 
     def note_unused(self, sided: SidedRule) -> None:
-        """Note a rule that no name fits."""
+        """Note a rule that no name matches."""
         for source in sided.sources:
             self.unused[source.pattern.text] = near_names(source.pattern.text, self.names)
 
     def check(self) -> None:
-        """Raise what is wrong.
+        """Refuse the checkpoint if there is a problem.
 
         Raises:
-            NamesError: something is.
+            NamesError: lists all problems.
         """
         lines = [*self._unmatched(), *self._beyond(), *self._missing(), *map(Message, self.cases)]
-        lines += self._by_patterns(self.ambiguous, "fits more than one rule", "fit more than one rule")
+        lines += self._by_patterns(self.ambiguous, "matches more than one rule", "match more than one rule")
         lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
         lines += [
             joined("", [said, ": ", listing(names)] if len(names) > 1 else [said, f": {quoted(names[0])}"])
@@ -75,7 +75,7 @@ class Misfits:
         ]
         for said, near in self.unused.items():
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append(Message(f"no name fits {quoted(said)}{meant}"))
+            lines.append(Message(f"no name matches {quoted(said)}{meant}"))
         if self.other_shapes:
             lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
         if lines:
@@ -87,20 +87,20 @@ class Misfits:
         if self.options and (self.unmatched or self.missing):
             said = ", ".join(f"{name}={value}" for name, value in self.options.items())
             name, value = next(iter(self.options.items()))
-            hints.append(f"the rules were read with {said}; --names {self.path},{name}={value} states an option")
+            hints.append(f"the rules were applied with {said}; to state an option: --names {self.path},{name}={value}")
         if self.unmatched:
             hints.append(self._dropping(self.unmatched[0]))
         return "\n".join(hints) or None
 
     def _dropping(self, name: str) -> str:
-        """How to leave out a tensor, and those whose names differ in numbers only.
+        """How to skip a tensor, and those whose names differ in numbers only.
 
-        --include and --exclude are of what is made, and come too late.
+        --include and --exclude match the new names, so they cannot skip it.
         """
         table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
         side = "to" if self.reverse else "from"
         rule = f'[[rule]]\n    {side} = "{_with_numbers(name, "*")}"\n    do = "drop"'
-        return f"what the model does not need is left out by another rule in {table}:\n    {rule}"
+        return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
 
     def _unmatched(self) -> list[Message]:
         lines = []
@@ -108,7 +108,7 @@ class Misfits:
             meant_by = near_names(_with_numbers(names[0], "{number}"), self.known)
             near = [found for found in meant_by if found not in names]
             meant = f"; did you mean {quoted(near[0])}?" if near else ""
-            lines.append("no rule speaks of " + listing(names) + meant)
+            lines.append("no rule matches " + listing(names) + meant)
         return lines
 
     def _beyond(self) -> list[Message]:
@@ -116,7 +116,7 @@ class Misfits:
         for name, why in self.beyond.items():
             groups.setdefault(why, []).append(name)
         return [
-            listing(names) + f": by {source} the numbers of {number} are less than {count}"
+            listing(names) + f": {number} must be less than {count}, by {source}"
             for (number, count, source), names in groups.items()
         ]
 
@@ -164,13 +164,13 @@ def _indented(line: str) -> Message:
 
 
 def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_others: bool) -> None:
-    """Note the weights that are missing altogether; of what is there in part, others note the rest.
+    """Note rules without any name where the model needs them; rules with some names missing are noted elsewhere.
 
     Args:
         side: the table.
-        instances: what is there.
-        problems: where to note it.
-        keeps_others: whether the table speaks of some names only, so that numbers it does not count may have gaps.
+        instances: the names found, by rule.
+        problems: receives the missing names.
+        keeps_others: whether names without a rule are kept, so that numbers without a count may have gaps.
     """
     seen: dict[str, set[int]] = {}
     there: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
@@ -190,7 +190,7 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
             cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
             cases.setdefault(rule.case, []).append(place)
         elif place not in there and any(source.pattern.stars for source in sided.sources):
-            # No name tells what the stars should stand for.
+            # Without any name the texts for the stars are unknown.
             if not rule.optional and next(iter(expected.values(sided)), None) is not None:
                 problems.note_unused(sided)
         elif place in there or not rule.optional:
@@ -201,7 +201,7 @@ def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_ot
 
 
 class _Expected:
-    """Which values the numbers of names have."""
+    """The values that the numbers in names should have."""
 
     def __init__(self, side: Side, seen: dict[str, set[int]]) -> None:
         self._seen = seen
@@ -209,7 +209,7 @@ class _Expected:
         self._exact = {number.name for number in side.numbers if not number.may_miss}
 
     def values(self, sided: SidedRule) -> Iterator[tuple[int, ...]]:
-        """All that a rule should be there for."""
+        """All values for which a rule should have names."""
         return _product([self._of(number) for number in sided.free])
 
     def _of(self, number: str) -> Iterable[int]:
@@ -217,12 +217,12 @@ class _Expected:
         if count is not None and number in self._exact:
             return range(count)
         seen = self._seen.get(number, set())
-        # What the table counts begins at 0 and has no gaps; of other numbers nothing is known.
+        # Numbers of the table begin at 0 and have no gaps; others may have any values.
         return range(max(seen) + 1) if seen and number in self._counts else sorted(seen)
 
 
 def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
-    """All combinations, one after the other: a configuration may say that there are more than memory holds."""
+    """All combinations, lazily: a configuration may give more than fit in memory."""
     if not values:
         yield ()
         return
@@ -259,7 +259,7 @@ def _check_choice(
     there: dict[int, dict[Stars, set[tuple[int, ...]]]],
     problems: Misfits,
 ) -> None:
-    """For each value of the numbers, the rules of one case are there."""
+    """Check that for each value of the numbers, names of exactly one case are present."""
     any_rule = side.sided[next(iter(cases.values()))[0]]
     free = any_rule.free
     # Rules of a choice have no stars.
@@ -277,7 +277,7 @@ def _check_choice(
                 if not side.sided[rule].rule.optional:
                     _note(side, rule, [ways[rule]], held[rule], (), problems)
             continue
-        said = f"both {' and '.join(touched)} are there" if touched else f"none of {', '.join(cases)} is there"
+        said = f"both {' and '.join(touched)} are present" if touched else f"none of {', '.join(cases)} is present"
         wrong.setdefault(f"{choice}: {said}", []).append(values)
         if len(wrong[f"{choice}: {said}"]) > 100000:
             break

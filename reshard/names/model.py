@@ -1,4 +1,4 @@
-"""What rules of names say: which names on one side make which names on the other, and how."""
+"""Rules of names: which names on one side make which names on the other, and by which operations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
-"""Which way a table may be read without being asked: whichever fits, or from left to right alone."""
+"""The directions of a table without --reverse: the one that fits, or left to right only."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that names have.
+    """A number in names.
 
     Attributes:
-        name: what it counts.
-        count: how many values it has, from 0; without it, those that are there.
+        name: its name in patterns, such as ``layer``.
+        count: the number of its values, from 0; without it, the values found.
         may_miss: whether it may have fewer values, or none.
     """
 
@@ -36,12 +36,12 @@ class TableOption:
 
     Attributes:
         name: its name.
-        values: what it can be; any number where there are none.
-        default: what it is unless it is said.
-        key: the key of config.json that says it, if one does.
-        told: what values of that key mean, as JSON spells them; those of `values` mean themselves.
-        seen: names that tell it where a checkpoint has them, on either side; the first holds.
-        about: what it is, in a sentence.
+        values: the allowed values; any number if empty.
+        default: the value if nothing states it.
+        key: the key of config.json that states it, if any.
+        told: the option's value per value of that key, as JSON spells it; `values` need no entry.
+        seen: the option's value per name that a checkpoint may have, on either side; the first match wins.
+        about: a description, one sentence.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TableOption:
 
 @dataclass(frozen=True)
 class OptionCondition:
-    """An option that must have one of some values for a rule to hold.
+    """An option and the values of it for which a rule applies.
 
     Attributes:
         option: its name.
@@ -71,13 +71,13 @@ class NameRule:
     """Names that are converted together.
 
     Attributes:
-        where: which rule it is, for messages.
-        left: the patterns of its names on the left; none if what is on the right is dropped.
-        right: those on the right; none if what is on the left is dropped.
-        operations: what makes the right of the left; none where it is but another name.
+        where: the rule in words, for messages.
+        left: the patterns of its names on the left; none if names on the right are skipped.
+        right: the patterns on the right; none if names on the left are skipped.
+        operations: the operations from left to right; none where only the name changes.
         when: conditions, all of which must hold.
-        optional: whether a model may be without its names.
-        choice: of the rules with the same choice, those of one ``case`` are there, for each value of their numbers.
+        optional: whether a model may lack its names.
+        choice: of the rules with the same choice, those of exactly one ``case`` apply, per value of their numbers.
         case: see ``choice``.
     """
 
@@ -92,7 +92,7 @@ class NameRule:
 
     @property
     def drops(self) -> bool:
-        """Whether what it matches is left out."""
+        """Whether matching names are skipped."""
         return not self.left or not self.right
 
     def side(self, right: bool) -> tuple[Pattern, ...]:
@@ -101,7 +101,7 @@ class NameRule:
 
     @property
     def stacked(self) -> frozenset[str]:
-        """Numbers that one side alone has."""
+        """Numbers that only one side has."""
         found = set()
         for operation in self.operations:
             if isinstance(operation, Stack):
@@ -111,7 +111,7 @@ class NameRule:
         return frozenset(found)
 
     def way(self, reverse: bool) -> tuple[Operation, ...]:
-        """The operations in the order in which they are done."""
+        """The operations in execution order."""
         return tuple(each.inverse() for each in reversed(self.operations)) if reverse else self.operations
 
 
@@ -121,16 +121,16 @@ class NameRules:
 
     Attributes:
         path: the file, or the name of a built-in table.
-        title: what it is for, in a line.
-        sides: what its left and right are called.
+        title: its purpose, one line.
+        sides: the names of its left and right side.
         rules: the rules.
-        sizes: what it calls sizes of the model.
+        sizes: the sizes of the model that it uses.
         numbers: the numbers in its names.
-        options: what is to be chosen.
+        options: its options.
         chosen: values of options that were stated.
         direction: ``EITHER`` or ``FORWARD``.
-        keeps_others: whether names that no rule speaks of stay as they are, instead of being an error.
-        text: the file.
+        keeps_others: whether names without a rule stay unchanged, instead of being an error.
+        text: the content of the file.
     """
 
     path: str
@@ -149,11 +149,11 @@ class NameRules:
         """The values in a configuration from which the table takes sizes.
 
         Args:
-            config: what config.json says, if there is one.
+            config: the content of config.json, if there is one.
 
         Returns:
-            Values by key, as JSON has them; nothing of keys that are absent or null.
+            Values by key, as in JSON; keys that are absent or null are left out.
         """
         keys = {key for size in self.sizes for one in size.told_by for key in one.names}
-        said = {key: config_value(config, key) for key in sorted(keys)}
-        return {key: value for key, value in said.items() if value is not None}
+        values = {key: config_value(config, key) for key in sorted(keys)}
+        return {key: value for key, value in values.items() if value is not None}

@@ -1,7 +1,7 @@
-"""What a rule does with tensors: operations as they are written, and with the sizes that they have for real tensors.
+"""Operations of rules on tensors: as rules have them, and with the sizes of real tensors.
 
-An operation takes a list of tensors and gives another. Tensors of a rule stand in *columns*, one per name of the
-rule; a column is one tensor, or those of all values of a number that is stacked, in their order.
+An operation takes a list of tensors and returns another. The tensors of a rule are in *columns*, one per name of the
+rule; a column is one tensor, or one per value of a stacked number, in order.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class SizedOperation:
       tensors, then ``sizes[1]`` of the second, and so on, each tensor's elements in their order.
     * ``cut``: the inverse. The result has ``k`` columns of ``n`` tensors each.
     * ``stack``: the list is columns of ``c`` tensors each, which are stacked along a new dimension ``dimension``.
-    * ``unstack``: the inverse; each tensor becomes ``c`` tensors that stand where it stood.
+    * ``unstack``: the inverse; each tensor is replaced by ``c`` tensors in its place.
     * ``transpose``: dimension ``order[i]`` of each tensor becomes its dimension ``i``.
     * ``reshape``: each tensor gets shape ``shape``, in C order.
     * ``pad``: each tensor grows with zeros at the end of ``dimension`` from ``sizes[0]`` to ``sizes[1]`` elements.
-    * ``unpad``: each tensor loses what lies at the end of ``dimension``: of ``sizes[0]`` elements, ``sizes[1]`` stay.
+    * ``unpad``: each tensor is cut at the end of ``dimension``, from ``sizes[0]`` to ``sizes[1]`` elements.
     * ``copy``: the list, ``c`` times one after the other.
     * ``take``: the list is ``c`` columns that should be equal, of ``n // c`` tensors each; the first column stays.
 
     Attributes:
         kind: one of these words.
-        dimension: which dimension, from 0.
+        dimension: the dimension, from 0.
         groups: see ``join``.
         sizes: elements.
         order: see ``transpose``.
@@ -63,9 +63,9 @@ class SizedStep(NamedTuple):
     """An operation on real tensors.
 
     Attributes:
-        operation: in numbers; None where it has nothing to do.
-        shapes: of the tensors that it gives.
-        note: what is to be told of it, if anything.
+        operation: in numbers; None if it changes nothing.
+        shapes: of the results.
+        note: a note for the user, if any.
     """
 
     operation: Optional[SizedOperation]
@@ -78,7 +78,7 @@ class Operation(ABC):
 
     @abstractmethod
     def inverse(self) -> Operation:
-        """What undoes it."""
+        """The inverse operation."""
 
     @abstractmethod
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
@@ -86,11 +86,11 @@ class Operation(ABC):
 
         Args:
             shapes: of the tensors that it takes.
-            sizes: the model's.
+            sizes: of the model.
 
         Raises:
-            SizeError: it cannot be done with them.
-            NamesError: a size that it needs is not told.
+            SizeError: it does not fit these shapes.
+            NamesError: a size is unknown.
         """
 
 
@@ -99,11 +99,11 @@ class Join(Operation):
     """Several tensors become one: concatenated, or in groups that alternate.
 
     Attributes:
-        dimension: along which dimension.
-        count: how many tensors.
-        parts: how many elements each has along it, None for one that has the rest; without parts all have equally many.
-        groups: how many groups; one where nothing is said.
-        block: instead of ``groups``, how many elements of each tensor a group has.
+        dimension: the dimension.
+        count: number of tensors.
+        parts: elements of each along the dimension, None for the rest; equal parts by default.
+        groups: number of groups; one by default.
+        block: instead of ``groups``, the elements of each tensor in a group.
     """
 
     dimension: int
@@ -113,7 +113,7 @@ class Join(Operation):
     block: Optional[Product] = None
 
     def inverse(self) -> Split:
-        """What cuts the tensors out again."""
+        """The split into the same tensors."""
         return Split(self)
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
@@ -125,10 +125,10 @@ class Join(Operation):
             joined = shapes[number::per_column]
             _dimension(self.dimension, joined[0])
             if len({_without(shape, self.dimension) for shape in joined}) != 1:
-                raise SizeError(f"shapes {_some(joined)} differ in another dimension than {self.dimension}")
+                raise SizeError(f"shapes {_some(joined)} differ in a dimension other than {self.dimension}")
             here = tuple(shape[self.dimension] for shape in joined)
             if lengths not in (None, here):
-                raise SizeError(f"shapes {_some(shapes)} are not alike")
+                raise SizeError(f"shapes {_some(shapes)} differ")
             lengths = here
             made.append(_with(joined[0], self.dimension, sum(here)))
         assert lengths is not None
@@ -136,18 +136,19 @@ class Join(Operation):
         return SizedStep(self._operation(JOIN, lengths, sizes), made)
 
     def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
-        """How many elements each tensor has, of how many they have together."""
+        """The elements of each tensor, given their sum."""
         if self.parts is not None:
             told = [None if part is None else sizes.value(part) for part in self.parts]
             rest = total - sum(length or 0 for length in told)
             if rest < 0:
                 raise SizeError(
-                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}, by which there are "
-                    f"{self.said(told)}"
+                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: {self.said(told)}"
                 )
             return tuple(rest if length is None else length for length in told)
         if total % self.count:
-            raise SizeError(f"{total} elements along dimension {self.dimension} are not {self.count} equal parts")
+            raise SizeError(
+                f"{total} elements along dimension {self.dimension} do not divide into {self.count} equal parts"
+            )
         return (total // self.count,) * self.count
 
     def said(self, told: Sequence[Optional[int]]) -> str:
@@ -161,7 +162,7 @@ class Join(Operation):
         if tuple(lengths) != wanted:
             assert self.parts is not None
             said = self.said(wanted)
-            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}, by which they have {said}")
+            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {said}")
 
     def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
@@ -170,14 +171,18 @@ class Join(Operation):
         elif self.block is not None:
             block = sizes.value(self.block)
             if not block or lengths[0] % block:
-                raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} are no blocks of {block}")
+                raise SizeError(
+                    f"{lengths[0]} elements along dimension {self.dimension} do not divide into blocks of {block}"
+                )
             groups = lengths[0] // block
-        # Where nothing is to be cut, any number of groups does.
+        # Without elements, any number of groups is right.
         if not groups and any(lengths):
-            raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} are not 0 groups")
+            raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} do not divide into 0 groups")
         groups = groups or 1
         if any(length % groups for length in lengths):
-            raise SizeError(f"{list(lengths)} elements along dimension {self.dimension} are not {groups} equal groups")
+            raise SizeError(
+                f"{list(lengths)} elements along dimension {self.dimension} do not divide into {groups} equal groups"
+            )
         return SizedOperation(kind, self.dimension, groups, tuple(length // groups for length in lengths))
 
 
@@ -186,7 +191,7 @@ class Split(Operation):
     """The inverse of a `Join`.
 
     Attributes:
-        join: it.
+        join: the `Join`.
     """
 
     join: Join
@@ -201,13 +206,11 @@ class Split(Operation):
         _dimension(dimension, shapes[0])
         total = shapes[0][dimension]
         if any(shape[dimension : dimension + 1] != (total,) for shape in shapes):
-            raise SizeError(f"shapes {_some(shapes)} are not alike")
+            raise SizeError(f"shapes {_some(shapes)} differ")
         lengths = self.join.lengths(total, sizes)
         if sum(lengths) != total:
             said = self.join.said(lengths)
-            raise SizeError(
-                f"shape {list(shapes[0])} contradicts {sizes.source}, by which dimension {dimension} has {said}"
-            )
+            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {said}")
         made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
         return SizedStep(self.join._operation(CUT, lengths, sizes), made)
 
@@ -217,9 +220,9 @@ class Stack(Operation):
     """Tensors of all values of a number become one, along a new dimension.
 
     Attributes:
-        number: what the number counts.
+        number: the name of the number.
         dimension: the new dimension.
-        columns: how many tensors there are afterwards.
+        columns: number of results.
     """
 
     number: str
@@ -227,7 +230,7 @@ class Stack(Operation):
     columns: int
 
     def inverse(self) -> Unstack:
-        """What takes them apart again."""
+        """The inverse operation."""
         return Unstack(self)
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
@@ -237,7 +240,7 @@ class Stack(Operation):
         for column in range(self.columns):
             shape = shapes[column * count]
             if any(other != shape for other in shapes[column * count : (column + 1) * count]):
-                raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike, so they cannot be stacked")
+                raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ, so they cannot be stacked")
             _dimension(self.dimension, (*shape, 0))
             made.append((*shape[: self.dimension], count, *shape[self.dimension :]))
         return SizedStep(SizedOperation(STACK, self.dimension, count=count), made)
@@ -248,7 +251,7 @@ class Unstack(Operation):
     """The inverse of a `Stack`.
 
     Attributes:
-        stack: it.
+        stack: the `Stack`.
     """
 
     stack: Stack
@@ -263,7 +266,7 @@ class Unstack(Operation):
             _dimension(self.stack.dimension, shape)
         counts = {shape[self.stack.dimension] for shape in shapes}
         if len(counts) != 1:
-            raise SizeError(f"shapes {_some(shapes)} are not alike along dimension {self.stack.dimension}")
+            raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.stack.dimension}")
         count = counts.pop()
         made = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
         return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
@@ -274,13 +277,13 @@ class Transpose(Operation):
     """Dimensions in another order.
 
     Attributes:
-        order: which dimension each becomes; none turns all of them round.
+        order: the source dimension of each; None reverses all.
     """
 
     order: Optional[tuple[int, ...]] = None
 
     def inverse(self) -> Transpose:
-        """What turns them back."""
+        """The inverse order."""
         if self.order is None:
             return self
         return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
@@ -289,7 +292,7 @@ class Transpose(Operation):
         """See `Operation`."""
         order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
         if any(len(shape) != len(order) for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} have not {len(order)} dimensions")
+            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} do not have {len(order)} dimensions")
         made = [tuple(shape[dimension] for dimension in order) for shape in shapes]
         return SizedStep(SizedOperation(TRANSPOSE, order=order), made)
 
@@ -299,41 +302,41 @@ class Reshape(Operation):
     """The same elements in another shape.
 
     Attributes:
-        before: what its shape is; names that are no sizes follow from it.
-        after: what it becomes.
+        before: the shape; names that are not sizes are computed from it.
+        after: the new shape.
     """
 
     before: tuple[Product, ...]
     after: tuple[Product, ...]
 
     def inverse(self) -> Reshape:
-        """What gives it its shape back."""
+        """The inverse operation."""
         return Reshape(self.after, self.before)
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         if any(shape != shapes[0] for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike")
+            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ")
         told = {name: sizes[name] for one in (*self.before, *self.after) for name in one.names if name in sizes}
         found = solved(self.before, shapes[0], told)
         for one in self.after:
             for name in one.names:
                 if name not in found and name not in told:
                     said = ", ".join(each.text for each in self.before)
-                    raise SizeError(f"[{said}] does not tell {name}")
+                    raise SizeError(f"{name} does not follow from [{said}]")
         all_sizes = {**told, **found}
         made = tuple(one.whole(all_sizes) for one in self.after)
         if math.prod(made) != math.prod(shapes[0]):
-            raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}, which has other elements")
+            raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}: the numbers of elements differ")
         return SizedStep(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
 
 
 @dataclass(frozen=True)
 class Check(Operation):
-    """Nothing but a look at the shape.
+    """A check of the shape, which changes nothing.
 
     Attributes:
-        shape: what it must be.
+        shape: the expected shape.
     """
 
     shape: tuple[Product, ...]
@@ -355,9 +358,9 @@ class Pad(Operation):
     """Zeros at the end of a dimension, up to a multiple.
 
     Attributes:
-        dimension: which.
-        size: the true size.
-        multiple: of what the padded size is the least multiple.
+        dimension: the dimension.
+        size: the size without padding.
+        multiple: the padded size is the least multiple of this.
     """
 
     dimension: int
@@ -365,15 +368,15 @@ class Pad(Operation):
     multiple: Product
 
     def inverse(self) -> Unpad:
-        """What leaves the zeros out."""
+        """The inverse operation."""
         return Unpad(self)
 
     def both(self, shape: Shape, sizes: ModelSizes) -> Optional[tuple[int, int]]:
-        """The true and the padded size; None where they are one, whatever it is."""
+        """The size without and with padding; None if they are equal and unknown."""
         _dimension(self.dimension, shape)
         multiple = sizes.value(self.multiple)
         if not multiple:
-            raise SizeError(f"{self.multiple.text} is 0, which nothing is a multiple of")
+            raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
         true = sizes.value_if_known(self.size)
         if true is None and multiple == 1:
             return None
@@ -394,7 +397,7 @@ class Pad(Operation):
             if shape[self.dimension] != before:
                 padded = "" if found[0] == found[1] else f", padded to {found[1]}"
                 raise SizeError(
-                    f"shape {list(shape)} contradicts {sizes.source}, by which dimension {self.dimension} has "
+                    f"shape {list(shape)} contradicts {sizes.source}: dimension {self.dimension} has "
                     f"{self.size.text} = {found[0]} elements{padded}"
                 )
         if before == after:
@@ -403,7 +406,7 @@ class Pad(Operation):
         if kind == PAD:
             note = f"padded with zeros along dimension {self.dimension} from {before} to {after}"
         else:
-            note = f"what pads dimension {self.dimension} from {after} to {before} is left out"
+            note = f"padding of dimension {self.dimension} removed: {before} to {after}"
         return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
 
 
@@ -412,7 +415,7 @@ class Unpad(Operation):
     """The inverse of a `Pad`.
 
     Attributes:
-        pad: it.
+        pad: the `Pad`.
     """
 
     pad: Pad
@@ -431,13 +434,13 @@ class Repeat(Operation):
     """One tensor becomes several equal ones.
 
     Attributes:
-        count: how many.
+        count: the number of tensors.
     """
 
     count: int
 
     def inverse(self) -> TakeFirst:
-        """What takes one of them."""
+        """The inverse operation."""
         return TakeFirst(self.count)
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
@@ -450,20 +453,20 @@ class TakeFirst(Operation):
     """One of several tensors that should be equal.
 
     Attributes:
-        count: how many.
+        count: the number of tensors.
     """
 
     count: int
 
     def inverse(self) -> Repeat:
-        """What makes several of it again."""
+        """The inverse operation."""
         return Repeat(self.count)
 
     def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         each = len(shapes) // self.count
         if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
-            raise SizeError(f"shapes {_some(shapes)} are not alike, so the tensors are not equal")
+            raise SizeError(f"shapes {_some(shapes)} differ, so the tensors are not equal")
         return SizedStep(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
 
 

@@ -1,4 +1,4 @@
-"""Options of a table: what the user states, what config.json says, or what is usual."""
+"""The options of a table, and the side that a checkpoint is on: stated, given by config.json or names, or default."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Settled:
-    """A table whose options are settled.
+    """A table whose options have values.
 
     Attributes:
-        rules: those that hold.
-        sizes: the model's.
-        values: per option what it is.
-        assumed: choices that nothing tells, so that they are what is usual.
+        rules: the rules whose conditions hold.
+        sizes: of the model.
+        values: per option its value.
+        assumed: options with values to choose from that have their default.
     """
 
     rules: tuple[NameRule, ...]
@@ -43,7 +43,7 @@ def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
     """A table with options stated.
 
     Raises:
-        UsageError: it has no such option, or the option no such value.
+        UsageError: the option or the value is unknown.
     """
     options = {option.name: option for option in rules.options}
     for name, value in stated.items():
@@ -51,22 +51,22 @@ def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
         if option is None:
             raise UsageError(f"{rules.path}: the rules have no option {quoted(name)}{did_you_mean(name, options)}")
         if option.values and value not in option.values:
-            raise UsageError(f"{rules.path}: {name} is one of {', '.join(option.values)}, not {quoted(value)}")
+            raise UsageError(f"{rules.path}: {name} must be one of {', '.join(option.values)}, not {quoted(value)}")
         if not option.values and not _NUMBER.fullmatch(value):
-            raise UsageError(f"{rules.path}: {name} is a number, not {quoted(value)}")
+            raise UsageError(f"{rules.path}: {name} must be a number, not {quoted(value)}")
     return replace(rules, chosen=tuple({**dict(rules.chosen), **stated}.items()))
 
 
 def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Container[str]) -> Settled:
-    """The rules that hold for a model.
+    """The rules that apply to a model.
 
     Args:
         rules: the table.
-        config: what config.json says, if there is one.
-        names: those of the checkpoint.
+        config: the content of config.json, if there is one.
+        names: of the checkpoint.
 
     Raises:
-        NamesError: an option is neither stated nor told, or the configuration says something else.
+        NamesError: an option has no value, or the configuration gives an unknown one.
     """
     stated = dict(rules.chosen)
     sizes = ModelSizes(rules.sizes, config)
@@ -76,20 +76,20 @@ def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Cont
     values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    # A number that nothing tells shows in shapes where it is another.
+    # Numbers are left out: a wrong number contradicts a shape.
     assumed = tuple(option.name for option in rules.options if option.values and told[option.name] is None)
     return Settled(held, ModelSizes(rules.sizes, config, numbers), values, assumed)
 
 
 def possible_options(rules: NameRules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
-    """All values that the options may have, where those that a checkpoint's names tell are not known.
+    """All combinations of values that the options may have, for a checkpoint with unknown names.
 
     Args:
         rules: the table.
-        config: what config.json says, if there is one.
+        config: the content of config.json, if there is one.
 
     Raises:
-        NamesError: an option is neither stated nor told, or the configuration says something else.
+        NamesError: an option has no value, or the configuration gives an unknown one.
     """
     stated = dict(rules.chosen)
     ways = []
@@ -110,7 +110,7 @@ def _holds(condition: OptionCondition, values: Mapping[str, str]) -> bool:
 def _told(
     option: TableOption, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: NameRules
 ) -> Optional[str]:
-    """What is stated of an option, or told by the configuration, if anything is."""
+    """The value of an option that the user or the configuration states, if any."""
     if option.name in stated:
         return stated[option.name]
     told = None if option.key is None else config_value(config, option.key)
@@ -121,11 +121,13 @@ def _told(
     if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
         return meant
     path = getattr(config, "path", "config.json")
-    raise NamesError(f"{path}: {option.key} is {quoted(spelled)}, which says no {option.name} of {rules.path}")
+    raise NamesError(
+        f"{path}: {option.key} is {quoted(spelled)}, which is not a value of {option.name} in {rules.path}"
+    )
 
 
 def _seen(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Optional[str]:
-    """What the checkpoint's names tell; where none of them is there, that tells it as well."""
+    """The value that follows from the checkpoint's names: the default if none of them is present."""
     for pattern, value in option.seen:
         if SizedPattern(pattern, sizes.value).name({}, ()) in names:
             return value
@@ -137,7 +139,7 @@ def _usual(option: TableOption, rules: NameRules) -> str:
         return option.default
     known = ", ".join(option.values) or "a number"
     raise NamesError(
-        f"{rules.path}: the option {option.name} has to be stated: {known}",
+        f"{rules.path}: the option {option.name} must be stated: {known}",
         hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
     )
 
@@ -147,12 +149,12 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
 
     Args:
         rules: the table.
-        settled: what holds of it.
+        settled: the same with values of its options.
         shapes: of all tensors of the source.
-        reverse: whether it is the right side; None: the one that the names of its weights fit.
+        reverse: whether it is the right side; None: the side that matches the names of more weights.
 
     Raises:
-        NamesError: both fit, or neither does more than the other.
+        NamesError: both sides match as many.
     """
     if reverse is None and rules.direction == FORWARD:
         reverse = False
@@ -166,14 +168,14 @@ def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], rev
     left, right = rules.sides
     if not fitting[0]:
         raise NamesError(
-            f"the rules {rules.path} speak of none of the checkpoint's {len(weights)} weights, neither as {left} "
+            f"the rules {rules.path} match none of the checkpoint's {len(weights)} weights, neither as {left} "
             f"nor as {right}",
             hint=_examples(sides, weights),
         )
     raise NamesError(
-        f"the rules {rules.path} fit the checkpoint as {left} as well as {right} ({fitting[0]} of {len(weights)} "
-        "weights), so that nothing tells which way they are meant",
-        hint=f'--reverse takes it for {right}; direction = "forward" in the rules takes it for {left}',
+        f"the rules {rules.path} match the checkpoint as {left} as well as {right} ({fitting[0]} of {len(weights)} "
+        "weights)",
+        hint=f'if it is {right}: --reverse; if it is {left}: direction = "forward" in the rules',
     )
 
 
@@ -181,4 +183,4 @@ def _examples(sides: list[Side], weights: list[str]) -> Optional[str]:
     known = [side.patterns()[:1] for side in sides]
     if not weights or not all(known):
         return None
-    return f"the rules know names such as {known[0][0]} and {known[1][0]}; the checkpoint has {weights[0]}"
+    return f"the rules have names such as {known[0][0]} and {known[1][0]}; the checkpoint has {weights[0]}"

@@ -1,4 +1,4 @@
-"""Tables as they are typed: built-in ones, files, options behind them, and single renames."""
+"""Tables as users name them: built-in or files, with options, or single renames; and the model's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.storage.json_text import JsonError, parse_json
 from reshard.storage.toml_tables import BuiltinFiles
 
 RENAME = "rename"
-"""The path of rules that were typed as renames."""
+"""The path of rules that are typed as renames."""
 
 _BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
@@ -40,8 +40,8 @@ def rules_named(named: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
 
     Raises:
-        NamesError: there is neither, or the file says something that rules cannot say.
-        UsageError: the table has no such option, or the option no such value.
+        NamesError: neither exists, or the file is not a table of rules.
+        UsageError: the option or its value is unknown.
     """
     options = None if is_regular_file(named) else _OPTIONS.search(named)
     table = named if options is None else named[: options.start()]
@@ -62,38 +62,38 @@ def _table(named: str) -> NameRules:
 
 
 def parse_renames(renames: Sequence[str]) -> NameRules:
-    """Rules that rename: ``OLD=NEW``, in which each ``*`` of OLD stands for anything and is kept in NEW.
+    """Rules that rename: ``OLD=NEW``, where each ``*`` of OLD matches any text, which is kept in NEW.
 
-    What none of them fits keeps its name; optimizer state follows its weight.
+    Other names are unchanged; optimizer state follows its weight.
 
     Raises:
-        UsageError: a text is no such rename.
+        UsageError: a text is not a rename.
     """
     rules = []
     for text in renames:
         old, equals, new = text.partition("=")
         if not equals or not old or not new:
-            raise UsageError(f"{text!r} is no rename such as 'model.*=backbone.*'")
+            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'")
         try:
             left, right = pattern(old), pattern(new)
         except PatternError as error:
             raise UsageError(str(error)) from error
         if left.stars != right.stars or left.numbers != right.numbers:
-            raise UsageError(f"{text!r}: both names need the same stars and numbers, each of which is kept")
+            raise UsageError(f"{text!r}: both names need the same stars and numbers")
         if left.products or right.products:
-            raise UsageError(f"{text!r}: a rename knows no sizes")
+            raise UsageError(f"{text!r}: a rename cannot use sizes")
         rules.append(NameRule(f"--rename {text}", (left,), (right,)))
     return NameRules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
 
 
 def read_config(path: str) -> Configuration:
-    """What a config.json says.
+    """Read a config.json.
 
     Args:
-        path: the file, or the directory that it is in.
+        path: the file, or its directory.
 
     Raises:
-        NamesError: it is missing, or no JSON object.
+        NamesError: it is missing, or not a JSON object.
         RetryableError: reading failed.
     """
     if is_directory(path):
@@ -101,21 +101,21 @@ def read_config(path: str) -> Configuration:
     try:
         content = parse_json(read_small(path, _LARGEST_CONFIG))
     except (UnfitError, JsonError) as error:
-        raise NamesError(f"{path} {error}; it is no config.json", file=path) from error
+        raise NamesError(f"{path} {error}; it is not a config.json", file=path) from error
     except FileNotFoundError as error:
         raise NamesError(f"{path}: there is no such configuration", file=path) from error
     except OSError as error:
         raise RetryableError(f"{path} cannot be read: {error.strerror or error}", file=path) from error
     if not isinstance(content, Mapping):
-        raise NamesError(f"{path} holds no object; it is no config.json", file=path)
+        raise NamesError(f"{path} is not a JSON object; it is not a config.json", file=path)
     return Configuration(content, path)
 
 
 def config_beside(directory: str) -> Optional[Configuration]:
-    """What the config.json of a directory says, if it has one.
+    """The config.json of a directory, if it has one.
 
     Raises:
-        NamesError: it is no JSON object.
+        NamesError: it is not a JSON object.
         RetryableError: reading failed.
     """
     path = os.path.join(directory, "config.json")

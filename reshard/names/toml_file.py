@@ -231,7 +231,7 @@ def _rule(
 
 
 def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) -> None:
-    """Every name of a side has the same numbers and stars, and the other side those that are not stacked."""
+    """All names of a side must have the same numbers and stars; the other side must have those that are not stacked."""
     for each in (*rule.left, *rule.right):
         for offset in each.products:
             for name in offset.names:
@@ -252,9 +252,7 @@ def _check_names(file: RuleFile, rule: NameRule, where: str, sizes: set[str]) ->
         raise file.wrong(where, f"{quoted(left.text)} and {quoted(right.text)} have different numbers of stars")
     if left.numbers ^ right.numbers != rule.stacked:
         alone = ", ".join(f"{{{name}}}" for name in sorted(left.numbers ^ right.numbers ^ rule.stacked))
-        raise file.wrong(
-            where, f"{alone} must stand on both sides, or on one and be stacked or unstacked by this side's names"
-        )
+        raise file.wrong(where, f"{alone} must be on both sides, or on one side and be stacked or unstacked there")
     if len(rule.stacked) > 1:
         raise file.wrong(where, "stacks more than one number")
     for operation in rule.operations:
@@ -279,4 +277,4 @@ def _example(options: Sequence[TableOption]) -> str:
     for option in options:
         if option.values:
             return f"{option.name}={option.values[0]}"
-    return "gate_up=halves, and there are no options"
+    return "gate_up=halves: the table has no options"

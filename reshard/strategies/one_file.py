@@ -30,23 +30,23 @@ _INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.E
 
 
 RECORD = ".made"
-"""Ends the name of the file beside a made strategy that says how it was made.
+"""The ending of the record beside a made strategy.
 
-It holds JSON, but is not named so: MindSpore refuses to merge a directory with both .ckpt and .json files."""
+The file is JSON, but is not named so: MindSpore refuses to merge a directory with both .ckpt and .json files."""
 
 RANK = "{rank}"
-"""Stands for a stage's first rank in the path of a made strategy's files."""
+"""The mark of a stage's first rank in the path of a made strategy's files."""
 
 ENDINGS = (".ckpt", ".json")
 
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file that is no strategy.
+    """A file that is not a strategy.
 
     Attributes:
         path: the file.
-        kind: what it is, such as ``a checkpoint``; None where that cannot be told.
+        kind: its kind in words, such as ``a checkpoint``; None if unknown.
     """
 
     path: str
@@ -109,7 +109,7 @@ def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
 
 
 def parsed(path: str, data: Union[bytes, OtherFile]) -> Union[StrategyFile, OtherFile, None]:
-    """The same of what `read_bytes` returned; None for an empty file, whatever its name.
+    """The same for the result of `read_bytes`; None for an empty file, whatever its name.
 
     Raises:
         StrategyError: the strategy is damaged.
@@ -158,7 +158,7 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
 
 
 def read_error(path: str, error: OSError) -> ReshardError:
-    """What a failure to open or read a file or directory means for the user."""
+    """The error for the user when a file or directory cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return StrategyError(f"{path}: there is no such file or directory", file=path, hint=path_meant(path))
     if error.errno == errno.ENAMETOOLONG:
@@ -188,7 +188,7 @@ def _kind_by_head(head: bytes, size: int) -> Optional[str]:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What one rank's group_info file says.
+    """The content of one rank's group_info file.
 
     Attributes:
         file: its path.
@@ -234,7 +234,7 @@ def _kind(path: str, data: bytes) -> Optional[str]:
 
 
 def record_path(out: str) -> str:
-    """Where it is said how a made strategy was made.
+    """The path of the record of how a strategy was made.
 
     Args:
         out: its file, its directory, or a path with `RANK` in it, as it was typed.
@@ -245,7 +245,7 @@ def record_path(out: str) -> str:
 
 
 def record_paths(strategy: str) -> list[str]:
-    """Where the record of a strategy lies that may have been made.
+    """The paths where a strategy's record may be.
 
     Args:
         strategy: its file, or the directory of its stages' files.

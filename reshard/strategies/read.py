@@ -44,7 +44,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
             that holds everything whole.
 
     Raises:
-        StrategyError: nothing there, not a strategy, damaged, incomplete or contradicting itself;
+        StrategyError: missing, not a strategy, damaged, incomplete or contradicting itself;
             names file, stage and parameter.
         RetryableError: reading failed.
     """
@@ -54,7 +54,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
 
 
 def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedLayout]]]:
-    """Read a strategy, and per stage what a file of it records, word for word; protobuf where there is one.
+    """Read a strategy, and per stage the records of one of its files, unchanged; of protobuf where there is one.
 
     Raises:
         StrategyError, RetryableError: as `read_strategy`.
@@ -98,9 +98,9 @@ class FoundStages:
     """The stages of a directory.
 
     Attributes:
-        stages: what the files agree on, in order and without a gap.
-        records: per stage what each file says, to write it again.
-        notes: what was passed over.
+        stages: in order, without a gap.
+        records: per stage the content of each file, to write it again.
+        notes: the skipped files.
     """
 
     stages: tuple[Stage, ...]
@@ -113,7 +113,7 @@ def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
 
     Args:
         directory: its files are read; those of the rank directories in it only if none of them is a strategy.
-        leave_out: a file that is not to be read, though it lies there.
+        leave_out: a file to skip.
 
     Raises:
         StrategyError: no stage, stages missing, copies that disagree, damaged files.
@@ -218,7 +218,7 @@ def check_gaps(file: FileRecord) -> None:
 def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
     names = names_in(directory)
     left_out = real(leave_out) if leave_out is not None else None
-    # What says how a strategy was made is none, and nothing to be told of.
+    # Records of made strategies are skipped without a note.
     names = [name for name in names if not name.endswith(RECORD)]
     kept = [name for name in names if left_out != real(os.path.join(directory, name))]
     return sorted(kept, key=_natural)
@@ -236,7 +236,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
     others: dict[str, list[str]] = {}
-    # By content, and by ending, which takes part in saying what a file is.
+    # By content and ending: both decide the kind of a file.
     parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
     copies: dict[tuple[bytes, str], list[str]] = {}
     for name in names:

@@ -39,7 +39,7 @@ def merge_pipeline(directory: str, target_file: str) -> list[str]:
             is replaced at once.
 
     Returns:
-        What the user should know: files passed over, and what MindSpore cannot read.
+        Notes for the user: skipped files, and layouts that MindSpore cannot read.
 
     Raises:
         UsageError: another ending.
@@ -86,20 +86,24 @@ def _check_replaceable(target: str) -> None:
     if isinstance(found, OtherFile):
         kind = found.kind or "not a strategy file"
         raise TargetError(
-            f"{target} is there already and is {kind}; it is not replaced",
+            f"{target} exists and is {kind}; it is not replaced",
             file=target,
             hint="remove it, or give the merged file another name",
         )
     if found is not None and not records_of(found).merged:
         raise TargetError(
-            f"{target} is there already and is the strategy of one stage; it is not replaced",
+            f"{target} exists and is the strategy of one stage; it is not replaced",
             file=target,
             hint="give the merged file another name",
         )
 
 
 def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
-    """The layout as the target's form can say it, without a loss that matters or a false statement."""
+    """The layout as the target's form can express it.
+
+    Raises:
+        StrategyError: it cannot.
+    """
     if record.file.form == form:
         return recorded
     if form == "protobuf":
@@ -107,7 +111,7 @@ def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: s
             entries = list(recorded.tensor_maps[0])
             raise StrategyError(
                 f"{record.file.path}: parameter {quoted(name)}: tensor map {entries} may have one entry per device "
-                "axis instead of one per dimension, which a .ckpt file cannot say",
+                "axis instead of one per dimension, which a .ckpt file cannot express",
                 file=record.file.path,
                 parameter=name,
                 hint="merge to a .json file, or from the stages' .ckpt files",
@@ -134,7 +138,7 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
     Args:
         strategy: every stage lists some parameter.
         shapes: full shapes by name, as far as they are known.
-        maker: what the operators are called that tell the stages.
+        maker: a prefix of the operators' names, which give the stages.
         path: where it will be, for messages.
     """
     layouts = {
@@ -147,14 +151,14 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
 
 
 def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout:
-    """What a JSON file says of a layout.
+    """The record of a layout in a JSON file.
 
     Args:
         layout: of one parameter.
         shape: the parameter's; None where it is not known.
     """
     if shape is not None:
-        # Where the file it was read from leaves open which entries are one dimension, the shape tells.
+        # The shape decides which entries are one dimension, where the source file leaves it open.
         grouped = (each for each in layout.regroupings() if each.recorded_shape in (None, shape))
         layout = next((each for each in grouped if len(each.tensor_map) == len(shape)), layout)
     found = RecordedLayout.of(layout)

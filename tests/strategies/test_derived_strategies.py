@@ -303,7 +303,7 @@ def test_what_a_strategy_is_derived_from_is_never_replaced(out: str, tmp_path: P
     before = source.read_bytes()
     src = source.parent if source.parent.name == "strategy" else tmp_path / "src.ckpt"
     words: Words = (src, source, "--shapes", shapes_of(one, tmp_path / "full.ckpt"), "--src-sizes", "dp=2,mp=4")
-    says = ["is what it is made from; it is not replaced"]
+    says = ["is a source of this strategy; it is not replaced"]
     fails(3, "strategy", "derive", *words, "--dst-sizes", "mp=4", "--overwrite", says=says)
     assert source.read_bytes() == before
 
@@ -336,7 +336,9 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
     words = (*words, *other.options())
     words = (*words, "--dst-sizes", other.sizes_text)
     stated = tmp_path / "stated.toml"
-    fails(3, "strategy", "derive", *words, says=["the stage is not said", "[pipeline]", "first = [", "last = ["])
+    fails(
+        3, "strategy", "derive", *words, says=["outside the layers is missing", "[pipeline]", "first = [", "last = ["]
+    )
     pipeline = '[pipeline]\nfirst = "*.embedding.*"\nlast = ["backbone.layernorm.*", "head.*"]\n'
     stated.write_text(pipeline)
     says = ["whether the optimizer may shard them is not shown", "optimizer_shard = false"]

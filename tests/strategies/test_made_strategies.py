@@ -288,7 +288,7 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
     before = tree_bytes(tmp_path)
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
     assert tree_bytes(tmp_path) == before
-    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["is there already", "--overwrite"])
+    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["exists with other content", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
 
@@ -506,3 +506,11 @@ def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> N
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
     (tmp_path / "out.ckpt.made").write_text("[")
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
+
+
+def test_the_first_rule_that_matches_decides_whether_a_parameter_is_trained() -> None:
+    text = 'optimizer_states = "adam_m"\n' + '[[parameter]]\nmatch = "frozen"\nmap = ["mp", "None"]\ntrained = false\n'
+    text += '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
+    model = model_tensors("shapes", [FullTensor(name, (8, 8), "Float32") for name in ("frozen", "w")], ITEM_SIZES)
+    [made] = make_strategy(parse_rules(text, "rules"), model, TargetRun(parse_sizes("mp=2"), ShardSetting(0)), "rules")
+    assert set(made.layouts) == {"frozen", "w", "adam_m.w"}

@@ -128,7 +128,7 @@ def _check_sizes_cut(sources: Sequence[SourceRun], weights: Mapping[str, ShownWe
         if name == "cp":
             hint = "count context parallelism that cuts nothing as data parallelism: in dp, without cp"
         else:
-            hint = "say the sizes that this run had"
+            hint = "give the sizes of this run"
         raise StrategyError(f"{where} cuts no parameter for certain", file=source.strategy.path, hint=hint)
 
 
@@ -175,7 +175,7 @@ def _pipeline(sources: Sequence[SourceRun], model: ModelTensors) -> Pipeline:
 
 
 def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> Optional[str]:
-    """A source whose layers are not divided evenly among its stages, in words; None if there is none."""
+    """A message about a source with uneven layers per stage; None if all are even."""
     for source in sources:
         counts = [len({layers[name] for name in stage.layouts if name in layers}) for stage in source.strategy.stages]
         if len(set(counts)) > 1:
@@ -197,7 +197,7 @@ def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Seq
             f"{layout.map_text}: " + listing(missing),
             file=sources[0].strategy.path,
             parameter=missing[0],
-            hint="check the sizes that were said. A model with a device grid of its own has names of its own for its "
+            hint="check the sizes. A model with a device grid of its own has names of its own for its "
             "axes, as in x=2,y=4, and is derived for the same sizes alone",
         )
 
@@ -229,18 +229,18 @@ def rules_text(learned: Learned, sources: Sequence[SourceRun], model: ModelTenso
         if learned.weights[names[0]].candidates:
             text += ["", "[[parameter]]", match, *lines]
         else:
-            text += ["", f"# No size explains {lines[0]}. What does has to be said:", "# [[parameter]]", f"# {match}"]
+            text += ["", f"# No size explains {lines[0]}. Add a rule for it:", "# [[parameter]]", f"# {match}"]
     return "\n".join(text) + "\n"
 
 
 def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, no_shards: bool) -> Iterator[str]:
     said = ", ".join(f"{source.strategy.path} ({source.sizes.text})" for source in sources)
-    yield f"# What this shows, as rules for `reshard strategy make`: {said}"
+    yield f"# Rules for `reshard strategy make`, as shown by {said}"
     yield f"shown_with = {quoted_list([source.sizes.text for source in sources])}"
     shown_for = learned.rules.shown_for
     if shown_for:
         yield ""
-        yield "# Nothing is shown beyond these. What is true beyond them, too, may be taken out."
+        yield "# Nothing is shown beyond these. Remove a condition if the rules are true beyond it."
         yield "shown_for = ["
         for condition, _ in shown_for:
             name = condition.text.partition("<=")[0]
@@ -263,7 +263,7 @@ def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, n
         yield f"{key} = {quoted_list(patterns_for(placed, names))}"
     others = [name for name in names if name not in (*pipeline.first, *pipeline.last) and not is_numbered(name)]
     if others:
-        yield "# Of these the stage is not shown; a target with several needs them in one of the lists:"
+        yield "# The stage of these is not shown; a target with several stages needs each in one of the lists:"
         yield from (f"#     {toml_string(pattern)}," for pattern in patterns_for(others, names))
 
 

@@ -327,7 +327,7 @@ def _with_shards(
     dtype = rule.dtype or tensor.dtype or rules.dtype
     item_size = tensors.item_sizes.get(dtype) if dtype is not None else None
     if dtype is not None and item_size is None:
-        raise UnsettledError(f"{dtype} is no element type that MindSpore has")
+        raise UnsettledError(f"{dtype} is not an element type of MindSpore")
     try:
         record = shard_record(layout.layout, first_rank, tensor.shape, item_size, target.shards)
     except UndecidedError as error:
@@ -348,7 +348,7 @@ def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str]) -> No
             raise StrategyError(
                 f"{rules.path}: {name}={sizes[name]} cuts no parameter",
                 file=rules.path,
-                hint=f"leave {name} out of the sizes, or say what it cuts",
+                hint=f"leave {name} out of the sizes, or add a rule with a cut by {name}",
             )
 
 

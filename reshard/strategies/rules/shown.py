@@ -53,14 +53,14 @@ class SourceRun:
         counts = {stage.device_count for stage in strategy.stages}
         if len(strategy.stages) != sizes.stages:
             stages = plural(len(strategy.stages), "stage")
-            raise self._wrong(f"has {stages}, and {sizes.text} says {sizes.stages}")
+            raise self._wrong(f"has {stages}, and {sizes.text} has {sizes.stages}")
         if counts != {sizes.stage_devices}:
             has = " and ".join(str(count) for count in sorted(counts))
             raise self._wrong(f"has {has} devices in a stage, and {sizes.text} are {sizes.stage_devices}")
 
     def _wrong(self, problem: str) -> StrategyError:
         return StrategyError(
-            f"{self.strategy.path} {problem}", file=self.strategy.path, hint="say the sizes that this run had"
+            f"{self.strategy.path} {problem}", file=self.strategy.path, hint="give the sizes of this run"
         )
 
     @property

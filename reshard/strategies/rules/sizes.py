@@ -1,4 +1,4 @@
-"""How many devices every kind of parallelism has, and what rules compute from it: ``dp*cp/ep``, ``mp<=4``."""
+"""Devices per kind of parallelism, and expressions of them in rules: ``dp*cp/ep``, ``mp<=4``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.text.products import ExpressionError
 STAGES = "pp"
 EXPERTS = "ep"
 NAMES = ("dp", "mp", "pp", "cp", "ep")
-"""Data, model (tensor), pipeline, context and expert parallel: what is 1 unless it is said."""
+"""Data, model (tensor), pipeline, context and expert parallel: 1 by default."""
 
 _WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -26,7 +26,7 @@ _ELSEWHERE = {
     **{"tp": "mp", "tensor": "mp", "model": "mp", "model_parallel": "mp", "data": "dp", "data_parallel": "dp"},
     **{"pipeline": "pp", "pipeline_stage": "pp", "sp": "cp", "context_parallel": "cp", "expert_parallel": "ep"},
 }
-# What other programs call how layers are divided among stages: no kind of parallelism.
+# Other programs' names for the division of layers among stages, which is not a kind of parallelism.
 _OF_LAYERS = ("vpp", "vp", "vp_size", "pp_interleave_num", "num_layer_list", "offset")
 _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "<=": lambda one, other: one <= other,
@@ -39,7 +39,7 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
 
 
 class NoCandidateError(ExpressionError):
-    """Cuts that a matrix cannot have, whatever the sizes."""
+    """Cuts that a matrix cannot have at any sizes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class AxisSizes:
     """Devices per kind of parallelism.
 
     Attributes:
-        given: what was said, by name; axes of a model's own may have any other name.
+        given: the sizes stated, by name; axes of a model's own may have any other name.
     """
 
     given: tuple[tuple[str, int], ...]
@@ -99,19 +99,19 @@ def parse_sizes(text: str) -> AxisSizes:
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise UsageError(f"{text!r} are no sizes such as dp=2,mp=4")
+            raise UsageError(f"{text!r} are not sizes such as dp=2,mp=4")
         if name in _ELSEWHERE:
             raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
         if name in _OF_LAYERS:
             raise UsageError(
-                f"{text!r}: {name} is no size of devices: --layers-per-stage says how many layers each stage has, in "
-                "rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
+                f"{text!r}: {name} is not a number of devices: use --layers-per-stage with the layers of each "
+                "stage, in rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
             )
         if name in given:
             raise UsageError(f"{text!r}: {name} is given twice")
         given[name] = int(number)
         if not 1 <= given[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
-            raise UsageError(f"{text!r}: {name}={number} is no number of devices")
+            raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
     sizes = AxisSizes(tuple(given.items()))
     if sizes.stage_devices * sizes.stages > MOST_DEVICES:
         raise UsageError(f"{text!r} are more than {MOST_DEVICES} devices")
@@ -141,7 +141,7 @@ def product(text: str) -> AxisProduct:
     """Read a product.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is something else.
     """
     return AxisProduct(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
@@ -152,9 +152,9 @@ class SizeCondition:
 
     Attributes:
         text: as it is written.
-        left: what is compared.
-        comparison: how.
-        right: with what.
+        left: the left side.
+        comparison: the operator.
+        right: the right side.
     """
 
     text: str
@@ -171,9 +171,9 @@ def condition(text: str) -> SizeCondition:
     """Read a comparison.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is something else.
     """
     parts = re.split(r"(<=|>=|==|!=|<|>)", text)
     if len(parts) != 3:
-        raise ExpressionError(f"{text!r} is no comparison of sizes such as mp<=4")
+        raise ExpressionError(f"{text!r} is not a comparison of sizes such as mp<=4")
     return SizeCondition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))

@@ -53,7 +53,7 @@ class WrittenStrategy(NamedTuple):
 
     Attributes:
         files: of the strategy.
-        notes: what MindSpore cannot read of them.
+        notes: layouts that MindSpore cannot read.
     """
 
     files: list[str]
@@ -65,22 +65,21 @@ def write_strategy(
 ) -> WrittenStrategy:
     """Write a strategy, and how it was made.
 
-    Files of several stages are read together, and a strategy without its first stage is refused. So the first stage's
-    file is removed before any other is replaced, and written when all others are there: at no moment can a part, or
-    a mix of two strategies, be read as a whole one. Files that are there already as they should be are kept, so
-    that the same command finishes what a killed one began.
+    Files of several stages are read together, and a strategy without its first stage is refused. Therefore the first
+    stage's file is removed before any other is replaced, and written last: at no moment can a part, or a mix of two
+    strategies, be read as a whole one. Unchanged files are kept, so that the same command finishes a killed one.
 
     Args:
         out: ``.ckpt`` or ``.json``: one file, of all stages; a path with ``{rank}`` in it, or a directory: a file per
             stage, named after the stage's first rank.
         stages: the strategy.
         record: how it was made.
-        overwrite: replace strategies that lie there.
-        sources: files and directories that it was made of.
+        overwrite: replace existing strategies.
+        sources: files and directories that it was made from.
 
     Raises:
         UsageError: another ending.
-        TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
+        TargetError: an existing file must not be replaced, or would be read as a stage of the strategy.
         ReshardError: writing failed.
     """
     files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
@@ -130,10 +129,10 @@ def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
 
 
 def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
-    """Whether a file is there as it will be written.
+    """Whether a file exists with the content to be written.
 
     Raises:
-        TargetError: it is another one, which is not to be replaced.
+        TargetError: it has other content, and must not be replaced.
     """
     if not exists(path):
         return False
@@ -143,25 +142,25 @@ def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
     found = parsed(path, there)
     if isinstance(found, OtherFile):
         raise TargetError(
-            f"{path} is there already and is {found.kind or 'no strategy file'}; it is not replaced",
+            f"{path} exists and is {found.kind or 'not a strategy file'}; it is not replaced",
             file=path,
             hint="give OUT another name",
         )
     if not overwrite:
         raise TargetError(
-            f"{path} is there already, with other content",
+            f"{path} exists with other content",
             file=path,
-            hint="--overwrite replaces it; or give another name",
+            hint="add --overwrite to replace it, or give OUT another name",
         )
     return False
 
 
 def _check_no_source(path: str, sources: Sequence[str]) -> None:
-    """A compiled strategy cannot be had again without its cluster."""
+    """Refuse to replace a source: a compiled strategy cannot be restored without its cluster."""
     for source in sources:
         if exists(path) and real(path) in _files_of(source):
             raise TargetError(
-                f"{path} is what it is made from; it is not replaced", file=path, hint="give OUT another name"
+                f"{path} is a source of this strategy; it is not replaced", file=path, hint="give OUT another name"
             )
 
 
@@ -171,7 +170,7 @@ def _files_of(source: str) -> list[str]:
 
 
 def _check_no_other_stages(out: str, files: Collection[str]) -> None:
-    """Files of a strategy with more stages, or with other ranks in them, would be read together with these."""
+    """Refuse existing files of other stages or ranks, which would be read together with the new ones."""
     if out in files:
         return
     if RANK in out:
