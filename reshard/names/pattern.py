@@ -284,7 +284,7 @@ def _pieces(parts: Sequence[object]) -> list[_PatternPiece]:
     return pieces
 
 
-def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.NameMatch[str]]:
+def _last_match(expression: re.Pattern[str], text: str, low: int, high: int) -> Optional[re.Match[str]]:
     for start in range(high, low - 1, -1):
         match = expression.match(text, start, high)
         if match is not None:
