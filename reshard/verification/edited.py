@@ -25,18 +25,18 @@ from reshard.verification.rules import Made, lists_of, taken
 from reshard.verification.stored import Content, Shards, Source, Stored
 
 if TYPE_CHECKING:
-    from reshard.names import Applied, AppliedStep, Rules
+    from reshard.names import Applied, AppliedStep, NameRules
 
 
 class Edits(Protocol):
     """What is asked of names, packing and types; see `plan.edits.Edits`."""
 
     @property
-    def table(self) -> Optional[Rules]:
+    def table(self) -> Optional[NameRules]:
         """Rules of names and packing."""
 
     @property
-    def renames(self) -> Optional[Rules]:
+    def renames(self) -> Optional[NameRules]:
         """Rules that give other names, after the table."""
 
     @property
@@ -60,8 +60,8 @@ class Casts(NamedTuple):
     """`Edits` of types alone."""
 
     casts: Sequence[tuple[Optional[str], str]]
-    table: Optional[Rules] = None
-    renames: Optional[Rules] = None
+    table: Optional[NameRules] = None
+    renames: Optional[NameRules] = None
     config: Optional[Mapping[str, object]] = None
     reverse: Optional[bool] = None
     optimizer: bool = False
