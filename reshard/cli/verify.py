@@ -28,14 +28,13 @@ from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
-from reshard.verification.crcs import RecordedCrcs
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
     verify_copies,
     verify_replicas,
 )
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import Place, RecordedCrcs
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""

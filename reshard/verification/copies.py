@@ -14,10 +14,9 @@ from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.rank_target import value_content
 from reshard.verification.reading import Means, batches, sum_boxes
 from reshard.verification.sources import read_files_of_ranks
-from reshard.verification.stored import Source, Stored, Way
+from reshard.verification.stored import Source, Stored, Way, value_content
 from reshard.verification.sums import PRIME
 
 
@@ -71,7 +70,7 @@ def compare_copies(
         for some in batches(tensors, lambda tensor: sum(map(len, _files(tensor)))):
             found += _differing_slices(some, means)
         copies = [(name, file) for name, files in values.items() for file in files]
-        contents = [value_content(source, name, file) for name, file in copies]
+        contents = [value_content(source.indexes, name, file) for name, file in copies]
         boxes = ((number, content, whole_box(content.shape)) for number, content in enumerate(contents))
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
         for (name, file), number in zip(copies, sum_boxes(boxes, len(copies), means)):

@@ -19,9 +19,9 @@ from reshard.errors import CheckpointError, InputError
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box
-from reshard.verification.rank_target import AnySource, value_content
+from reshard.verification.converted import AnySource
 from reshard.verification.reading import Means, batches, sum_boxes
-from reshard.verification.stored import Content, Stored
+from reshard.verification.stored import Content, Stored, value_content
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
@@ -301,7 +301,9 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     result, shared = Fingerprints(), SharedPlaces()
     tensors = [source.tensors[name] for name in source.tensors if admit(name)]
     values = {name: files for name, files in source.values.items() if admit(name)}
-    copies = [(name, file, value_content(source, name, file)) for name, files in values.items() for file in files]
+    copies = [
+        (name, file, value_content(source.indexes, name, file)) for name, files in values.items() for file in files
+    ]
     total = sum(content.item_size * math.prod(content.shape) for _, _, content in copies)
     total += sum(tensor.item_size * volume_of(box) for tensor in tensors for (_, box), _ in _slices(tensor))
     means.progress.begin(total, "reading")
