@@ -62,6 +62,10 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         for file in manifest.finishing
         for text in _finishing_differences(os.path.join(directory, file.file), file)
     ]
+    for name in manifest.beside:
+        # Users may edit these files.
+        if status_at(os.path.join(directory, name)) is None:
+            found.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
     found += _foreign_files(directory, manifest)
     if not found:
         names = [file.file for file in manifest.files]

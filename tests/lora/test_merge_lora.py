@@ -230,7 +230,9 @@ def test_what_was_merged_is_said(tmp_path: Path) -> None:
     told = done(*words)
     warns(told, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
     warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
-    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["that command again with --verify"])
+    command = f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --verify"
+    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["was written by merge-lora", command])
+    assert "--src" not in fails(2, "verify", tmp_path / "out", says=[command]).err
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
 
 
