@@ -12,7 +12,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import InputError
 from reshard.forms.form import Description, Reading, SavedStep
 from reshard.forms.registry import form_named
-from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
+from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import asks_once, is_directory, names_in, status_at
 from reshard.text.names import kind_of
 from reshard.text.report import Report
@@ -85,7 +85,7 @@ class InspectedForm:
     files: list[FormFile] = field(default_factory=list)
     tensors: list[LaidOut] = field(default_factory=list)
     values: tuple[str, ...] = ()
-    contents: Optional[Contents] = None
+    contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)

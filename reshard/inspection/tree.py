@@ -27,8 +27,7 @@ from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.ranks.steps import saved_at_fault
 from reshard.forms.ranks.tree import find_rank, passed_over
-from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
-from reshard.inspection.file import told_by_name
+from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, told_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
@@ -77,7 +76,7 @@ class InspectedStep:
     saved_at: Optional[str] = None
     one_per_group: Optional[bool] = None
     damaged: dict[int, str] = field(default_factory=dict)
-    contents: Optional[Contents] = None
+    contents: Optional[InspectedContents] = None
     complete: Optional[bool] = None
     missing: Sequence[str] = ()
     lost: Sequence[Lost] = ()
@@ -335,7 +334,7 @@ class _Inspection:
             step.saved_at = step.saved_at or "end of life"
         return step
 
-    def _guess_lacking(self, step: InspectedStep, contents: Contents) -> None:
+    def _guess_lacking(self, step: InspectedStep, contents: InspectedContents) -> None:
         """Files that hold less than others do, where stages or a de-duplicated save do not explain it."""
         for ranks, names in contents.sets if len(contents.sets) <= _MOST_SETS else ():
             for others, more in contents.sets:

@@ -21,9 +21,9 @@ from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.verification.end_to_end import Adapter, Converted, Target, verify_conversion
+from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import CheckpointPlace
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -420,14 +420,14 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Place(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
+        matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
         found = verify_conversion(
             Converted(
-                Place(str(src), "huggingface", Strategy.none()),
+                CheckpointPlace(str(src), "huggingface", Strategy.none()),
                 Edits(),
                 adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
             ),
-            Target(str(out), "huggingface", Strategy.none(), {}),
+            ConvertedTarget(str(out), "huggingface", Strategy.none(), {}),
             filters=Filters(),
             means=Means(handles, 2, 1 << 20, execute.Progress()),
             report=Report(),
