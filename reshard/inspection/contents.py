@@ -17,14 +17,14 @@ from reshard.text.names import KINDS, Total, kind_of
 
 
 class Finding(NamedTuple):
-    """Something that a user should know.
+    """A finding of an inspection.
 
     Attributes:
         kind: one word for scripts.
         text: one or a few lines.
         hint: what to do about it, or None.
-        step: the step concerned, or None.
-        refuses: whether a conversion that comes upon it refuses.
+        step: its step, or None.
+        refuses: whether conversions refuse such files.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 class InspectedTensor(NamedTuple):
-    """What the files that were read hold under one name.
+    """An entry of the files that were read, by name.
 
     Attributes:
         name: parameter name.
@@ -56,14 +56,14 @@ class InspectedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class InspectedContents:
-    """What some checkpoint files hold, from their headers.
+    """The entries of some checkpoint files, from their headers.
 
     Attributes:
-        stored: everything by name, in the order of the lowest rank's file.
-        sets: the sets of names that files hold, and the ranks whose files hold just these.
+        stored: all entries by name, in the order of the lowest rank's file.
+        sets: the sets of names that files hold, and the ranks of each set.
         formats: of the files, each once.
         with_crc: how many files record a CRC.
-        deduplicated: how many files say that they are of a de-duplicated save.
+        deduplicated: how many files are marked as de-duplicated.
     """
 
     stored: tuple[InspectedTensor, ...]
@@ -82,7 +82,7 @@ class InspectedContents:
         return {kind: found[kind] for kind in KINDS if kind in found}
 
     def unholdable(self, format: str) -> list[str]:
-        """Names of what a file of this format cannot hold; map tensors, which nothing holds, left out."""
+        """Names of entries that a file of this format cannot hold, map tensors aside, which no format holds."""
         return [
             item.name
             for item in self.stored
@@ -91,8 +91,8 @@ class InspectedContents:
 
 
 def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
-    """What files hold together, given by rank."""
-    # Files that are built alike share their tensors, so that a thousand of them are one to add up.
+    """The entries of some files, given by rank."""
+    # Files with equal headers share their tensors and are counted once.
     alike: dict[int, list[int]] = {}
     for rank, index in sorted(indexes.items()):
         alike.setdefault(id(index.tensors), []).append(rank)
@@ -134,14 +134,15 @@ def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
 
 
 def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
-    """What conversions do with tensors that are not like any other."""
+    """How conversions treat text, Int4, map tensors and other special entries."""
     of: dict[str, list[str]] = defaultdict(list)
     for item in contents.stored:
         for dtype in item.dtypes:
             of[dtype].append(item.name)
     if of[TEXT]:
-        does = "text, which .ckpt targets get as it is and .safetensors cannot hold"
-        yield Finding("text", listing(of[TEXT], 3) + f": {does}")
+        yield Finding(
+            "text", listing(of[TEXT], 3) + ": text, which .ckpt targets get as it is and .safetensors cannot hold"
+        )
     if of[INT4]:
         yield Finding("int4", listing(of[INT4], 3) + ": Int4, two values a byte; shapes count the packed bytes")
     if of[MAP_TENSOR]:
@@ -165,9 +166,9 @@ class InspectedFile:
     """A checkpoint file.
 
     Attributes:
-        index: what is in it.
-        contents: the same added up.
-        findings: what a conversion does with it.
+        index: its header.
+        contents: its entries.
+        findings: how conversions treat them.
     """
 
     index: CheckpointIndex
@@ -176,14 +177,14 @@ class InspectedFile:
 
 
 def inspect_file(path: str, decryption: Optional[Decryption] = None) -> InspectedFile:
-    """What is in a checkpoint file, from its headers.
+    """Inspect a checkpoint file, from its headers.
 
     Args:
         path: the file.
         decryption: the key, where it is encrypted.
 
     Raises:
-        InputError: it is damaged, or none; says what it is instead where that can be told.
+        InputError: it is damaged, or no checkpoint; the message names its kind if that is recognised.
         RetryableError: reading failed.
     """
     with FileHandles(decryption=decryption) as handles:
@@ -196,7 +197,7 @@ def inspect_file(path: str, decryption: Optional[Decryption] = None) -> Inspecte
 
 
 def told_by_name(path: str) -> Optional[CheckpointError]:
-    """The error for a file that is no checkpoint and that another command reads."""
+    """The error for a file that is no checkpoint but that another command reads."""
     from reshard.strategies import read_group_info, read_strategy_file
 
     with suppress(ReshardError):
