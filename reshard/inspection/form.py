@@ -75,6 +75,7 @@ class InspectedForm:
         full_bytes: size of all tensors together, each whole and once.
         others: files beside the weights that belong to the model.
         findings: notes and problems.
+        checkpoint: its tensors and the files that hold them; None where it cannot be read.
     """
 
     path: str
@@ -89,6 +90,7 @@ class InspectedForm:
     full_bytes: int = 0
     others: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
+    checkpoint: Optional[Checkpoint] = None
 
     @property
     def nbytes(self) -> int:
@@ -132,6 +134,7 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
 
 
 def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
+    found.checkpoint = checkpoint
     found.step = checkpoint.step
     found.complete = True
     found.files = [
