@@ -119,9 +119,7 @@ def browser(directory: Path) -> Iterator[Browser]:
         directory: an empty one.
     """
     assert DRIVER is not None and BROWSER is not None
-    with subprocess.Popen(
-        [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as driver:
+    with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
         try:
             assert driver.stdout is not None
             line = next(line for line in driver.stdout if "successfully on port" in line)

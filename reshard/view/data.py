@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
@@ -85,7 +84,9 @@ def page_data(subject: Subject, strategy: Optional[Strategy] = None) -> dict[str
 
 def _paths(files: Sequence[ShownFile]) -> tuple[list[Optional[str]], str]:
     """Paths relative to the directory of all, and this directory with its separator."""
-    base = os.path.commonprefix([os.path.dirname(file.path) + "/" for file in files if file.path is not None])
+    directories = [f"{os.path.dirname(file.path)}/" for file in files if file.path is not None]
+    # Not commonpath: paths may be addresses of objects.
+    base = os.path.commonprefix(directories)  # noqa: RUF071
     base = base[: base.rfind("/") + 1]
     return [None if file.path is None else file.path[len(base) :] for file in files], base
 

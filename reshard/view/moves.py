@@ -10,7 +10,6 @@ from reshard.checkpoints import Decryption, FileHandles
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.forms.registry import counted_as, form_named
-from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
 from reshard.storage import storage_of

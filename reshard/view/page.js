@@ -404,7 +404,7 @@
       cellHeight = Math.max(2, Math.min(34, 440 / down));
       const context = sized(canvas, width, cellHeight * down);
       const fills = { held: colour("held"), part: colour("part"), lost: colour("lost") };
-      const gap = Math.min(cellWidth, cellHeight) > 4 ? 1 : 0;
+      const gap = Math.min(cellWidth, cellHeight) > 8 ? 1 : 0;
       context.font = "12px system-ui, sans-serif";
       context.textBaseline = "middle";
       context.textAlign = "center";
@@ -502,8 +502,8 @@
 
   // Files and steps.
   const fileList = new List("Files", [
-    { title: counter, width: "76px", numeric: true }, { title: "file", width: "minmax(150px,3fr)" },
-    { title: "size", width: "88px", numeric: true }, { title: "state", width: "90px" }, { title: "same slices as", width: "140px", wide: true },
+    { title: counter, width: "68px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
+    { title: "size", width: "84px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
   ], { height: 340 });
   const fileOrder = files.number.map((_, at) => at).sort((a, b) => (files.state[b] !== "ok") - (files.state[a] !== "ok") || a - b);
   const groups = new Set(files.same.filter((each) => each !== null)).size;
@@ -511,7 +511,7 @@
     data.steps.length ? table([["step", false], ["size", true], ["state", false], ["on this page", false]], data.steps.slice(0, MAX_LISTED).map((step) => [
       step.step === null ? "no step in the names" : clean(step.step), bytes(step.nbytes), step.state, step.shown ? "yes" : ""])) : "",
     el("p", {}, `${plural(files.number.length, unit)}, below `, el("span", { class: "text" }, clean(data.files.base)),
-      files.same.some((each) => each !== null) ? `; ${plural(groups, "group")} of ${unit}s with equal slices` : ""),
+      files.same.some((each) => each !== null) ? groups < files.number.length ? `; ${plural(groups, "group")} of ${unit}s with equal slices` : `; no two ${unit}s hold the same slices` : ""),
     fileList.host);
   fileList.show(fileOrder.length, (row) => {
     const at = fileOrder[row];

@@ -26,7 +26,9 @@ def page(data: Mapping[str, Any]) -> bytes:
         data: as `page.js` reads it.
     """
     script, style = _asset("page.js"), _asset("page.css")
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     # Lone surrogates, of names that are no UTF-8, stay escapes.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     title = html.escape(one_line(str(data["source"])))

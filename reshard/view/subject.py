@@ -16,7 +16,6 @@ from reshard.inspection.form import inspect_form
 from reshard.inspection.tree import InspectedStep, inspect_tree
 from reshard.storage import asked_once, exists, is_directory
 from reshard.strategies import Strategy
-from reshard.text.messages import full_text
 from reshard.text.wording import rank_ranges, step_words
 
 
@@ -94,7 +93,7 @@ class Subject:
 
     def add(self, level: int, text: str, hint: Optional[str] = None) -> None:
         """Add a problem, at the place that its level gives it."""
-        self.problems.append(Problem(level, full_text(text), None if hint is None else full_text(hint)))
+        self.problems.append(Problem(level, str(text), None if hint is None else str(hint)))
         self.problems.sort(key=lambda problem: problem.level)
 
     @property
@@ -128,7 +127,9 @@ def subject_of(
         form = form_named(form_of(path))
         one_file = exists(path) and not is_directory(path)
     if form.options.by_rank:
-        return _of_tree(path, form, Strategy.none() if strategy is None and one_file else strategy, step, file_suffix, decryption)
+        return _of_tree(
+            path, form, Strategy.none() if strategy is None and one_file else strategy, step, file_suffix, decryption
+        )
     if strategy is not None or file_suffix is not None:
         raise UsageError(
             f"{path} is of the form {form.name}; --src-strategy and --file-suffix go with rank files",
@@ -161,7 +162,7 @@ def _of_tree(
     _add_findings(subject, tree.findings)
     for each in tree.steps:
         if each.complete is False:
-            subject.add(0, f"{step_words(each.step)} is not complete:\n" + "\n".join(map(full_text, each.missing)))
+            subject.add(0, f"{step_words(each.step)} is not complete:\n" + "\n".join(map(str, each.missing)))
     subject.steps = [ShownStep(each.step, each.nbytes, _state(each), each is shown) for each in tree.steps]
     if strategy is None:
         subject.add(
