@@ -14,7 +14,7 @@
     for (const [key, value] of Object.entries(attributes)) {
       if (key === "class") made.className = value;
       else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value);
+      else if (value !== null && value !== undefined) made.setAttribute(key, value);
     }
     made.append(...children.filter((child) => child !== null && child !== undefined));
     return made;
@@ -502,7 +502,7 @@
 
   // Files and steps.
   const fileList = new List("Files", [
-    { title: counter, width: "68px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
+    { title: counter, width: "80px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
     { title: "size", width: "84px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
   ], { height: 340 });
   const fileOrder = files.number.map((_, at) => at).sort((a, b) => (files.state[b] !== "ok") - (files.state[a] !== "ok") || a - b);
