@@ -24,8 +24,8 @@ from reshard.forms.full.written_files import parse_size
 from reshard.forms.registry import FORMS
 from reshard.forms.target import FileId
 from reshard.opened.opening import Path, Texts, text_of, texts_of
+from reshard.plan.edits import edits_of
 from reshard.plan.request import Request
-from reshard.plan.typed_edits import edits_of
 from reshard.text.messages import block
 from reshard.text.name_filters import Filters
 from reshard.text.python_words import in_python, python_words

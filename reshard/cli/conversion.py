@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Optional
 
 from reshard.cli import options
 from reshard.cli.output import listener, totals_json, totals_words
-from reshard.convert import Options, Summary, usable_cpus
+from reshard.convert import Options, Summary, Workers, usable_cpus
 from reshard.convert.ends import read_ends
+from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
 from reshard.forms.target import FileId
+from reshard.plan.edits import edits_of
 from reshard.plan.request import Request
-from reshard.plan.typed_edits import edits_of
 from reshard.strategies import Strategy
 from reshard.text.messages import listing
 from reshard.text.name_filters import Filters
@@ -142,3 +145,41 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     if summary.manifest:
         lines.append(f"manifest: {summary.manifest}")
     return lines
+
+
+def cluster_of(
+    scheduler: Optional[str], how: Options, jobs: Optional[int], report: Report
+) -> contextlib.AbstractContextManager[Optional[Workers]]:
+    """The Dask cluster of a scheduler, by address or scheduler file as typed; None where none was typed.
+
+    Args:
+        scheduler: as typed.
+        how: how the conversion is carried out.
+        jobs: CPUs of a work item, if typed.
+        report: told what is found on the way.
+
+    Raises:
+        UsageError: it is neither, Dask is not installed, this is already one of several runs, or the workers could not
+            have the key of encrypted files.
+    """
+    if scheduler is None:
+        return contextlib.nullcontext()
+    if how.share is not None:
+        raise UsageError(
+            "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
+            hint="pass one of them",
+        )
+    if how.decryption is not None:
+        # Refused before anything is done.
+        _ = how.decryption.shared_file
+    try:
+        from reshard.cluster import Cluster, scheduler_address
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--scheduler needs Dask, which is not installed ({error})",
+            hint="in the clone of reshard: pip install '.[dask]'",
+        ) from error
+    # Dask logs with tracebacks what is said here in words.
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return Cluster(scheduler_address(scheduler), how, jobs, report)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
+from reshard.cli.conversion import cluster_of, contents_words, detail_lines, options_of, request_between, summary_json
 from reshard.cli.output import echo_json, say
 from reshard.cli.progress import progress_of
-from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.convert import Options, Summary, prepare
 from reshard.convert.ends import check_verifiable

@@ -13,6 +13,7 @@ from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
 from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
+from reshard.forms import FORM_CLASSES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class RanksType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Ranks as people write them: ``0-7,12``."""
 
     name = "ranks"
@@ -45,23 +46,13 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return tuple(sorted(ranks))
 
 
-class Form(Choice):
+class FormType(Choice):
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 
     def __init__(self) -> None:
         super().__init__(())
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The names of all forms."""
-        # Loaded only here: most commands start without --to.
-        from reshard.forms.registry import FORMS
-
-        return tuple(form.name for form in FORMS)
-
-    @choices.setter
-    def choices(self, names: tuple[str, ...]) -> None:
-        """Names are those of the registry, whatever click sets."""
+        # Names alone, because loading the forms would triple the time of --help.
+        self.choices = FORM_CLASSES.keys()  # type: ignore[assignment, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The form."""
@@ -70,7 +61,7 @@ class Form(Choice):
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
-class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number of bytes as at Hugging Face: ``5GB`` is decimal, ``5GiB`` binary."""
 
     name = "size"
@@ -82,7 +73,7 @@ class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return value if isinstance(value, int) else parse_size(str(value))
 
 
-class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class SizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number of bytes in binary units: ``512M``."""
 
     name = "size"
@@ -134,7 +125,7 @@ def strategies(command: F) -> F:
 
 def ranks(group: str, text: str) -> Callable[[F], F]:
     """--ranks."""
-    return option(group, "--ranks", type=Ranks(), metavar="0-7,12", show_default="all", help=text)
+    return option(group, "--ranks", type=RanksType(), metavar="0-7,12", show_default="all", help=text)
 
 
 def common(command: F) -> F:
@@ -390,7 +381,7 @@ def effort(command: F) -> F:
             option(
                 "Effort",
                 "--max-memory",
-                type=Size(),
+                type=SizeType(),
                 metavar="SIZE",
                 default=f"{MAX_MEMORY >> 20}M",
                 show_default=True,
@@ -546,14 +537,14 @@ def target_form(default: str) -> Callable[[F], F]:
                 option(
                     "Target",
                     "--to",
-                    type=Form(),
+                    type=FormType(),
                     show_default=default,
                     help="Form of the target; hf is short for huggingface.",
                 ),
                 option(
                     "Target",
                     "--max-shard-size",
-                    type=ShardSize(),
+                    type=ShardSizeType(),
                     metavar="SIZE",
                     show_default="5GB, unified 3GiB",
                     help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",

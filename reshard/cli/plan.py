@@ -7,10 +7,9 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
+from reshard.cli.conversion import cluster_of, contents_words, detail_lines, options_of, request_between, summary_json
 from reshard.cli.output import echo_json, say, write_picture
 from reshard.cli.progress import progress_of
-from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare

@@ -12,7 +12,6 @@ from reshard.cli.command import argument, command, option
 from reshard.cli.output import echo_json, show_notes
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
-from reshard.strategies import read_strategy, required_strategies
 from reshard.text.wording import plural, rank_ranges
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
@@ -33,7 +32,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "Source",
     "--available",
     show_default="all",
-    type=options.Ranks(),
+    type=options.RanksType(),
     metavar="0,2-5",
     help="Only these source ranks can be read.",
 )
@@ -48,14 +47,14 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
 @option(
     "Target",
     "--to",
-    type=options.Form(),
+    type=options.FormType(),
     show_default="ranks",
     help="Form of the target, whose files are numbered from 0.",
 )
 @option(
     "Target",
     "--max-shard-size",
-    type=options.ShardSize(),
+    type=options.ShardSizeType(),
     metavar="SIZE",
     show_default="5GB, unified 3GiB",
     help="Largest file of --to huggingface or unified.",
@@ -102,7 +101,9 @@ def _of_strategies(
     Raises:
         ReshardError: they cannot be read, have no such rank, or something is on no available rank.
     """
+    # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
+    from reshard.strategies import read_strategy, required_strategies
 
     source, target = map(read_strategy, required_strategies(src_strategy, dst_strategy))
     if not 0 <= rank < target.device_count:

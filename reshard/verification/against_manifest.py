@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, crc_of_file, read_index, reading_error
 from reshard.errors import CheckpointError
-from reshard.forms.checkpoint2.names import parse_iteration
+from reshard.forms.checkpoint2.iterations import parse_iteration
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.registry import RANKS
 from reshard.records import FinishingRecord, Manifest, ManifestFile

@@ -11,7 +11,7 @@ from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.checkpoint2 import find_iterations
 from reshard.forms.full import HUGGINGFACE
 from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import CHECKPOINT2, RANKS
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in

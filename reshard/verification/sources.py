@@ -14,9 +14,9 @@ from reshard.checkpoints import FileHandles
 from reshard.errors import InputError
 from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
+from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.forms.ranks.selection import StepSelector
-from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.registry import RANKS, read_checkpoint
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
