@@ -1,4 +1,4 @@
-"""What commands that convert have in common: from options to a request, from a summary to JSON."""
+"""Shared by commands that convert: the Dask cluster of --scheduler, and the summary in words and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""inspect: what is in a checkpoint file or a rank tree, from headers and names alone."""
+"""inspect: the contents of a checkpoint of any form, from headers and names alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def inspect(
             raise UsageError(
                 f"{path} is of the form {form}; --strategy and --file-suffix go with a rank tree", hint="leave them out"
             )
-        from reshard.cli.inspect import form_json, show_form
         from reshard.inspection.form import inspect_form
 
         inspected = inspect_form(path, form, step)

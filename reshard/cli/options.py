@@ -304,7 +304,7 @@ def selection(command: F) -> F:
 
 
 def edits(command: F) -> F:
-    """Names and types, for `plan.typed_edits.edits_of`."""
+    """Names and types, for `plan.edits.edits_of`."""
     return _all(
         command,
         [

@@ -1,4 +1,4 @@
-"""Commands that need strategy or group files alone."""
+"""Commands that need strategy or group files alone: merge-pipeline, group-info and replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion did."""
+"""The summary of a conversion, and what its target files hold by kind."""
 
 from __future__ import annotations
 

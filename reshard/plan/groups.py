@@ -1,4 +1,4 @@
-"""Which target files are written together.
+"""Which target files are written together, and which by which of several runs.
 
 Where the target cuts a tensor's inner dimensions more finely than the source, several target files
 take columns of the same rows. Written one by one, each would read all of these rows; together they

@@ -1,4 +1,4 @@
-"""Reading the headers of many files, each once; many at a time where every request takes a round trip."""
+"""Reading the header of a checkpoint file, or of many at a time where every request takes a round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a checkpoint file holds: per name a type, a shape, and where in the file the bytes are."""
+"""What a checkpoint file holds: per name a type, a shape, and where in the file the bytes are.
+
+A file may hold hundreds of thousands of tensors, so `TensorTable` keeps columns and makes a `Tensor` on request.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,14 @@
-"""Slices that lie in other files than metadata.json says.
+"""Slices in other files than metadata.json lists, and tensors that it does not list.
 
 Optimizer states: MindSpore's compiler knows which parameter a state belongs to by a few prefixes. States of
 FusedAdamW (``exp_avg.``) are not among them: it lays out those of every pipeline stage over the ranks of the last
 one, while they lie in the files of the stage of their parameter. MindFormers up to 2.0 may not list a state at
 all. And where the files that are listed are gone, another rank's own file may hold the slice as well.
+
+Unlisted tensors: MindSpore's compiler lays out what is trained. Parameters that are not trained, and the
+optimizer's values, are in the files of every rank, unlisted, and nothing records whether such a parameter is whole
+there or cut. It counts as whole only if its values show so: a rank's slice of a cut tensor differs from that of its
+neighbour along an axis that cuts it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding Checkpoint 2.0: its roots, its iterations, and the one that is meant.
+"""Names of Checkpoint 2.0, its roots, its iterations, and the choice of one.
 
 A root holds a directory per iteration and a file that names the last finished one, the *tracker*. It is
 the only mark of completeness: an asynchronous save may look complete before it is.

@@ -1,8 +1,8 @@
-"""Reading what metadata.json says as typed records; nothing of it is believed but its types and ranges.
+"""metadata.json as typed records. Reading checks types and ranges only; `placing` compares it with the files.
 
 The file of a large job has hundreds of megabytes: each rank that holds a slice is listed with all ranks
-that hold it. So it is walked entry by entry, and what recurs (layouts, lists of ranks, groups of files that
-hold a slice) is kept once.
+that hold it. So it is walked entry by entry, and layouts, lists of ranks and groups of files that recur are
+kept once.
 """
 
 from __future__ import annotations

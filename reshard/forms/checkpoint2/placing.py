@@ -1,4 +1,4 @@
-"""Which slice of a tensor each file holds.
+"""Which slice of a tensor each file holds, and which rank wrote the file.
 
 It is told by the layout and the storage rank: the slice is the one that the layout gives to this rank, by
 its place in the list of ranks. The recorded number of the slice and the shape in the file are checks.

@@ -1,8 +1,12 @@
-"""Checkpoint 2.0 to be written: which slice goes into which file.
+"""Checkpoint 2.0 to be written: which slice goes into which file, and metadata.json.
 
 Every slice is written once, as a de-duplicated save does. Of the ranks that hold the same slice one is taken,
 and for all slices of a tensor the one of the same place among them, so that files that take columns of the
 same rows can be written together; the place is that of the ranks with fewest bytes so far.
+
+The loaders of MindFormers 1.8.0 to 2.1.0 all accept this metadata.json. A layout has exactly five members in a
+fixed order, because loaders take them by their places, and is never null; slices are numbered in C order; every
+stored slice names all ranks that hold it.
 """
 
 from __future__ import annotations

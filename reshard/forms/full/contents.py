@@ -1,4 +1,4 @@
-"""What is in the files of a directory of full weights, and whether its map says the same."""
+"""Reading a directory of full weights from headers alone, and comparing its map with its files."""
 
 from __future__ import annotations
 

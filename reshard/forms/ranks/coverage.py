@@ -1,4 +1,4 @@
-"""Whether the files of a step hold every slice, and which are lost where they do not.
+"""Whether the files of a step are those of the strategy: its ranks, every slice, and parameters it does not list.
 
 A step is complete when every stage has ranks with it and of every parameter found at that step
 every slice is found. A parameter that no file holds was not saved and does not count, except where

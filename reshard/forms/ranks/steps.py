@@ -1,8 +1,11 @@
-"""What the name of a checkpoint file says: its step, and which series of saves it belongs to.
+"""What the name of a checkpoint file says: its step, its rank, and which series of saves it belongs to.
 
 MindSpore names files ``{prefix}-{epoch}_{step}.ckpt``. A second run into the same directory appends
 ``_1`` to the prefix, so steps can be ordered within one prefix only; and the prefix may hold the
 rank's own number (``llama_rank_3-1_10.ckpt``), so that the prefixes of two ranks of one save differ.
+
+In a path, ``{rank}`` stands for a whole number of digits; ``*``, ``?`` and ``[...]`` are wildcards within one
+component, as in a shell.
 """
 
 from __future__ import annotations

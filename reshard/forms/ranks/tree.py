@@ -297,7 +297,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
 
 
 class _Found(NamedTuple):
-    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `path_pattern.Match`."""
+    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `steps.PathMatch`."""
 
     rank: int
     naming: Pattern
