@@ -9,8 +9,28 @@ from tests.corpus import ROOT
 
 # Names of rules of names, of rules of strategies and of verification that are still given twice; none may be added.
 TWICE = frozenset(
-    "Adapter Condition Contents Copy Cut Edits Entry Made Place Problems Product Progress Reading Rule Rules Sizes "
-    "Source Stored Target Written".split()
+    {
+        "Adapter",
+        "Condition",
+        "Contents",
+        "Copy",
+        "Cut",
+        "Edits",
+        "Entry",
+        "Made",
+        "Place",
+        "Problems",
+        "Product",
+        "Progress",
+        "Reading",
+        "Rule",
+        "Rules",
+        "Sizes",
+        "Source",
+        "Stored",
+        "Target",
+        "Written",
+    }
 )
 
 

@@ -6,96 +6,20 @@ import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Optional
 
-from reshard.cli import options
-from reshard.cli.output import listener, totals_json, totals_words
-from reshard.convert import Options, Summary, Workers, usable_cpus
-from reshard.convert.ends import read_ends
+from reshard.cli.output import totals_json, totals_words
+from reshard.convert import Options, Summary, Workers
 from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
-from reshard.forms.target import FileId
-from reshard.plan.edits import edits_of
 from reshard.plan.request import Request
-from reshard.strategies import Strategy
 from reshard.text.messages import listing
-from reshard.text.name_filters import Filters
 from reshard.text.names import KINDS, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges
 
 # Shorter phases, in seconds, are not shown.
 MIN_SHOWN = 0.1
-
-
-def request_between(
-    src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]
-) -> tuple[Request, Report]:
-    """What the options of a conversion ask for, and a report that has been told what was noted of strategies.
-
-    Raises:
-        ReshardError: options are missing or contradict each other, or a strategy cannot be read.
-    """
-    report = Report(listener())
-    ends = read_ends(src, typed, report)
-    request = request_of(
-        src,
-        dst,
-        ends.source,
-        ends.target,
-        ranks,
-        typed,
-        form=ends.form,
-        to=ends.to,
-        max_shard_size=typed["max_shard_size"],
-        edits=edits_of(src, typed),
-    )
-    return request, report
-
-
-def request_of(
-    src: str,
-    dst: str,
-    source: Strategy,
-    target: Strategy,
-    ranks: Optional[tuple[int, ...]],
-    typed: Mapping[str, Any],
-    **others: Any,
-) -> Request:
-    """What the options ask for; `recover` does not have all of them."""
-    return Request(
-        src=src,
-        dst=dst,
-        source=source,
-        target=target,
-        files=None if ranks is None else tuple(map(FileId, ranks)),
-        prefix=typed["prefix"],
-        format=typed.get("format", "same"),
-        step=typed["step"],
-        fallback=not typed["no_fallback"],
-        file_suffix=typed["file_suffix"],
-        filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
-        strict=typed.get("strict", False),
-        **others,
-    )
-
-
-def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
-    """How the options want it done; ``others`` are attributes of `Options` that have no option."""
-    return Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        check_replicas=typed["check_replicas"],
-        checksum=typed["checksum"],
-        overwrite=typed["overwrite"],
-        accept_changed_source=typed["accept_changed_source"],
-        verify=typed.get("verify", False),
-        decryption=options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
-        **{"dry_run": typed["dry_run"], **others},
-    )
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
