@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import options_of, request_between
 from reshard.cli.convert import carry_out
 from reshard.cli.opened import effort_of
+from reshard.cli.output import listener
+from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
@@ -43,13 +44,7 @@ reshard merge-lora base/ adapter/ merged/ \\
 @argument("adapter", shell_complete=completion.paths)
 @argument("out", shell_complete=completion.directories)
 @options.strategies
-@option(
-    "Strategies",
-    "--adapter-strategy",
-    metavar="FILE|DIR|none",
-    shell_complete=completion.strategies,
-    help="Strategy that the adapter's ranks were saved with.",
-)
+@options.strategy("Strategy that the adapter's ranks were saved with.", flag="--adapter-strategy")
 @option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")
 @option(
     "Source",
@@ -60,6 +55,7 @@ reshard merge-lora base/ adapter/ merged/ \\
     help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
 @options.target_form("that of BASE; ranks with --dst-strategy")
+@options.target_files
 @options.source
 @options.fallback
 @options.writing
@@ -94,7 +90,8 @@ def merge_lora(
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
-    request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
+    report = Report(listener())
+    request = request_between(base, out, None, {**typed, **_NO_EDITS}, report)
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 

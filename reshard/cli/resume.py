@@ -20,7 +20,7 @@ from reshard.cli.shard import Share
 from reshard.convert import Phases, Summary
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError, TargetError
-from reshard.forms.ranks.path_pattern import RANK, fixed_directory
+from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.registry import FORMS, counted_as, form_named, form_of
 from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks

@@ -9,8 +9,7 @@ from typing import Any, Optional
 
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import Edits
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import Edits, edits_of
 from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
 from reshard.records.identity import short_digest

@@ -702,3 +702,18 @@ def _division(form: TargetForm) -> str:
         names = form.names_in(file)
         told.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
     return short_digest(*told)
+
+
+def beside(directory: str, identity: Identity) -> list[str]:
+    """Checkpoint files that the conversion did not write and that readers may take for its own, sorted.
+
+    Args:
+        directory: the target directory; the names are relative to it.
+        identity: which conversion.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    own = {identity.file_of(file) for file in range(identity.ranks)}
+    found = Destination(directory).checkpoints({os.path.dirname(name) for name in own})
+    return [name for name in found if name not in own]

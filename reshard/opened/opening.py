@@ -16,9 +16,8 @@ from reshard.forms.form import Layouts, Reading
 from reshard.forms.registry import FORMS, check_holds_ranks, check_there, form_named, form_of
 from reshard.forms.target import FileId
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort
-from reshard.plan.edits import Edits
+from reshard.plan.edits import Edits, typed_edits
 from reshard.plan.request import Request
-from reshard.plan.typed_edits import typed_edits
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy
 from reshard.text.name_filters import Filters

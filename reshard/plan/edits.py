@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Callable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
 
 from reshard.checkpoints import FileHandles, Tensor
 from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor
-from reshard.checkpoints.edited import EditedCheckpoint, Made
+from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
 from reshard.forms.form import Written
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
+from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern
@@ -166,7 +168,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
-    made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
+    made: Mapping[str, Recipe] = {name: Recipe((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
@@ -243,12 +245,12 @@ def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
 
 def _ruled(
     checkpoint: Checkpoint,
-    made: Mapping[str, Made],
+    made: Mapping[str, Recipe],
     kept: AbstractSet[str],
     applied: Applied,
     rules: NameRules,
     report: Report,
-) -> tuple[dict[str, Made], set[str]]:
+) -> tuple[dict[str, Recipe], set[str]]:
     """What rules make of tensors and values.
 
     Raises:
@@ -256,7 +258,7 @@ def _ruled(
     """
     from reshard.names import warning_of
 
-    found: dict[str, Made] = {}
+    found: dict[str, Recipe] = {}
     still: set[str] = set()
     for name, (_, sources, view) in applied.made.items():
         if not all(source in made for source in sources):
@@ -273,7 +275,7 @@ def _ruled(
             found[name] = made[sources[0]]
         else:
             # Only the first table packs; what follows it gives other names.
-            found[name] = Made(tuple(made[source].sources[0] for source in sources), view)
+            found[name] = Recipe(tuple(made[source].sources[0] for source in sources), view)
     for names, why in ((applied.dropped, "dropped by a rule"), (applied.unspoken, _STATE)):
         if names:
             report.note(f"{len(names)} {why}: " + listing(sorted(names)))
@@ -302,15 +304,15 @@ def _tied(checkpoint: Checkpoint, applied: Applied) -> list[Equal]:
 
 
 def _exactly(
-    made: Mapping[str, Made], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
-) -> tuple[dict[str, Made], set[str]]:
+    made: Mapping[str, Recipe], kept: AbstractSet[str], names: Mapping[str, Optional[str]]
+) -> tuple[dict[str, Recipe], set[str]]:
     """The same under other names.
 
     Raises:
         CheckpointError: two tensors would have the same name, or a value would have another.
     """
     still = {name for name in kept if names.get(name, name) is not None}
-    found: dict[str, Made] = {}
+    found: dict[str, Recipe] = {}
     for name, tensor in made.items():
         new = names.get(name, name)
         if new is None:
@@ -332,14 +334,14 @@ def _exactly(
     return found, still
 
 
-def _shapes(checkpoint: Checkpoint, made: Mapping[str, Made], kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(checkpoint: Checkpoint, made: Mapping[str, Recipe], kept: AbstractSet[str]) -> dict[str, tuple[int, ...]]:
     """Of tensors and values."""
     shapes = {name: _shape(checkpoint, tensor) for name, tensor in made.items()}
     shapes.update((name, _stored(checkpoint, name).shape) for name in kept)
     return shapes
 
 
-def _shape(checkpoint: Checkpoint, made: Made) -> tuple[int, ...]:
+def _shape(checkpoint: Checkpoint, made: Recipe) -> tuple[int, ...]:
     return checkpoint.tensors[made.sources[0]].shape if made.view is None else made.view.shape
 
 
@@ -348,7 +350,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
     return checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
 
 
-def _check_types(checkpoint: Checkpoint, made: Mapping[str, Made]) -> None:
+def _check_types(checkpoint: Checkpoint, made: Mapping[str, Recipe]) -> None:
     """Refuse tensors that would be made of elements of several types, or of parts of bytes.
 
     Raises:
@@ -382,3 +384,76 @@ def _check_packed(name: str, sources: Sequence[GlobalTensor], view: View) -> Non
             parameter=packed.name,
             hint='leave it out: give it a rule of its own in a copy of the table, with do = "drop"',
         )
+
+
+_CONFIG = "config.json"
+
+
+def typed_edits(
+    src: str,
+    names: Optional[str] = None,
+    rename: Sequence[str] = (),
+    config: Optional[str] = None,
+    reverse: bool = False,
+    optimizer: bool = False,
+    cast: Sequence[str] = (),
+) -> Optional[Edits]:
+    """What words ask for; None where names and types stay as they are.
+
+    Args:
+        src: the source; its config.json is taken where none is named.
+        names: a built-in table of rules, or the file of one.
+        rename: other names, ``OLD=NEW``.
+        config: what tells the sizes that the table needs.
+        reverse: read the table from right to left.
+        optimizer: apply it to optimizer state as well.
+        cast: ``DTYPE`` or ``GLOB=DTYPE``.
+
+    Raises:
+        UsageError: they do not go together, or ask for what there is not.
+        ReshardError: a table cannot be read.
+    """
+    for option, given in (("config", config is not None), ("reverse", reverse), ("optimizer", optimizer)):
+        if given and names is None:
+            raise UsageError(f"--{option} goes with --names", hint="name a table: `reshard names list`")
+    if names is None and not rename and not cast:
+        return None
+    if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
+        config = os.path.join(src, _CONFIG)
+    # Loaded only here: most conversions have no rules.
+    from reshard.names import builtin_names, parse_renames, read_config, rules_named
+
+    table = None if names is None else rules_named(names)
+    if names is not None and table is not None and table.path not in builtin_names():
+        names = absolute(names)
+    return Edits(
+        table=table,
+        renames=parse_renames(rename) if rename else None,
+        config=None if config is None else read_config(config),
+        reverse=True if reverse else None,
+        optimizer=optimizer,
+        casts=tuple(map(CastAsked.parse, cast)),
+        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast)),
+    )
+
+
+def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
+    """What the options of names and types ask for; None where names and types stay as they are.
+
+    Args:
+        src: the source; its config.json is taken where none is named.
+        typed: the options' values.
+
+    Raises:
+        UsageError: they do not go together, or ask for what there is not.
+        ReshardError: a table cannot be read.
+    """
+    return typed_edits(
+        src,
+        typed["names"],
+        typed["rename"],
+        typed["config"],
+        typed["reverse"],
+        typed["optimizer"] is not None,
+        typed["cast"],
+    )

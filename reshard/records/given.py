@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints.formats.open import FORMATS
+from reshard.checkpoints.formats.headers import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step

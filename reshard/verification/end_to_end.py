@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
