@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.records import locks
-from reshard.storage import temporary
+from reshard.storage import locks, temporary
 from tests.running import fails, warns
 from tests.small import World, tensors
 from tests.trees import same_ranks
