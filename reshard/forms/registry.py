@@ -28,8 +28,6 @@ def _made(place: str) -> Form:
 FORMS: list[Form] = [_made(place) for place in FORM_CLASSES.values()]
 """All forms, in the order of `FORM_CLASSES`."""
 
-RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
-
 
 def form_named(name: str) -> Form:
     """The form of a name, which is known to be one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.small import World, tensors
 
 FULL = tensors()
@@ -24,7 +24,7 @@ def test_another_conversion_names_the_options_that_differ_and_no_digests(world: 
 
 def test_another_size_of_files_is_named_once(world: World) -> None:
     world.save(FULL)
-    words = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
+    words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, "--to", "huggingface"]
     done(*words, "--max-shard-size", "100")
     told = fails(3, *words, "--max-shard-size", "1000", says=["--max-shard-size (100 there, 1000 here)"])
     assert "names of the files" not in told.err

@@ -33,7 +33,7 @@ from reshard.forms.ranks.steps import (
     parse_stem,
 )
 from reshard.storage import (
-    Entry,
+    DirectoryEntry,
     absolute,
     asks_once,
     entries_of_each,
@@ -452,7 +452,7 @@ def _checkpoints(path: str) -> Iterator[str]:
         yield os.path.join(path, name)
 
 
-def _named_so(entries: Iterable[Entry]) -> list[str]:
+def _named_so(entries: Iterable[DirectoryEntry]) -> list[str]:
     """The checkpoint files among what is in a directory, by name.
 
     Raises:
