@@ -58,6 +58,11 @@ class FormType(Choice):
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+        # Loaded only here: help does without.
+        from reshard.checkpoints.formats.dtypes import dtype_named
+
+        if isinstance(value, str) and dtype_named(value) is not None:
+            self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
@@ -436,6 +441,20 @@ divided = together(
 
 targets = together(ranks("Target", "Write only these target ranks; with --to, these files."), divided)
 """Which target ranks are written."""
+
+
+def source_called(name: str) -> Callable[[F], F]:
+    """The help of all options calls the source by the name of the command's argument; goes above the options."""
+
+    def rename(command: F) -> F:
+        for parameter in getattr(command, "__click_params__", ()):
+            for attribute in ("help", "show_default"):
+                text = getattr(parameter, attribute, None)
+                if isinstance(text, str):
+                    setattr(parameter, attribute, re.sub(r"\bSRC\b", name, text))
+        return command
+
+    return rename
 
 
 def target_form(default: str, text: str = "Form of the target; hf is short for huggingface.") -> Callable[[F], F]:

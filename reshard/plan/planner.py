@@ -17,7 +17,7 @@ from reshard.forms.target import TargetForm
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, asked_files, sections_of
-from reshard.plan.recovery import RecoveredFiles, Recovery, RecoveryValues
+from reshard.plan.recovery import RecoveredFiles, Recovery, ValuesOfRecovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
@@ -49,7 +49,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     else:
         form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    copied = values if recovery is None else RecoveryValues(values, recovery)
+    copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits is None
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
