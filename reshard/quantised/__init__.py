@@ -1,0 +1,1 @@
+"""Quantised weights: how they are recognised, and what their codes and scales stand for."""
