@@ -5,7 +5,7 @@ devices of a stage; `Grid` is the geometry of it, for a tensor of a given shape;
 source slices a target slice is made of; `View` is a tensor made of strided boxes of others.
 """
 
-from reshard.layout.grid import Box, Grid, inside, intersection, shape_of, volume_of, whole_box
+from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
 from reshard.layout.view_overlap import ViewOverlap
@@ -22,6 +22,7 @@ __all__ = [
     "Region",
     "View",
     "ViewOverlap",
+    "boxes_of_range",
     "inside",
     "intersection",
     "shape_of",

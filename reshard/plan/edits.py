@@ -24,6 +24,7 @@ from reshard.text.wording import plural, quoted
 if TYPE_CHECKING:
     from reshard.layout import View
     from reshard.names import Applied, Rules
+    from reshard.quantised import Quantisation
 
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
@@ -40,6 +41,7 @@ class Words:
         reverse: whether the table was to be read from right to left.
         optimizer: whether optimizer state was to be kept.
         cast: types.
+        dequantize: the type that quantised tensors get.
     """
 
     names: Optional[str] = None
@@ -48,6 +50,7 @@ class Words:
     reverse: bool = False
     optimizer: bool = False
     cast: tuple[str, ...] = ()
+    dequantize: Optional[str] = None
 
 
 class Additions(Protocol):
@@ -88,6 +91,8 @@ class Edits:
         casts: types that are asked for; of those that concern a tensor the last holds.
         additions: what is added to tensors before they get other names; they are not cast then.
         exactly: other names of single tensors, after the rules; None for those that are left out.
+        quantisation: how quantised tensors are recognised, and the type that they get before anything else is done to
+            them; None where codes and scales are copied as they are.
         words: how it was typed; None where it is not typed with the options of a conversion.
     """
 
@@ -99,6 +104,7 @@ class Edits:
     casts: tuple[CastAsked, ...] = ()
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
+    quantisation: Optional[Quantisation] = None
     words: Optional[Words] = field(default=Words(), compare=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +125,8 @@ class Edits:
             table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
-        return repr((table, renames, self.casts, additions, self.exactly))
+        quantisation = None if self.quantisation is None else self.quantisation.identity
+        return repr((table, renames, self.casts, additions, self.exactly, quantisation))
 
     def possible_identities(self) -> Iterator[str]:
         """The identities that it may have, whatever the checkpoint's names tell of options and direction.
@@ -166,6 +173,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
+    if edits.quantisation is not None:
+        checkpoint = _dequantised(checkpoint, edits.quantisation, report)
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
@@ -211,6 +220,20 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+
+
+def _dequantised(checkpoint: Checkpoint, quantisation: Quantisation, report: Report) -> Checkpoint:
+    """The source with numbers in place of codes and scales."""
+    from reshard.quantised import dequantised, describe
+
+    made, recognised = dequantised(checkpoint, quantisation)
+    if not recognised.tensors:
+        report.warn("--dequantize: no tensor of the source is quantised")
+    for scheme, count in describe(recognised).items():
+        report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
+    if recognised.left_out:
+        report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
+    return made
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-from reshard.errors import UsageError
+from reshard.checkpoints import reading_error
+from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
+from reshard.errors import CheckpointError, UsageError
 from reshard.plan.edits import Edits, Words
 from reshard.plan.wanted_types import CastAsked
-from reshard.storage import absolute, is_regular_file
+from reshard.storage import UnfitError, absolute, is_regular_file, read_small
+from reshard.storage.json_text import JsonError, parse_json
+
+if TYPE_CHECKING:
+    from reshard.quantised import Quantisation
 
 _CONFIG = "config.json"
+_DESCRIPTION = "quant_model_description.json"
+_MAX_DESCRIPTION = 1 << 28
 
 
 def typed_edits(
@@ -22,6 +30,7 @@ def typed_edits(
     reverse: bool = False,
     optimizer: bool = False,
     cast: Sequence[str] = (),
+    dequantize: Optional[str] = None,
 ) -> Optional[Edits]:
     """What words ask for; None where names and types stay as they are.
 
@@ -33,17 +42,20 @@ def typed_edits(
         reverse: read the table from right to left.
         optimizer: apply it to optimizer state as well.
         cast: ``DTYPE`` or ``GLOB=DTYPE``.
+        dequantize: type that quantised tensors get; None where they stay as they are.
 
     Raises:
         UsageError: they do not go together, or ask for what there is not.
         ReshardError: a table cannot be read.
     """
-    for option, given in (("config", config is not None), ("reverse", reverse), ("optimizer", optimizer)):
+    for option, given in (("reverse", reverse), ("optimizer", optimizer)):
         if given and names is None:
             raise UsageError(f"--{option} goes with --names", hint="name a table: `reshard names list`")
-    if names is None and not rename and not cast:
+    if config is not None and names is None and dequantize is None:
+        raise UsageError("--config goes with --names or --dequantize", hint="name a table: `reshard names list`")
+    if names is None and not rename and not cast and dequantize is None:
         return None
-    if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
+    if (names is not None or dequantize is not None) and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
     from reshard.names import builtin_names, parse_renames, read_config, rules_named
@@ -51,15 +63,45 @@ def typed_edits(
     table = None if names is None else rules_named(names)
     if names is not None and table is not None and table.path not in builtin_names():
         names = absolute(names)
+    sizes = None if config is None else read_config(config)
     return Edits(
         table=table,
         renames=parse_renames(rename) if rename else None,
-        config=None if config is None else read_config(config),
+        config=sizes,
         reverse=True if reverse else None,
         optimizer=optimizer,
         casts=tuple(map(CastAsked.parse, cast)),
-        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast)),
+        quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes, config),
+        words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
     )
+
+
+def _quantisation(
+    dequantize: str, src: str, config: Optional[Mapping[str, object]], place: Optional[str]
+) -> Quantisation:
+    """How quantised tensors are recognised, from the files beside them.
+
+    Raises:
+        UsageError: the type is none that they can get.
+        ReshardError: a file cannot be read.
+    """
+    from reshard.quantised import Quantisation
+
+    dtype = dtype_named(dequantize)
+    if dtype not in CAST_TO:
+        raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
+    description = None
+    path = os.path.join(src, _DESCRIPTION)
+    if is_regular_file(path):
+        try:
+            description = parse_json(read_small(path, _MAX_DESCRIPTION))
+        except (UnfitError, JsonError) as error:
+            raise CheckpointError(f"{path} {error}", file=path) from error
+        except OSError as error:
+            raise reading_error(path, error) from error
+        if not isinstance(description, dict):
+            raise CheckpointError(f"{path} is not a JSON object", file=path)
+    return Quantisation(dtype, config, description, place or os.path.join(src, _CONFIG))
 
 
 def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
@@ -81,4 +123,5 @@ def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
         typed["reverse"],
         typed["optimizer"] is not None,
         typed["cast"],
+        typed["dequantize"],
     )

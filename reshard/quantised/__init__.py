@@ -1,1 +1,10 @@
-"""Quantised weights: how they are recognised, and what their codes and scales stand for."""
+"""Quantised weights: how they are recognised, and what their codes and scales stand for.
+
+The room knows checkpoints and the algebra of boxes, nothing of targets. `dequantised` gives a checkpoint of numbers;
+whoever reads bytes finds in it how they are decoded.
+"""
+
+from reshard.quantised.decoding import Quantisation, dequantised, stored_tensors
+from reshard.quantised.schemes import describe, looks_quantised, recognise
+
+__all__ = ["Quantisation", "dequantised", "describe", "looks_quantised", "recognise", "stored_tensors"]
