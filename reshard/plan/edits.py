@@ -173,9 +173,10 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     # Loaded only here: most conversions have no rules.
     from reshard.names import apply_rules
 
+    views: Mapping[str, View] = {}
     if edits.quantisation is not None:
-        checkpoint = _dequantised(checkpoint, edits.quantisation, report)
-    made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
+        checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
+    made: Mapping[str, Made] = {name: Made((name,), views.get(name)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
@@ -222,8 +223,12 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
 
 
-def _dequantised(checkpoint: Checkpoint, quantisation: Quantisation, report: Report) -> Checkpoint:
-    """The source with numbers in place of codes and scales."""
+def _dequantised(
+    checkpoint: Checkpoint, quantisation: Quantisation, report: Report
+) -> tuple[Checkpoint, dict[str, View]]:
+    """The source with numbers in place of codes and scales, and views of the tensors whose dimensions are swapped."""
+    # Loaded only here: most conversions have nothing quantised.
+    from reshard.layout import View
     from reshard.quantised import dequantised, describe
 
     made, recognised = dequantised(checkpoint, quantisation)
@@ -233,7 +238,12 @@ def _dequantised(checkpoint: Checkpoint, quantisation: Quantisation, report: Rep
         report.note(f"{plural(count, 'tensor')} dequantised to {quantisation.dtype}: {scheme}")
     if recognised.left_out:
         report.note(f"{len(recognised.left_out)} scales of activations left out: " + listing([*recognised.left_out]))
-    return made
+    swapped = {name: each.shape for name, each in recognised.tensors.items() if each.swapped}
+    views = {
+        name: View.whole(0, shape).transpose((*range(len(shape) - 2), len(shape) - 1, len(shape) - 2))
+        for name, shape in swapped.items()
+    }
+    return made, views
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -294,6 +304,14 @@ def _ruled(
             )
         if len(sources) == 1 and view.is_all_of(_shape(checkpoint, made[sources[0]])):
             found[name] = made[sources[0]]
+        elif any(made[source].view is not None for source in sources):
+            swapped = next(source for source in sources if made[source].view is not None)
+            raise CheckpointError(
+                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, whose dimensions are swapped "
+                "as it is dequantised",
+                parameter=swapped,
+                hint="convert with --dequantize first, and with --names after that",
+            )
         else:
             # Only the first table packs; what follows it gives other names.
             found[name] = Made(tuple(made[source].sources[0] for source in sources), view)

@@ -90,6 +90,7 @@ class Quantised:
         shape: of the dequantised tensor.
         block: elements per scale, per dimension.
         scheme: what it is called.
+        swapped: whether the model has its last two dimensions the other way round than they are stored.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Quantised:
     shape: Shape
     block: Shape
     scheme: str
+    swapped: bool = False
 
     @property
     def scale_shape(self) -> Shape:
@@ -245,7 +247,11 @@ def _quantised(
         schemes = [(f"{title} {how}", block) for how, block in _blocks(name, shape, settings, description)]
     else:
         raise _unknown(name, scales, f"elements of type {code}")
-    candidates = [Quantised(written, name, code, scales, offsets, shape, block, scheme) for scheme, block in schemes]
+    # gpt-oss stores [experts, out, in] in blocks, and its unquantised weights are [experts, in, out].
+    swapped = scales.endswith("_scales") and len(shape) > 2
+    candidates = [
+        Quantised(written, name, code, scales, offsets, shape, block, scheme, swapped) for scheme, block in schemes
+    ]
     fitting = [each for each in candidates if _fits(scale.shape, each)]
     if not fitting:
         needed = " or ".join(f"{list(each.scale_shape)} ({each.scheme})" for each in candidates) or "no scales"

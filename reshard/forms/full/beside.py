@@ -23,6 +23,9 @@ CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of config.json for the type in which loaders hold the weights, the newer first."""
 
+QUANTISATION = frozenset(("quantization_config", "compression_config"))
+"""Keys of config.json that describe how weights are quantised."""
+
 _LARGEST_CONFIG = 1 << 22
 _PART = 1 << 20
 
@@ -46,7 +49,7 @@ def files_beside(checkpoint: Checkpoint, tensors: Mapping[str, GlobalTensor], wa
     copied = for_each(lambda path: _copied(path, handles), [*paths.values()])
     files = {name: file._replace(name=name) for name, file in zip(paths, copied)}
     if CONFIG in paths:
-        content = _of_other_types(paths[CONFIG], tensors, wanted.cast, report)
+        content = _of_other_types(paths[CONFIG], tensors, wanted, report)
         if content is not None:
             files[CONFIG] = files[CONFIG]._replace(make=lambda: [content], size=len(content))
     return [*files.values()]
@@ -80,13 +83,13 @@ def _copied(path: str, handles: FileHandles) -> FinishingFile:
     return FinishingFile(os.path.basename(path), parts, status.size, path)
 
 
-def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, report: Report) -> Optional[bytes]:
-    """A configuration of weights that were cast; None where it stays as it is, byte for byte.
+def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Wanted, report: Report) -> Optional[bytes]:
+    """A configuration of weights that were cast or dequantised; None where it stays as it is, byte for byte.
 
     Args:
         path: the configuration.
         tensors: what is written.
-        cast: whether casts are asked for; only then the configuration is changed.
+        wanted: whether casts, or numbers for quantised weights, are asked for; only then the configuration is changed.
         report: told of another type than that of the weights.
 
     Raises:
@@ -99,6 +102,11 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
         return None
     except OSError as error:
         raise reading_error(path, error) from error
+    content = None
+    if wanted.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
+        config = {key: value for key, value in config.items() if key not in QUANTISATION}
+        report.note(f"{CONFIG} is written without quantization_config, since the weights are dequantised")
+        content = (json.dumps(config, indent=2) + "\n").encode()
     said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
     types = sorted(
         {
@@ -108,9 +116,9 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
         }
     )
     if not said or not types or all(types == [value] for value in said.values()):
-        return None
+        return content
     key, value = next(iter(said.items()))
-    if not cast:
+    if not wanted.cast and not wanted.dequantised:
         if value not in types:
             report.note(
                 f"{path} has {key} {quoted(str(value))}, and the weights are {' and '.join(types)}: loaders cast them; "
@@ -122,6 +130,6 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
             f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
             f"({', '.join(types)}): see that it is the one in which they are to be loaded"
         )
-        return None
+        return content
     report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
