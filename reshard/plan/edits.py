@@ -188,6 +188,8 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         report.note(f"{plural(len(added), 'tensor')} added to: " + listing([*added]))
     identity = edits.identity()
     if edits.table is not None:
+        if edits.quantisation is None:
+            _check_not_quantised(checkpoint)
         applied = apply_rules(
             edits.table, _shapes(checkpoint, made, kept), edits.config, edits.reverse, edits.optimizer
         )
@@ -244,6 +246,22 @@ def _dequantised(
         for name, shape in swapped.items()
     }
     return made, views
+
+
+def _check_not_quantised(checkpoint: Checkpoint) -> None:
+    """Refuse weights of which scales are part: rules of names would move one without the other.
+
+    Raises:
+        CheckpointError: there are such weights.
+    """
+    from reshard.quantised import looks_quantised, stored_tensors
+
+    if looks_quantised(stored_tensors(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint.place}: holds quantised weights, which rules of names cannot convert",
+            file=checkpoint.place,
+            hint="add --dequantize BFloat16",
+        )
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:
@@ -307,8 +325,7 @@ def _ruled(
         elif any(made[source].view is not None for source in sources):
             swapped = next(source for source in sources if made[source].view is not None)
             raise CheckpointError(
-                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, whose dimensions are swapped "
-                "as it is dequantised",
+                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, whose dimensions are swapped",
                 parameter=swapped,
                 hint="convert with --dequantize first, and with --names after that",
             )

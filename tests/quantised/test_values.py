@@ -13,29 +13,7 @@ from hypothesis import strategies as st
 from reshard.execute.casts import Cast
 from reshard.layout import shape_of
 from reshard.quantised.values import CODES, E2M1, decode_codes, decode_scales, dequantise, scale_box
-
-_LAYOUTS = {"Float8E4M3FN": (4, 3, 7), "Float8E5M2": (5, 2, 15), E2M1: (2, 1, 1)}
-
-
-def number(code: str, bits: int) -> float:
-    """What a code of one element stands for, by the definition of its type."""
-    if code == "Int8":
-        return float(bits - 256 if bits > 127 else bits)
-    exponent, mantissa, bias = _LAYOUTS[code]
-    sign: float = -1.0 if bits >> (exponent + mantissa) else 1.0
-    power, digits = bits >> mantissa & (2**exponent - 1), bits & (2**mantissa - 1)
-    if code == "Float8E4M3FN" and (power, digits) == (15, 7):
-        return math.nan
-    if code == "Float8E5M2" and power == 31:
-        return math.nan if digits else sign * math.inf
-    if power == 0:
-        return sign * math.ldexp(digits, 1 - bias - mantissa)
-    return sign * math.ldexp(1 + digits / 2**mantissa, power - bias)
-
-
-def numbers(code: str, byte: int) -> list[float]:
-    """The numbers in a byte."""
-    return [number(code, byte & 15), number(code, byte >> 4)] if code == E2M1 else [number(code, byte)]
+from tests.quantised.models import numbers
 
 
 @pytest.mark.parametrize("code", CODES)

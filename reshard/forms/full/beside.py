@@ -125,6 +125,8 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Want
                 f"--cast DTYPE writes them in another type and corrects {CONFIG}"
             )
         return None
+    if len(types) > 1 and value in types and not wanted.cast:
+        return content
     if len(types) > 1:
         report.warn(
             f"{CONFIG} says {key} {quoted(str(value))} as before, for the weights are of several types "
