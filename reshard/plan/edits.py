@@ -325,7 +325,7 @@ def _ruled(
         elif any(made[source].view is not None for source in sources):
             swapped = next(source for source in sources if made[source].view is not None)
             raise CheckpointError(
-                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, whose dimensions are swapped",
+                f"{quoted(name)}: rules of packing cannot be applied to {quoted(swapped)}, which is swapped",
                 parameter=swapped,
                 hint="convert with --dequantize first, and with --names after that",
             )
