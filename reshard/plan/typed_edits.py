@@ -6,20 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
-from reshard.checkpoints import reading_error
 from reshard.checkpoints.formats.dtypes import CAST_TO, dtype_named
-from reshard.errors import CheckpointError, UsageError
+from reshard.errors import UsageError
 from reshard.plan.edits import Edits, Words
 from reshard.plan.wanted_types import CastAsked
-from reshard.storage import UnfitError, absolute, is_regular_file, read_small
-from reshard.storage.json_text import JsonError, parse_json
+from reshard.storage import absolute, is_regular_file
 
 if TYPE_CHECKING:
     from reshard.quantised import Quantisation
 
 _CONFIG = "config.json"
-_DESCRIPTION = "quant_model_description.json"
-_MAX_DESCRIPTION = 1 << 28
 
 
 def typed_edits(
@@ -55,7 +51,7 @@ def typed_edits(
         raise UsageError("--config goes with --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
         return None
-    if (names is not None or dequantize is not None) and config is None and is_regular_file(os.path.join(src, _CONFIG)):
+    if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
     from reshard.names import builtin_names, parse_renames, read_config, rules_named
@@ -71,37 +67,24 @@ def typed_edits(
         reverse=True if reverse else None,
         optimizer=optimizer,
         casts=tuple(map(CastAsked.parse, cast)),
-        quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes, config),
+        quantisation=None if dequantize is None else _quantisation(dequantize, src, sizes),
         words=Words(names, tuple(rename), config, reverse, optimizer, tuple(cast), dequantize),
     )
 
 
-def _quantisation(
-    dequantize: str, src: str, config: Optional[Mapping[str, object]], place: Optional[str]
-) -> Quantisation:
+def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, object]]) -> Quantisation:
     """How quantised tensors are recognised, from the files beside them.
 
     Raises:
         UsageError: the type is none that they can get.
         ReshardError: a file cannot be read.
     """
-    from reshard.quantised import Quantisation
+    from reshard.quantised import quantisation_of
 
     dtype = dtype_named(dequantize)
     if dtype not in CAST_TO:
         raise UsageError(f"--dequantize {dequantize}: is none of {', '.join(CAST_TO)}")
-    description = None
-    path = os.path.join(src, _DESCRIPTION)
-    if is_regular_file(path):
-        try:
-            description = parse_json(read_small(path, _MAX_DESCRIPTION))
-        except (UnfitError, JsonError) as error:
-            raise CheckpointError(f"{path} {error}", file=path) from error
-        except OSError as error:
-            raise reading_error(path, error) from error
-        if not isinstance(description, dict):
-            raise CheckpointError(f"{path} is not a JSON object", file=path)
-    return Quantisation(dtype, config, description, place or os.path.join(src, _CONFIG))
+    return quantisation_of(src, dtype, config)
 
 
 def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:

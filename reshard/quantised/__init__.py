@@ -4,7 +4,15 @@ The room knows checkpoints and the algebra of boxes, nothing of targets. `dequan
 whoever reads bytes finds in it how they are decoded.
 """
 
-from reshard.quantised.decoding import Quantisation, dequantised, stored_tensors
+from reshard.quantised.decoding import Quantisation, dequantised, quantisation_of, stored_tensors
 from reshard.quantised.schemes import describe, looks_quantised, recognise
 
-__all__ = ["Quantisation", "dequantised", "describe", "looks_quantised", "recognise", "stored_tensors"]
+__all__ = [
+    "Quantisation",
+    "dequantised",
+    "describe",
+    "looks_quantised",
+    "quantisation_of",
+    "recognise",
+    "stored_tensors",
+]

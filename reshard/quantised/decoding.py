@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
+from reshard.checkpoints import reading_error
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import (
     CastWords,
@@ -30,8 +32,15 @@ from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.quantised.schemes import Quantised, Recognised, StoredTensor, recognise
 from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
+from reshard.storage import UnfitError, is_regular_file, read_small
+from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.wording import quoted
 
+_CONFIG = "config.json"
+_MAX_CONFIG = 1 << 22
+# Of msmodelslim; it lists every tensor.
+_DESCRIPTION = "quant_model_description.json"
+_MAX_DESCRIPTION = 1 << 28
 # Elements that are decoded at a time: buffers for codes and scales stay below a MiB.
 _MOST = 1 << 18
 
@@ -289,6 +298,39 @@ class Quantisation(NamedTuple):
         """A text, the same for what gives the same tensors."""
         settings = None if self.config is None else self.config.get("quantization_config")
         return repr((self.dtype, json.dumps([settings, self.description], sort_keys=True)))
+
+
+def quantisation_of(directory: str, dtype: str, config: Optional[Mapping[str, Any]] = None) -> Quantisation:
+    """How the tensors of a directory are quantised, from what lies beside them.
+
+    Args:
+        directory: the checkpoint.
+        dtype: type that the numbers get, one of `dtypes.CAST_TO`.
+        config: in place of config.json in the directory.
+
+    Raises:
+        CheckpointError: a file is no JSON object.
+        ReshardError: a file cannot be read.
+    """
+    place = getattr(config, "path", os.path.join(directory, _CONFIG))
+    if config is None:
+        config = _json_object(place, _MAX_CONFIG)
+    return Quantisation(dtype, config, _json_object(os.path.join(directory, _DESCRIPTION), _MAX_DESCRIPTION), place)
+
+
+def _json_object(path: str, most: int) -> Optional[Mapping[str, Any]]:
+    """A small JSON file; None where there is none."""
+    if not is_regular_file(path):
+        return None
+    try:
+        found = parse_json(read_small(path, most))
+    except (UnfitError, JsonError) as error:
+        raise CheckpointError(f"{path} {error}", file=path) from error
+    except OSError as error:
+        raise reading_error(path, error) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is not a JSON object", file=path)
+    return found
 
 
 def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Checkpoint, Recognised]:
