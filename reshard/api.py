@@ -182,8 +182,8 @@ class Conversion:
             ReshardError: something is missing or cannot be read.
         """
         from reshard.convert.verifying import verify_with_source
-        from reshard.verification.crcs import RecordedCrcs
         from reshard.verification.reading import Means
+        from reshard.verification.sources import RecordedCrcs
 
         report = logged(in_python)
         how = self._options()

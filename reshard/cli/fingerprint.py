@@ -32,12 +32,11 @@ from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
-from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import Entry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.sources import Place, Reader, read_files_of_ranks
+from reshard.verification.sources import Place, RecordedCrcs, read_files_of_ranks, read_sound, reader_of
 from reshard.verification.stored import Source
 
 
@@ -108,7 +107,7 @@ def fingerprint(
             else:
                 # What is needed is known only when it is known what is made of it.
                 wanted = Filters() if edited else filters
-                source = read_sound(Reader(place, handles, report, filters=wanted, files=ranks).read, crcs)
+                source = read_sound(reader_of(place, handles, report, filters=wanted, files=ranks), crcs)
                 _check_files(source, ranks, place)
                 if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)

@@ -506,18 +506,21 @@ class TargetDirectory:
                         _remove(mark)
         Manifest.remove(self._root)
 
-    def _finish(self) -> tuple[FinishingRecord, ...]:
+    def _finish(self) -> tuple[tuple[FinishingRecord, ...], tuple[str, ...]]:
         """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
 
         Returns:
-            What is to be known of these files; nothing of those in rank directories.
+            The records of these files, and the names of others that belong to the model; none in rank directories.
 
         Raises:
             RetryableError: something cannot be written.
         """
         marks = _marks(self._ledger.identity)
-        written = []
+        written: list[FinishingRecord] = []
+        beside: list[str] = []
         for file in self._plan.form.finishing():
+            if file.name not in marks and not self._plan.form.by_rank:
+                beside.append(file.name)
             path = os.path.join(self._root, file.name)
             try:
                 size = sum(map(len, file.make())) if file.size is None else file.size
@@ -534,7 +537,7 @@ class TargetDirectory:
             # Trainings go on writing in rank directories.
             if file.name in marks and not self._plan.form.by_rank:
                 written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
-        return tuple(written)
+        return tuple(written), tuple(beside)
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
@@ -544,11 +547,11 @@ class TargetDirectory:
                 self._ledger.record(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
-        finishing = self._finish()
+        finishing, beside = self._finish()
         # Loaders have what they go by now. One of another form may be left of a conversion that was given up here.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
-        return Manifest(self._ledger.identity, tuple(files), finishing).write(self._root)
+        return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, where this run or any that wrote a target asked for them.

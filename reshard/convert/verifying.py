@@ -25,7 +25,6 @@ from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verification.crcs import RecordedCrcs
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
     Adapter,
@@ -38,7 +37,7 @@ from reshard.verification.end_to_end import (
     verify_conversion,
 )
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import Place, RecordedCrcs
 
 
 def verify_written(

@@ -38,7 +38,7 @@ class TensorPair:
         shape: of the full tensor.
         identical: type and all bytes are the same.
         differing: elements whose values differ; NaN is equal to NaN. None where they are no numbers.
-        nan: elements that are NaN in one only.
+        nan: elements that are NaN in A only, and in B only.
         max_abs: the largest absolute difference of elements that are NaN in none.
         max_rel: the largest difference relative to the larger of the two, in absolute values.
         at: where the largest absolute difference is first, or else an element that is NaN in one only.
@@ -50,7 +50,7 @@ class TensorPair:
     shape: tuple[int, ...]
     identical: bool
     differing: Optional[int] = 0
-    nan: int = 0
+    nan: tuple[int, int] = (0, 0)
     max_abs: float = 0.0
     max_rel: float = 0.0
     at: Optional[tuple[int, ...]] = None
@@ -90,7 +90,8 @@ class _PartialDifference:
 
     identical: bool = True
     differing: int = 0
-    nan: int = 0
+    nan_a: int = 0
+    nan_b: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
     at: Optional[int] = None
@@ -153,7 +154,7 @@ def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPai
         shape=a.shape,
         identical=a.dtype_name == b.dtype_name and all(part.identical for part in parts),
         differing=sum(part.differing for part in parts),
-        nan=sum(part.nan for part in parts),
+        nan=(sum(part.nan_a for part in parts), sum(part.nan_b for part in parts)),
         max_abs=max((part.max_abs for part in parts), default=0.0),
         max_rel=max((part.max_rel for part in parts), default=0.0),
         at=None if at is None else tuple(int(position) for position in at),
@@ -213,8 +214,10 @@ class _DifferenceComputer:
         packed = 2 if one[1] == INT4 else 1
         differing = int(np.count_nonzero(distance != 0))
         if nan is not None and nan.any():
+            only_a = int(np.count_nonzero(nan & np.isnan(a)))
             only = int(np.count_nonzero(nan))
-            found.nan += only
+            found.nan_a += only_a
+            found.nan_b += only - only_a
             found.differing += only
             if found.at is None:
                 found.at = first + int(nan.argmax()) // packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,10 +15,9 @@ from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.rank_target import value_content
-from reshard.verification.reading import Means, batches, sum_boxes
+from reshard.verification.reading import Means, sums
 from reshard.verification.sources import read_files_of_ranks
-from reshard.verification.stored import Source, Stored, Way
+from reshard.verification.stored import Source, Stored, Way, value_content
 from reshard.verification.sums import PRIME
 
 
@@ -68,13 +68,9 @@ def compare_copies(
         total += sum(tensor.item_size * volume_of(box) * len(files) for _, box, files in slices)
     means.progress.begin(total, "comparing copies")
     try:
-        for some in batches(tensors, lambda tensor: sum(map(len, _files(tensor)))):
-            found += _differing_slices(some, means)
-        copies = [(name, file) for name, files in values.items() for file in files]
-        contents = [value_content(source, name, file) for name, file in copies]
-        boxes = ((number, content, whole_box(content.shape)) for number, content in enumerate(contents))
+        found += _differing_slices(tensors, means)
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
-        for (name, file), number in zip(copies, sum_boxes(boxes, len(copies), means)):
+        for (name, file), number in sums(_value_copies(source, values), means):
             kinds[name][file] = (kind_of_tensor(source.value(name, file)), number)
         for name, each in kinds.items():
             found += _minority(name, each)
@@ -83,8 +79,13 @@ def compare_copies(
     return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
 
 
-def _files(tensor: Stored) -> Iterator[tuple[int, ...]]:
-    return (files for way in tensor.ways for files in way.held.values())
+def _value_copies(
+    source: Source, values: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[tuple[str, int], Stored, Box]]:
+    for name, files in values.items():
+        for file in files:
+            content = value_content(source.indexes, name, file)
+            yield (name, file), content, whole_box(content.shape)
 
 
 def has_copies(tensor: Stored) -> bool:
@@ -104,28 +105,24 @@ def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
 
 
 def _differing_slices(tensors: Iterable[Stored], means: Means) -> Iterator[Difference]:
-    compared = [(tensor, way, box, files) for tensor in tensors for way, box, files in _copied_slices(tensor)]
-    copies = [(tensor, way, box, file) for tensor, way, box, files in compared for file in files]
-    boxes = (
-        (number, replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
-        for number, (tensor, way, box, file) in enumerate(copies)
+    copies = (
+        ((tensor, way.number, box, file), replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
+        for tensor in tensors
+        for way, box, files in _copied_slices(tensor)
+        for file in files
     )
-    coming = iter(sum_boxes(boxes, len(copies), means))
-    stages: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    doubtful = set()
-    by_name: dict[str, Stored] = {}
-    for tensor, way, _, files in compared:
-        name = by_name.setdefault(tensor.name, tensor).name
-        sums = {file: next(coming) for file in files}
-        stages[name][way.number] += Counter(sums.values()).most_common(1)[0][0]
-        for difference in _minority(name, sums):
-            doubtful.add(name)
-            yield difference
-    for name, totals in stages.items():
-        if name not in doubtful and len(totals) > 1:
-            whole = {way.number for way in by_name[name].whole_ways()}
-            if len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
-                yield Difference("stages", name, (), "pipeline stages hold different values of it")
+    for _, of_tensor in itertools.groupby(sums(copies, means), key=lambda item: item[0][0].name):
+        totals: dict[int, int] = defaultdict(int)
+        agree = True
+        for (tensor, stage, _), of_slice in itertools.groupby(of_tensor, key=lambda item: item[0][:3]):
+            by_file = {file: total for (*_, file), total in of_slice}
+            totals[stage] += Counter(by_file.values()).most_common(1)[0][0]
+            for difference in _minority(tensor.name, by_file):
+                agree = False
+                yield difference
+        whole = {way.number for way in tensor.whole_ways()}
+        if agree and len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
+            yield Difference("stages", tensor.name, (), "pipeline stages hold different values of it")
 
 
 def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:

@@ -19,9 +19,9 @@ from reshard.errors import CheckpointError, InputError
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box
-from reshard.verification.rank_target import AnySource, value_content
-from reshard.verification.reading import Means, batches, sum_boxes
-from reshard.verification.stored import Content, Stored
+from reshard.verification.converted import AnySource
+from reshard.verification.reading import Means, sums
+from reshard.verification.stored import Content, Stored, value_content
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
@@ -291,44 +291,43 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     """Sum every distinct slice once, in the lowest file that has it, and every copy of a value.
 
     Args:
-        source: what is summed.
-        means: what may be used for reading.
-        admit: which names are.
+        source: the checkpoint.
+        means: files, threads and memory.
+        admit: which parameters and values, by name.
 
     Raises:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
     """
     result, shared = Fingerprints(), SharedPlaces()
-    tensors = [source.tensors[name] for name in source.tensors if admit(name)]
-    values = {name: files for name, files in source.values.items() if admit(name)}
-    copies = [(name, file, value_content(source, name, file)) for name, files in values.items() for file in files]
+    tensors = {name: source.tensors[name] for name in source.tensors if admit(name)}
+    copies = [
+        (name, file, value_content(source.indexes, name, file))
+        for name, files in source.values.items()
+        if admit(name)
+        for file in files
+    ]
     total = sum(content.item_size * math.prod(content.shape) for _, _, content in copies)
-    total += sum(tensor.item_size * volume_of(box) for tensor in tensors for (_, box), _ in _slices(tensor))
+    total += sum(tensor.item_size * volume_of(box) for tensor in tensors.values() for (_, box), _ in _slices(tensor))
     means.progress.begin(total, "reading")
     try:
-        for some in batches(tensors, _count):
-            slices = [(tensor, key, part) for tensor in some for key, part in _slices(tensor)]
-            boxes = ((number, part, key[1]) for number, (_, key, part) in enumerate(slices))
-            sums = sum_boxes(boxes, len(slices), means)
-            by_tensor: dict[str, list[tuple[tuple[int, Box], int]]] = {tensor.name: [] for tensor in some}
-            for (tensor, key, _), found in zip(slices, sums):
-                by_tensor[tensor.name].append((key, found))
-            for tensor in some:
-                found_sums = by_tensor[tensor.name]
-                kept = shared.sums([key for key, _ in found_sums], [found for _, found in found_sums])
-                result.parameters[tensor.name] = ParameterSums(tensor.name, tensor.dtype, tensor.shape, kept)
-        wholes = ((number, content, whole_box(content.shape)) for number, (_, _, content) in enumerate(copies))
+        parts = (((name, place), part, place[1]) for name, tensor in tensors.items() for place, part in _slices(tensor))
+        for name, some in itertools.groupby(sums(parts, means), key=lambda item: item[0][0]):
+            places, totals = zip(*((place, found) for (_, place), found in some))
+            tensor = tensors[name]
+            result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums(places, totals))
+        # A parameter without slices in the files that were read.
+        for name, tensor in tensors.items():
+            if name not in result.parameters:
+                result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums((), ()))
+        wholes = (((name, file), content, whole_box(content.shape)) for name, file, content in copies)
         equal: dict[Copy, Copy] = {}
-        for (name, file, content), found in zip(copies, sum_boxes(wholes, len(copies), means)):
-            copy = Copy(content.dtype, source.value(name, file).shape, found)
+        for (name, file), found in sums(wholes, means):
+            header = source.value(name, file)
+            copy = Copy(header.dtype, header.shape, found)
             result.values.setdefault(name, {})[file] = equal.setdefault(copy, copy)
     finally:
         means.progress.end()
     return result
-
-
-def _count(tensor: Content) -> int:
-    return sum(len(way.held) for way in tensor.ways) if isinstance(tensor, Stored) else 1
 
 
 def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:

@@ -27,13 +27,13 @@ _MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_MADE = 256 << 10, 1 << 20, 4 << 20
 _COPIES, _COPIES_MADE = 4, 12
 # A thread takes as many blocks, or as many bytes, at a time.
 _TAKEN_BLOCKS, _TAKEN_BYTES = 64, 1 << 20
-_T = TypeVar("_T")
+_K = TypeVar("_K")
 # Where the first so many blocks have fewer bytes each, a second thread is not worth it unless reading is waiting.
 _PEEKED, _TINY = 64, 8 << 10
 
 
 MAX_SLICES = 1 << 14
-"""Slices that are described at a time: some MB."""
+"""Slices that are held in memory at a time: some MB."""
 
 
 class Progress(Protocol):
@@ -74,21 +74,6 @@ class Means:
             RetryableError: somebody has.
         """
         self.handles.check_unchanged(sorted(self.read))
-
-
-def batches(tensors: Iterable[_T], slices_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Tensors in groups that have no more slices together than should be described at a time."""
-    batch: list[_T] = []
-    total = 0
-    for tensor in tensors:
-        slices = slices_of(tensor)
-        if batch and total + slices > MAX_SLICES:
-            yield batch
-            batch, total = [], 0
-        batch.append(tensor)
-        total += slices
-    if batch:
-        yield batch
 
 
 class Comparison(NamedTuple):
@@ -225,19 +210,26 @@ def _same(one: Words, other: Words) -> bool:
     return np.array_equal(one, other)
 
 
-def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Means, told: bool = True) -> list[int]:
-    """The sums of tensors over some boxes (see `sums`).
+def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
+    """Sum boxes of tensors (see `sums`), as many at a time as may be held.
 
     Args:
-        boxes: numbers below ``count``, tensors and boxes; what has one number is summed together.
-        count: how many sums there are.
-        means: what may be used for it.
-        told: whether the progress, which the caller begins and ends, is told.
+        parts: what stands for each part, the tensor and the box; made as threads take them.
+        means: files, threads and memory; the caller begins and ends the progress.
+
+    Yields:
+        What stands for each part, and its sum, in order.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    sums = [0] * count
+    parts = iter(parts)
+    while some := [*itertools.islice(parts, MAX_SLICES)]:
+        yield from zip((key for key, _, _ in some), _sums([(content, box) for _, content, box in some], means))
+
+
+def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
+    totals = [0] * len(parts)
     lock, rooms = threading.Lock(), threading.local()
 
     def add(number: int, content: Content, block: Box) -> None:
@@ -253,17 +245,17 @@ def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Mean
 
         total = rooms.space.sum(content.shape, content.item_size, block, give)
         with lock:
-            sums[number] = (sums[number] + total) % PRIME
+            totals[number] = (totals[number] + total) % PRIME
 
     def tasks() -> Iterator[_Task]:
-        for number, content, box in boxes:
+        for number, (content, box) in enumerate(parts):
             means.read.update(content.paths())
             for block in _blocks(content, box, means) if volume_of(box) else ():
                 nbytes = volume_of(block) * content.item_size
                 yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
 
-    _in_threads(tasks(), means, Workspace.LEAST_MEMORY, told)
-    return sums
+    _in_threads(tasks(), means, Workspace.LEAST_MEMORY)
+    return totals
 
 
 def _threads(means: Means) -> int:

@@ -11,8 +11,8 @@ from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
+from reshard.verification.converted import compare_ranks
 from reshard.verification.difference import Difference
-from reshard.verification.rank_target import compare_ranks
 from reshard.verification.reading import Means
 from reshard.verification.stored import Source
 
