@@ -41,7 +41,7 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
     world.save(FULL)
     with failing(kind, world.root, None, number) as faults:
         world.convert(*options)
-    step = 1 if LONG else max(1, faults.calls // 6)
+    step = 1 if LONG else max(1, faults.calls // 4)
     for at in range(1, faults.calls + 1, step):
         shutil.rmtree(world.dst, ignore_errors=True)
         with failing(kind, world.root, at, number):
@@ -145,7 +145,7 @@ def test_a_failure_is_not_told_as_absence(kind: str, command: str, converted: Wo
     words = commands(converted)[command]
     with failing(kind, converted.root, None, errno.EIO) as faults:
         done(*words)
-    for at in range(1, faults.calls + 1, 1 if LONG else max(1, faults.calls // 8)):
+    for at in range(1, faults.calls + 1, 1 if LONG else max(1, faults.calls // 4)):
         for place in ("other", "recovered", "merged.ckpt"):
             shutil.rmtree(converted.root / place, ignore_errors=True)
             (converted.root / place).unlink(missing_ok=True)

@@ -21,12 +21,13 @@ import pytest
 
 from reshard.errors import ReshardError
 from tests.bounds import within
+from tests.conftest import LONG
 from tests.corpus import FIXTURES
 from tests.fuzz.mutate import mutated
 from tests.fuzz.readers import READERS, Reader
 
 KEPT = FIXTURES / "hostile"
-INPUTS = 800
+INPUTS = 800 if LONG else 300
 SECONDS = float(os.environ.get("RESHARD_FUZZ_SECONDS", "40"))
 MEGABYTES = 300
 ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints", "strategies", "layout"))

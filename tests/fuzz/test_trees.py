@@ -178,7 +178,7 @@ def check_trees(root: Path, seeds: range) -> None:
 
 
 def test_damaged_trees_are_errors_or_converted_right(tmp_path: Path) -> None:
-    check_trees(tmp_path, range(200))
+    check_trees(tmp_path, range(80))
 
 
 @pytest.mark.long

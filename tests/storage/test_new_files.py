@@ -580,7 +580,7 @@ def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objec
                 under_way.remove(number)
 
     objects.faults.choose = choose
-    data = content(8 * PART)
+    data = content(5 * PART)
     sending = Sending(3)
     with contextlib.closing(new_file(objects.path("file"), len(data), None, sending)) as file:
         # One thread fills them all.
