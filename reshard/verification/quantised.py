@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
-from reshard.verification.boxes import Box, Shape, shape_of
+from reshard.quantised import Quantisation, recognise, stored_tensors
+from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, Source, Stored, Way, Words
 
 Numbers = npt.NDArray[np.float64]
 
@@ -140,10 +141,42 @@ class Dequantised:
         # Scales may lack dimensions of which there is one.
         stored = tuple(around[: len(scales.shape)])
         words = scales.read(stored, handles)
-        if scales.dtype in ("Float8E8M0", "UInt8"):
-            values = _EXPONENTS[words]
-        else:
-            values = decoded(words, scales.dtype)
+        values = _EXPONENTS[words] if scales.dtype in ("Float8E8M0", "UInt8") else decoded(words, scales.dtype)
         values = np.asarray(values).reshape(shape_of(around))
         places = [np.arange(low, high) // size - low // size for (low, high), size in zip(box, self.block)]
         return values[np.ix_(*places)]
+
+
+def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
+    """The tensors of a source with numbers in place of codes, and the names of the values that are kept.
+
+    Raises:
+        CheckpointError: something is quantised in a way that is not known, or does not fit together.
+    """
+    how = recognise(stored_tensors(base.checkpoint), quantisation.config, quantisation.description, quantisation.place)
+    gone = {source for each in how.tensors.values() for source in each.sources}.union(how.left_out)
+    found: dict[str, Content] = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
+    for name, each in how.tensors.items():
+        shape = (*each.shape[:-2], each.shape[-1], each.shape[-2]) if each.swapped else each.shape
+        found[name] = Dequantised(
+            name,
+            quantisation.dtype,
+            shape,
+            each.code,
+            each.block,
+            base.tensors[each.codes],
+            _entry(base, each.scales),
+            None if each.offsets is None else _entry(base, each.offsets),
+            each.swapped,
+        )
+    return found, set(base.values) - gone
+
+
+def _entry(base: Source, name: str) -> Content:
+    """A tensor, or a value as one."""
+    if name in base.tensors:
+        return base.tensors[name]
+    files = base.values[name]
+    entry = base.value(name, files[0])
+    way = Way(0, {whole_box(entry.shape): tuple(files)})
+    return Stored(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (way,), base.indexes)

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as package
+from reshard.quantised import values
 from tests.layouts import examples, strategies
 from tests.quantised.models import SCHEMES, Coded, others, write_model
 from tests.reference import slices
-from tests.running import done, fails, warns
+from tests.running import done, fails, reshard, warns
 from tests.trees import Value, arrays, layout, read_checkpoint, read_tree, same_checkpoints, same_ranks, write_strategy
 
 
@@ -33,7 +34,7 @@ def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value
 def test_a_directory_becomes_one_of_the_type_asked_for(tmp_path: Path, scheme: str, dtype: str) -> None:
     quantised = write_model(tmp_path / "src", scheme)
 
-    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--dequantize", dtype)
+    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--dequantize", dtype, "--verify")
 
     (written,) = (tmp_path / "out").glob("*.safetensors")
     same_checkpoints(read_checkpoint(written), expected(quantised, dtype))
@@ -170,3 +171,51 @@ def test_a_source_without_quantised_tensors_is_a_warning(tmp_path: Path) -> None
         done("convert", tmp_path / "plain", tmp_path / "out", "--to", "huggingface", "--dequantize", "bf16"),
         "no tensor of the source is quantised",
     )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_command_that_reads_tensors_sees_the_same_numbers(tmp_path: Path, scheme: str) -> None:
+    quantised = write_model(tmp_path / "src", scheme)
+    edits = ("--dequantize", "BFloat16")
+    done("by-rank", "0", tmp_path / "src", tmp_path / "out", "--to", "huggingface", *edits)
+
+    done("diff", tmp_path / "src", tmp_path / "out", *edits)
+    warns(done("verify", tmp_path / "out", "--src", tmp_path / "src"), "no differences")
+    prints = [
+        done("fingerprint", tmp_path / path, "--json", *words).json["fingerprint"]
+        for path, words in (("src", edits), ("out", ()))
+    ]
+    assert prints[0] == prints[1]
+    rows = done("stats", tmp_path / "src", "--json", *edits).json["tensors"]
+    assert {each.name for each in quantised} <= {row["name"] for row in rows}
+    planned = done("plan", tmp_path / "src", tmp_path / "other", "--to", "huggingface", "--json", *edits).json
+    sizes = {
+        path: sum(file.stat().st_size for file in (tmp_path / path).glob("*.safetensors")) for path in ("src", "out")
+    }
+    assert planned["bytes_written"] == sizes["out"]
+    assert 0 < planned["bytes_read"] < sizes["src"]
+    assert sum(done("inspect", tmp_path / "src", "--json").json["quantised"].values()) == len(quantised)
+
+
+MISTAKES: dict[str, tuple[str, object]] = {
+    "numbers twice as large": ("_E4M3_FACTOR", np.float32(2.0**121)),
+    "the high bits first": ("_E2M1_PAIRS", np.rot90(values._E2M1_PAIRS.reshape(16, 16)).copy().reshape(-1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mistake"), [("fp8 blocks", "numbers twice as large"), ("mxfp4", "the high bits first")]
+)
+def test_a_mistake_in_the_arithmetic_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, mistake: str
+) -> None:
+    write_model(tmp_path / "src", scheme)
+    name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(values, name, wrong)
+
+    result = reshard(
+        "convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--dequantize", "bf16", "--verify"
+    )
+
+    assert result.status == 4
+    warns(result, "must not be used")

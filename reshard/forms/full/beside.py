@@ -173,7 +173,7 @@ def _same(old: str, new: str) -> bool:
 
 
 def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
-    """Whether two configurations agree, the new one with the one type that all weights have after a cast.
+    """Whether two configurations agree, the new one of weights that were cast or dequantised.
 
     Raises:
         OSError: one cannot be read.
@@ -184,7 +184,10 @@ def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
         before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (old, new))
     except (UnfitError, JsonError):
         return _same(old, new)
-    if not isinstance(before, dict) or len(types) != 1:
+    if not isinstance(before, dict) or not isinstance(after, dict):
         return bool(before == after)
+    plain = {key: value for key, value in before.items() if key in after or key not in QUANTISATION}
+    if after == plain or len(types) != 1:
+        return bool(after == plain)
     named = types.pop().lower()
-    return bool({key: named if key in TYPE_KEYS else value for key, value in before.items()} == after)
+    return bool({key: named if key in TYPE_KEYS else value for key, value in plain.items()} == after)
