@@ -34,7 +34,7 @@ def expected(quantised: list[Coded], dtype: str = "BFloat16") -> dict[str, Value
 def test_a_directory_becomes_one_of_the_type_asked_for(tmp_path: Path, scheme: str, dtype: str) -> None:
     quantised = write_model(tmp_path / "src", scheme)
 
-    done("convert", tmp_path / "src", tmp_path / "out", "--to", "huggingface", "--dequantize", dtype, "--verify")
+    done("convert", tmp_path / "src", tmp_path / "out", "--dequantize", dtype, "--verify")
 
     (written,) = (tmp_path / "out").glob("*.safetensors")
     same_checkpoints(read_checkpoint(written), expected(quantised, dtype))
