@@ -1,6 +1,6 @@
-"""Which tests run: those marked `long` only with RESHARD_LONG=1, as `make test-all` sets it.
+"""Selection of tests: those marked `long` run only with RESHARD_LONG=1, as `make test-all` sets it.
 
-In modules that are marked so, a test marked `short` runs always. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
+In a module marked `long`, a test marked `short` always runs. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
 those marked `quick` run first, then the tests that were fastest last time; those that would begin after so many
 seconds are skipped.
 """

@@ -178,7 +178,7 @@ def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, .
     """
     try:
         shape = select(chosen, tensor.shape).finished_shape
-        if not math.prod(shape) and math.prod(tensor.shape):
+        if 0 in shape and 0 not in tensor.shape:
             raise IndexError("selects no element")
         return shape
     except (IndexError, ValueError) as error:

@@ -34,7 +34,7 @@ from reshard.verification.end_to_end import (
     verify_replicas,
 )
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place, RecordedCrcs
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -115,7 +115,7 @@ def verify(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
                     hint="leave them out",
                 )
-            whole = Place(out, form_of(out), Strategy.none(), typed["step"])
+            whole = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
             differing, verdict = verify_copies(whole, filters, means, report, crcs)
             found += differing
         elif replicas:

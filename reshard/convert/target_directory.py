@@ -163,7 +163,7 @@ class TargetDirectory:
         self._overwritten: set[int] = set()
         self._looked = 0.0
         # Of the targets that stood there when this run began, by name.
-        self._versions: Optional[dict[str, str]] = None
+        self._versions: dict[str, str] = {}
         self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
@@ -358,9 +358,9 @@ class TargetDirectory:
             if left:
                 yield left
 
-    def expected(self, target: TargetFile) -> Optional[Expected]:
+    def expected(self, target: TargetFile) -> Expected:
         """What stood in a target's place when this run began."""
-        return None if self._versions is None else Expected(self._versions.get(self._name(target.rank), ""), self._run)
+        return Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
     def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
@@ -381,8 +381,9 @@ class TargetDirectory:
         """
         if not named:
             self._ledger.insist()
-        # What has come there since this run began is not replaced in a store that has versions.
-        there = exists(target.path) if self._versions is None else self._name(target.rank) in self._versions
+        # What has come there since this run began is not replaced in a store with conditional writes.
+        conditional = store_of(target.path).conditional
+        there = self._name(target.rank) in self._versions if conditional else exists(target.path)
         if not named and there:
             if self._overwrite:
                 self._overwritten.add(target.rank)

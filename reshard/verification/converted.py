@@ -26,10 +26,10 @@ from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Comparison, Means, compare
-from reshard.verification.stored import Content, Source, Stored, Way, by_box, recorded_layout, value_content
-from reshard.verification.values import CopiedValues, RecoveredValues
+from reshard.verification.stored import Content, StoredSource, StoredTensor, Way, by_box, recorded_layout, value_content
+from reshard.verification.values import CopiedValues, RecoveryValues
 
-AnySource = Union[Source, EditedSource]
+AnySource = Union[StoredSource, EditedSource]
 
 
 def compare_ranks(
@@ -51,7 +51,7 @@ def compare_ranks(
         means: files, threads and memory.
         ranks: target ranks to compare; where None all of the strategy, and there must be no others.
         admit: which parameters were converted, by name.
-        recovered: the target was written by a recovery (see `RecoveredValues`).
+        recovered: the target was written by a recovery (see `RecoveryValues`).
 
     Returns:
         Every difference, whole files first, then by parameter.
@@ -75,7 +75,7 @@ def compare_ranks(
 
 def compare_form(
     source: AnySource,
-    written: Source,
+    written: StoredSource,
     target: Strategy,
     directory: str,
     means: Means,
@@ -163,7 +163,7 @@ class _Comparison:
         def converted(name: str) -> bool:
             return name not in left_out and admit(name)
 
-        if isinstance(source, Source):
+        if isinstance(source, StoredSource):
             source.check_read(converted)
         self._names = [*filter(converted, source.tensors)]
         self._value_files = {name: files for name, files in source.values.items() if converted(name)}
@@ -279,7 +279,7 @@ class _RankFiles(_Comparison):
     ) -> None:
         super().__init__(source, indexes, strategy, means, admit)
         self._converted = frozenset(self._names)
-        kind = RecoveredValues if recovered else CopiedValues
+        kind = RecoveryValues if recovered else CopiedValues
         self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
         # Per stage the ranks to compare whose files can be read.
         self._present = {
@@ -361,7 +361,7 @@ class _Files(_Comparison):
     def __init__(
         self,
         source: AnySource,
-        written: Source,
+        written: StoredSource,
         strategy: Strategy,
         directory: str,
         means: Means,
@@ -427,7 +427,7 @@ class _Files(_Comparison):
         if laid_out is None or (layouts is Layouts.RECORDED and saved is None):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
-        assert isinstance(laid_out, Stored)
+        assert isinstance(laid_out, StoredTensor)
         unlisted = set(numbers).difference(*(files for way in laid_out.ways for files in way.held.values()))
         if unlisted:
             self._add("extra", name, "is in the file, but no metadata lists it there", unlisted)

@@ -17,7 +17,7 @@ from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
 from reshard.verification.reading import Means, sums
 from reshard.verification.sources import read_files_of_ranks
-from reshard.verification.stored import Source, Stored, Way, value_content
+from reshard.verification.stored import StoredSource, StoredTensor, Way, value_content
 from reshard.verification.sums import PRIME
 
 
@@ -33,24 +33,24 @@ def compare_replicas(
 
 
 def compare_copies(
-    source: Source,
+    source: StoredSource,
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
     problems: Optional[Mapping[str, InputError]] = None,
 ) -> list[Difference]:
-    """Where copies of one slice within a checkpoint differ.
+    """Compare the copies of each slice within a checkpoint.
 
-    With three or more copies the file that differs from most is named, with two both are. Files may be missing: what
-    is there is compared.
+    Of three or more copies, the file that differs from most is named; of two, both files. Files may be missing: the
+    others are compared.
 
     Args:
         source: the checkpoint.
-        means: what may be used for reading.
+        means: files, threads and memory.
         admit: which parameters are compared, by name.
         problems: why parameters contradict the strategy, by name.
 
     Returns:
-        Every difference, by parameter; none where all copies agree.
+        Every difference, by parameter.
 
     Raises:
         ReshardError: a file cannot be read.
@@ -61,7 +61,7 @@ def compare_copies(
         found.append(Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message))
     values = {name: files for name, files in source.values.items() if len(files) > 1 and not belongs_to_rank(name)}
     values = {name: files for name, files in values.items() if admit(name)}
-    tensors = [tensor for name, tensor in source.tensors.items() if admit(name) and isinstance(tensor, Stored)]
+    tensors = [tensor for name, tensor in source.tensors.items() if admit(name) and isinstance(tensor, StoredTensor)]
     total = sum(source.value(name, file).nbytes for name, files in values.items() for file in files)
     for tensor in tensors:
         slices = _copied_slices(tensor)
@@ -80,21 +80,21 @@ def compare_copies(
 
 
 def _value_copies(
-    source: Source, values: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[tuple[str, int], Stored, Box]]:
+    source: StoredSource, values: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[tuple[str, int], StoredTensor, Box]]:
     for name, files in values.items():
         for file in files:
             content = value_content(source.indexes, name, file)
             yield (name, file), content, whole_box(content.shape)
 
 
-def has_copies(tensor: Stored) -> bool:
+def has_copies(tensor: StoredTensor) -> bool:
     """Whether several files hold some slice of a parameter, or stages that share it."""
     return any(volume_of(box) for _, box, _ in _copied_slices(tensor))
 
 
-def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
-    """The slices of a parameter that can be compared with something."""
+def _copied_slices(tensor: StoredTensor) -> list[tuple[Way, Box, tuple[int, ...]]]:
+    """The slices of a parameter that several files or stages hold."""
     tied = len(tensor.ways) > 1
     return [
         (way, box, files)
@@ -104,7 +104,7 @@ def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
     ]
 
 
-def _differing_slices(tensors: Iterable[Stored], means: Means) -> Iterator[Difference]:
+def _differing_slices(tensors: Iterable[StoredTensor], means: Means) -> Iterator[Difference]:
     copies = (
         ((tensor, way.number, box, file), replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
         for tensor in tensors
@@ -135,13 +135,13 @@ def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]
         most = rank_ranges(set(copies) - set(wrong))
         yield Difference("replica", name, tuple(wrong), f"differs from the copies on {most}")
     else:
-        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority tells which is wrong")
+        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority shows which is wrong")
 
 
-def not_held(source: Source, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
+def not_held(source: StoredSource, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
     """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could too.
 
-    A de-duplicated save is so by intention, and conversions take the copy of any rank.
+    That is no difference: de-duplicated saves leave out replicas, and conversions take the copy of any rank.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank, index in source.indexes.items():

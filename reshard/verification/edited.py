@@ -22,8 +22,8 @@ from reshard.text.near_names import near_names
 from reshard.text.report import Report
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Shape
-from reshard.verification.rules import Made, lists_of, taken
-from reshard.verification.stored import Content, Shards, Source, Stored
+from reshard.verification.rules import MadeTensor, lists_of, taken
+from reshard.verification.stored import Content, Shards, StoredSource, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.names import Applied, SizedOperation
@@ -39,12 +39,12 @@ class _Recipe(NamedTuple):
 
 
 class EditedSource:
-    """A complete source under other names, packing and types; see `stored.Source`.
+    """A complete source under other names, packing and types; see `stored.StoredSource`.
 
     Args:
         base: the source.
         edits: the names, packing and types.
-        report: told what rules leave out.
+        report: gets notes on what rules leave out.
 
     Attributes:
         base: the source.
@@ -60,7 +60,7 @@ class EditedSource:
 
     origin = "by the rules and casts"
 
-    def __init__(self, base: Source, edits: Edits, report: Report) -> None:
+    def __init__(self, base: StoredSource, edits: Edits, report: Report) -> None:
         # Loaded only here: most checkpoints are compared under their own names.
         from reshard.names import apply_rules, warning_of
 
@@ -107,16 +107,16 @@ class EditedSource:
         """The header of a value in a file."""
         return self.indexes[file].tensors[name]
 
-    def used(self) -> dict[str, Stored]:
+    def used(self) -> dict[str, StoredTensor]:
         """The tensors of the source that others are made of, by name."""
         made: list[Content] = [
             source
             for tensor in self.tensors.values()
-            if not isinstance(tensor, Stored)
-            for source in (tensor.sources if isinstance(tensor, Made) else [tensor])
+            if not isinstance(tensor, StoredTensor)
+            for source in (tensor.sources if isinstance(tensor, MadeTensor) else [tensor])
         ]
         stored = itertools.chain.from_iterable(getattr(each, "sources", [each]) for each in made)
-        return {each.name: each for each in stored if isinstance(each, Stored)}
+        return {each.name: each for each in stored if isinstance(each, StoredTensor)}
 
     def same_layouts(self, strategy: Strategy) -> Strategy:
         """The source's strategy under the names that tensors have here.
@@ -124,7 +124,7 @@ class EditedSource:
         Raises:
             CheckpointError: tensors are packed otherwise, so that it does not list how they are cut.
         """
-        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, Made) and one.operations)
+        packed = sorted(name for name, one in self.tensors.items() if isinstance(one, MadeTensor) and one.operations)
         if packed:
             raise CheckpointError(
                 "the source's layouts do not fit tensors that are packed otherwise: " + listing(packed),
@@ -133,7 +133,7 @@ class EditedSource:
             )
         before = {name: name for name in self.values}
         for name, tensor in self.tensors.items():
-            before[name] = tensor.sources[0].name if isinstance(tensor, Made) else tensor.stored_name  # type: ignore[attr-defined]
+            before[name] = tensor.sources[0].name if isinstance(tensor, MadeTensor) else tensor.stored_name  # type: ignore[attr-defined]
         stages = (
             replace(stage, layouts={name: stage.layouts[old] for name, old in before.items() if old in stage.layouts})
             for stage in strategy.stages
@@ -173,7 +173,7 @@ class EditedSource:
                     )
             dtype, item_size = asked, ITEM_SIZES[asked]
         shape, shards = lists[-1][recipe.number], _of_all([source.shards for source in used])
-        return Made(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
+        return MadeTensor(name, dtype, item_size, shape, tuple(sources), recipe.operations, recipe.number, cast, shards)
 
 
 def _of_all(readings: Sequence[Shards]) -> Shards:
@@ -217,7 +217,7 @@ def _ruled(
 def _types(
     known: Collection[str], names: Collection[str], casts: Sequence[tuple[Optional[str], str]]
 ) -> dict[str, str]:
-    """The types that are asked for, by name.
+    """The requested types, by name.
 
     Args:
         known: the names of all tensors and values.

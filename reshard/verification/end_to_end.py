@@ -31,14 +31,14 @@ from reshard.verification.edited import EditedSource
 from reshard.verification.products import sums_of
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.sources import (
-    Place,
+    CheckpointPlace,
     RecordedCrcs,
     read_files_of_ranks,
     read_sound,
     read_written,
     reader_of,
 )
-from reshard.verification.stored import Source, Stored
+from reshard.verification.stored import StoredSource, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -58,7 +58,7 @@ class Converted(NamedTuple):
         adapter: the adapter that was added to its weights; None where none was.
     """
 
-    place: Place
+    place: CheckpointPlace
     edits: Optional[Edits] = None
     recorded: bool = False
     beside: bool = True
@@ -73,11 +73,11 @@ class Adapter(NamedTuple):
         scale: what their products are multiplied with.
     """
 
-    place: Place
+    place: CheckpointPlace
     scale: Scale
 
 
-class Target(NamedTuple):
+class ConvertedTarget(NamedTuple):
     """A converted checkpoint.
 
     Attributes:
@@ -100,7 +100,7 @@ class Target(NamedTuple):
 
 def verify_conversion(
     converted: Converted,
-    target: Target,
+    target: ConvertedTarget,
     *,
     filters: Filters,
     means: Means,
@@ -116,7 +116,7 @@ def verify_conversion(
         target: the converted checkpoint.
         filters: which parameters were converted.
         means: files, threads and memory.
-        report: told which step and names are taken.
+        report: gets notes on step and names.
         crcs: checks the CRCs of source files; none is checked where None.
         known: files that the conversion found damaged, and why, by path. If given, the CRCs of other files are checked
             only if something differs.
@@ -140,7 +140,7 @@ def verify_conversion(
         # Which slices are needed shows only once rules or an adapter are applied to all tensors.
         read = reader_of(place, means.handles, report)
 
-    def differences(source: Source) -> list[Difference]:
+    def differences(source: StoredSource) -> list[Difference]:
         if edits is None:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
             return _compared(source, target, converted, filters.admit, means, report, recovered)
@@ -177,7 +177,7 @@ def verify_conversion(
 
 def _compared(
     source: AnySource,
-    target: Target,
+    target: ConvertedTarget,
     converted: Converted,
     admit: Callable[[str], bool],
     means: Means,
@@ -201,7 +201,7 @@ def _compared(
     return found
 
 
-def _weights_of(target: Target, handles: FileHandles) -> set[str]:
+def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
     """Names of weights in a converted checkpoint, of rank directories those in one file; none where none can be read.
 
     Raises:
@@ -219,7 +219,7 @@ def _weights_of(target: Target, handles: FileHandles) -> set[str]:
     return set()
 
 
-def _without_rules(base: Source, edits: Edits, written: Collection[str]) -> bool:
+def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -> bool:
     """Whether a source has the names of the target already, to which recorded rules would give others.
 
     A checkpoint may go to other names and back, and then be compared with the first one. Its records have the rules of
@@ -244,14 +244,14 @@ def _untied(source: EditedSource, means: Means) -> list[Difference]:
     found = []
     for one, other in source.tied:
         first, second = source.base.tensors[one], source.base.tensors[other]
-        assert isinstance(second, Stored)
+        assert isinstance(second, StoredTensor)
         different = (first.dtype, first.shape) != (second.dtype, second.shape)
         if not different:
-            assert isinstance(first, Stored)
+            assert isinstance(first, StoredTensor)
             # The copies are read under their own name.
             expected = replace(first, name=other)
             copies = [Comparison(expected, way, second.indexes, way.number) for way in second.ways]
-            different = bool(compare(copies, means, told=False).files)
+            different = bool(compare(copies, means, counted=False).files)
         if different:
             detail = f"is tied to {quoted(one)}, which is written in its place, but their contents differ"
             found.append(Difference("content", other, (), detail))
@@ -264,7 +264,7 @@ def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
     comparisons = [
         Comparison(tensor, way, tensor.indexes, way.number) for tensor in shared for way in tensor.whole_ways()[1:]
     ]
-    wrong = compare(comparisons, means, told=False)
+    wrong = compare(comparisons, means, counted=False)
     names = dict.fromkeys(name for _, name in wrong.files)
     return [
         Difference("stages", name, (), "the source's pipeline stages hold different values of it") for name in names
@@ -312,7 +312,7 @@ def verify_replicas(
         report.note(f"step {candidate.step} is compared")
     problems: dict[str, InputError] = {}
 
-    def read(damaged: Mapping[str, str]) -> Source:
+    def read(damaged: Mapping[str, str]) -> StoredSource:
         problems.clear()
         found, contradicting = read_files_of_ranks(
             candidate.files, strategy, means.handles, Report(), damaged, filters.admit
@@ -328,7 +328,7 @@ def verify_replicas(
     return found, _verdict(held, filters, report)
 
 
-def _check_anything_left(held: Source, filters: Filters, problems: Mapping[str, InputError]) -> None:
+def _check_anything_left(held: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
     if not (problems or any(map(filters.admit, [*held.tensors, *held.values]))):
         raise CheckpointError(
             "nothing to compare: no parameter of the checkpoint is selected",
@@ -336,10 +336,10 @@ def _check_anything_left(held: Source, filters: Filters, problems: Mapping[str, 
         )
 
 
-def _verdict(held: Source, filters: Filters, report: Report) -> str:
+def _verdict(held: StoredSource, filters: Filters, report: Report) -> str:
     """The line to print where no copies differ; empty where there are no copies, after a warning."""
     tensors = [tensor for name, tensor in held.tensors.items() if filters.admit(name)]
-    alone = sum(1 for tensor in tensors if isinstance(tensor, Stored) and not has_copies(tensor))
+    alone = sum(1 for tensor in tensors if isinstance(tensor, StoredTensor) and not has_copies(tensor))
     if alone == len(tensors):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
         return ""
@@ -348,7 +348,7 @@ def _verdict(held: Source, filters: Filters, report: Report) -> str:
 
 
 def verify_copies(
-    place: Place, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
+    place: CheckpointPlace, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
 ) -> tuple[list[Difference], str]:
     """Compare replicas of slices within a checkpoint of any form but rank directories.
 
@@ -370,7 +370,7 @@ def verify_copies(
     return found, _verdict(held, filters, report)
 
 
-def _note_not_held(held: Source, strategy: Strategy, filters: Filters, report: Report) -> None:
+def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
     """Report parameters that some files lack: a de-duplicated save is compared as far as it goes."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     missing = not_held(held, strategy, filters.admit)

@@ -20,7 +20,7 @@ from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.quantised import Quantisation, recognise, stored_tensors
 from reshard.verification.boxes import Box, Shape, shape_of, whole_box
 from reshard.verification.rounding import decoded, words_as
-from reshard.verification.stored import AS_RECORDED, Content, Shards, Source, Stored, Way, Words
+from reshard.verification.stored import AS_RECORDED, Content, Shards, StoredSource, StoredTensor, Way, Words
 
 Numbers = npt.NDArray[np.float64]
 
@@ -147,7 +147,7 @@ class Dequantised:
         return values[np.ix_(*places)]
 
 
-def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
+def dequantised_tensors(base: StoredSource, quantisation: Quantisation) -> tuple[dict[str, Content], set[str]]:
     """The tensors of a source with numbers in place of codes, and the names of the values that are kept.
 
     Raises:
@@ -172,11 +172,11 @@ def dequantised_tensors(base: Source, quantisation: Quantisation) -> tuple[dict[
     return found, set(base.values) - gone
 
 
-def _entry(base: Source, name: str) -> Content:
+def _entry(base: StoredSource, name: str) -> Content:
     """A tensor, or a value as one."""
     if name in base.tensors:
         return base.tensors[name]
     files = base.values[name]
     entry = base.value(name, files[0])
     way = Way(0, {whole_box(entry.shape): tuple(files)})
-    return Stored(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (way,), base.indexes)
+    return StoredTensor(name, name, entry.dtype, ITEM_SIZES[entry.dtype], entry.shape, (way,), base.indexes)

@@ -25,7 +25,7 @@ from reshard.text.report import Report
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means
-from reshard.verification.stored import Source
+from reshard.verification.stored import StoredSource
 
 if TYPE_CHECKING:
     from reshard.plan.edits import Edits
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """Where a checkpoint is.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 def reader_of(
-    place: Place,
+    place: CheckpointPlace,
     handles: FileHandles,
     report: Report,
     *,
@@ -62,7 +62,7 @@ def reader_of(
     files: Optional[Collection[int]] = None,
     incomplete: bool = False,
     edits: Optional[Edits] = None,
-) -> Callable[[Mapping[str, str]], Source]:
+) -> Callable[[Mapping[str, str]], StoredSource]:
     """A function that reads the step, given the files that are damaged and why, by path.
 
     It raises an InputError where the step is not complete or contradicts itself, and a RetryableError where reading
@@ -71,9 +71,9 @@ def reader_of(
     Args:
         place: where the checkpoint is.
         handles: open files.
-        report: warned of damaged files, told which step is taken.
+        report: gets warnings of damaged files and a note on the step.
         target: strategy of the converted checkpoint; None where all of the source is needed.
-        ranks: the target ranks asked for; all where None.
+        ranks: the target ranks that are compared; all where None.
         filters: the parameters that are compared.
         files: of other forms than rank directories, numbers of the files to look into; all where None.
         incomplete: lost slices are no error; for other forms than rank directories.
@@ -100,12 +100,12 @@ def reader_of(
         written=None if edits is None else edits.written(target),
     )
 
-    def read(damaged: Mapping[str, str]) -> Source:
+    def read(damaged: Mapping[str, str]) -> StoredSource:
         checkpoint = form.read(replace(reading, damaged=damaged))
         for rank, path in checkpoint.files.items() if form.options.by_rank else ():
             if path in damaged:
                 report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
-        return Source(checkpoint, place.strategy, files)
+        return StoredSource(checkpoint, place.strategy, files)
 
     return read
 
@@ -117,17 +117,17 @@ def read_files_of_ranks(
     report: Report,
     damaged: Mapping[str, str],
     admit: Callable[[str], bool],
-) -> tuple[Source, dict[str, InputError]]:
+) -> tuple[StoredSource, dict[str, InputError]]:
     """Read some ranks' files of one step, complete or not; see `read_some_ranks`."""
     known = {rank: damaged[path] for rank, path in files.items() if path in damaged}
     found = StepFiles(None, dict(files), damaged=known)
     checkpoint, problems = read_some_ranks(found, strategy, handles, report, admit)
-    return Source(checkpoint, strategy), problems
+    return StoredSource(checkpoint, strategy), problems
 
 
 def read_written(
     directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
-) -> tuple[Optional[Source], list[Difference]]:
+) -> tuple[Optional[StoredSource], list[Difference]]:
     """Read a converted checkpoint of any form but rank directories.
 
     Readers forgive known defects of other writers. Files written here have none, so everything that was forgiven is a
@@ -147,7 +147,7 @@ def read_written(
     """
     try:
         checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
-        written = Source(checkpoint, Strategy.none())
+        written = StoredSource(checkpoint, Strategy.none())
         problems = form_named(form).check_written(directory, checkpoint)
         found = [Difference("file", None, (), text, (name,)) for name, text in problems]
     except InputError as error:
@@ -172,7 +172,7 @@ class RecordedCrcs:
 
     Args:
         means: files, threads and memory.
-        report: told of CRCs that cannot be checked.
+        report: gets notes on CRCs that cannot be checked.
     """
 
     def __init__(self, means: Means, report: Report) -> None:
@@ -204,11 +204,11 @@ class RecordedCrcs:
 
 
 def read_sound(
-    read: Callable[[Mapping[str, str]], Source],
+    read: Callable[[Mapping[str, str]], StoredSource],
     crcs: Optional[RecordedCrcs],
     known: Mapping[str, str] = MappingProxyType({}),
     copies: bool = False,
-) -> Source:
+) -> StoredSource:
     """Read a step without the files that do not match their recorded CRC.
 
     Only files whose contents will be read are checked: of several replicas that of the lowest rank. If it is damaged,

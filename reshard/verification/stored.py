@@ -1,7 +1,7 @@
 """Tensors as the files of a checkpoint hold them, and their elements.
 
-What is in which file is taken from a `Checkpoint`, as conversions take it: its mistakes show as refusals. Which box
-of a tensor a file's slice is, is worked out here (see `boxes`), and has to fit the shape of every slice.
+Names, types and files come from a `Checkpoint`, as in conversions: mistakes there show as refusals. The box of each
+slice is computed here (see `boxes`) and has to fit the shape of every slice.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from reshard.verification.boxes import (
 
 Words = npt.NDArray[Any]
 
-# Runs shorter than this are read with what lies between them, as long as they are no farther apart, in bytes where
-# reading takes no waiting, else in times of their own length.
+# Runs shorter than this are read together with the gaps between them, if the gaps are small: in bytes on local disks,
+# in multiples of the run on a network.
 _SHORT_RUN, _NEAR, _NEAR_REMOTE, _MAX_SPAN = 32 << 10, 32 << 10, 4, 1 << 20
 
 
@@ -54,13 +54,13 @@ def words_of(item_size: int) -> str:
 
 
 class Rooms(threading.local):
-    """Memory of a thread that is used again for each block, so that it stays in the cache."""
+    """Buffers of a thread, used again for each block so that they stay in the cache."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, npt.NDArray[np.uint8]] = {}
 
     def room(self, name: str, shape: Shape, item_size: int) -> Words:
-        """An array that holds until the next of its name is asked for."""
+        """An array, valid until the next call with its name."""
         nbytes = math.prod(shape) * item_size
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms[name] = np.empty(nbytes, np.uint8)
@@ -68,12 +68,12 @@ class Rooms(threading.local):
 
 
 def new_room(name: str, shape: Shape, item_size: int) -> Words:
-    """Likewise, an array of its own."""
+    """A new array."""
     return np.empty(shape, words_of(item_size))
 
 
 class Content(Protocol):
-    """A tensor whose elements can be had."""
+    """A tensor whose elements can be read."""
 
     @property
     def name(self) -> str:
@@ -97,13 +97,13 @@ class Content(Protocol):
 
     @property
     def cast(self) -> bool:
-        """Whether its elements were cast, so that all that is no number counts as the same."""
+        """Whether its elements were cast, so that all NaN count as equal."""
 
     def read(self, box: Box, handles: FileHandles) -> Words:
         """The elements of a box, as words in its shape."""
 
     def paths(self) -> Collection[str]:
-        """The files of which something may be read."""
+        """The files that its elements are read from."""
 
 
 class Shards(NamedTuple):
@@ -112,7 +112,7 @@ class Shards(NamedTuple):
     Attributes:
         plain: some are recorded and not made.
         unrecorded: none is recorded.
-        undecided: the ranks whose files would tell, where no file does.
+        undecided: the ranks whose files would show it, if no file that is there does.
     """
 
     plain: bool = False
@@ -126,7 +126,7 @@ AS_RECORDED = Shards()
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which files hold a tensor: the slices of a pipeline stage, mostly.
+    """One complete or partial set of slices of a tensor, such as those of a pipeline stage.
 
     Attributes:
         number: of the stage.
@@ -138,7 +138,7 @@ class Way:
 
     @cached_property
     def intervals(self) -> tuple[tuple[list[int], list[tuple[int, int]]], ...]:
-        """Per dimension where the intervals of boxes with elements begin, and these, ascending."""
+        """Per dimension the starts of the intervals of non-empty boxes, and the intervals, ascending."""
         boxes = [box for box in self.held if volume_of(box)]
         found = [sorted({box[dimension] for box in boxes}) for dimension in range(len(boxes[0]) if boxes else 0)]
         return tuple(([start for start, _ in each], each) for each in found)
@@ -165,7 +165,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor that files hold; see `Content`.
 
     Attributes:
@@ -175,7 +175,7 @@ class Stored:
         item_size: see `Content`.
         shape: see `Content`.
         ways: how files hold it, at least one.
-        indexes: what is in the files.
+        indexes: the headers of the files.
         shards: see `Content`.
         cast: see `Content`.
     """
@@ -213,7 +213,7 @@ class Stored:
         Args:
             box: the box.
             handles: open files.
-            room: gives memory.
+            room: gives buffers.
 
         Raises:
             IncompleteSourceError: some are in no file.
@@ -229,9 +229,9 @@ class Stored:
         handles: FileHandles,
         room: Callable[[str, Shape, int], Words] = new_room,
     ) -> Words:
-        """Likewise, from some ways."""
+        """Likewise, from some of the ways."""
         found = room("box", shape_of(box), self.item_size)
-        there = None if len(ways) == 1 else np.zeros(found.shape, bool)
+        covered = None if len(ways) == 1 else np.zeros(found.shape, bool)
         count = 0
         for way in ways:
             for held, both, files in way.meeting(box):
@@ -242,9 +242,9 @@ class Stored:
                 read_box(self.indexes[files[0]], self.stored_name, held, both, part, handles)
                 found[within(both, box)] = part
                 count += part.size
-                if there is not None:
-                    there[within(both, box)] = True
-        if not (count == found.size if there is None else there.all()):
+                if covered is not None:
+                    covered[within(both, box)] = True
+        if not (count == found.size if covered is None else covered.all()):
             raise IncompleteSourceError(
                 f"{quoted(self.name)}: elements of {[list(interval) for interval in box]} are in no readable file",
                 parameter=self.name,
@@ -252,7 +252,7 @@ class Stored:
         return found
 
     def paths(self) -> set[str]:
-        """The files of which something may be read."""
+        """The files that its elements are read from."""
         return {self.indexes[file].path for file in self.first_files()}
 
     def first_files(self) -> set[int]:
@@ -264,11 +264,11 @@ def read_box(index: CheckpointIndex, name: str, held: Box, box: Box, out: Words,
     """Read a box of a slice, in C order.
 
     Args:
-        index: what is in the file.
+        index: the header of the file.
         name: of the tensor in it.
-        held: the box that the slice is.
-        box: what is wanted, within that.
-        out: where it goes; contiguous.
+        held: the box of the slice.
+        box: the box to read, within that of the slice.
+        out: contiguous, of the shape of the box.
         handles: open files.
 
     Raises:
@@ -290,7 +290,7 @@ class _Runs:
         self._file, self._extents = file, tensor.extents
         self._run = stride = item_size
         self._first = 0
-        # How many runs there are along the dimensions that tell them apart, innermost first, and how far apart.
+        # Count and distance of the runs along each outer dimension, innermost first.
         self._steps: list[tuple[int, int]] = []
         joined = True
         for (start, stop), (low, high) in zip(reversed(box), reversed(held)):
@@ -308,7 +308,7 @@ class _Runs:
             self._stored(self._first, out)
             return
         (count, stride), outer = self._steps[0], self._steps[1:]
-        # As many runs at a time as are read with all that lies between them.
+        # Runs that are read at a time, with the gaps between them.
         several = 1
         near = _NEAR_REMOTE * self._run if storage_of(self._file.path).remote else max(_NEAR, 4 * self._run)
         if self._run < _SHORT_RUN and stride <= near:
@@ -344,7 +344,7 @@ class _Runs:
         assert done == len(out)
 
 
-class Source:
+class StoredSource:
     """A checkpoint, its tensors placed by the loops of `boxes`.
 
     Args:
@@ -414,7 +414,7 @@ class Source:
         files = {numbers[0] for numbers in self.values.values()}
         known: set[int] = set()
         for tensor in self.tensors.values():
-            assert isinstance(tensor, Stored)
+            assert isinstance(tensor, StoredTensor)
             new = [way for way in tensor.ways if id(way) not in known]
             known.update(map(id, new))
             files.update(held[0] for way in new for held in way.held.values() if held)
@@ -448,7 +448,7 @@ class _StoredTensors(ByName[Content]):
         CheckpointError: at its first use, a slice is not the one that strategy or metadata give to its file.
     """
 
-    def __init__(self, source: Source, strategy: Strategy) -> None:
+    def __init__(self, source: StoredSource, strategy: Strategy) -> None:
         checkpoint = source.checkpoint
         self._checkpoint, self._strategy = checkpoint, strategy
         self._form = form_named(checkpoint.form)
@@ -456,7 +456,7 @@ class _StoredTensors(ByName[Content]):
         # Most tensors are cut and held like another.
         self._known: dict[object, Way] = {}
         self._kept: dict[int, object] = {}
-        self._made: dict[str, Stored] = {}
+        self._made: dict[str, StoredTensor] = {}
         self._samples: dict[int, tuple[int, ...]] = {}
         self._ranks: dict[tuple[int, int], frozenset[int]] = {}
         everything = len(source.indexes) == len(checkpoint.indexes)
@@ -469,7 +469,7 @@ class _StoredTensors(ByName[Content]):
     def _is_held(self, name: str) -> bool:
         return any(self._indexes.keys() & files for files in self._checkpoint.present(self._checkpoint.tensors[name]))
 
-    def __getitem__(self, name: str) -> Stored:
+    def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._set:
             raise KeyError(name)
         found = self._made.get(name)
@@ -477,14 +477,16 @@ class _StoredTensors(ByName[Content]):
             found = self._made[name] = self._stored(name)
         return found
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         tensor = self._checkpoint.tensors[name]
         shards = AS_RECORDED
         if self._form.options.needs_strategy:
             ways, shards = self._of_ranks(tensor)
         else:
             ways = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
-        return Stored(name, name, tensor.dtype, tensor.item_size, tensor.shape, tuple(ways), self._indexes, shards)
+        return StoredTensor(
+            name, name, tensor.dtype, tensor.item_size, tensor.shape, tuple(ways), self._indexes, shards
+        )
 
     def _of_ranks(self, tensor: GlobalTensor) -> tuple[list[Way], Shards]:
         """The stages that hold a tensor, and whether recorded optimizer shards are made."""
@@ -592,14 +594,14 @@ def recorded_layout(layout: Any) -> Recorded:
     )
 
 
-def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) -> Stored:
+def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) -> StoredTensor:
     """A file's copy of a value, as a tensor of that file alone."""
     tensor = indexes[file].tensors[name]
     # Text has no elements: its bytes are compared.
     text = tensor.dtype in NO_ARRAYS
     shape: Shape = (tensor.nbytes,) if text else tensor.shape
     way = Way(0, {whole_box(shape): (file,)})
-    return Stored(name, name, tensor.dtype, 1 if text else tensor.item_size, shape, (way,), indexes)
+    return StoredTensor(name, name, tensor.dtype, 1 if text else tensor.item_size, shape, (way,), indexes)
 
 
 def by_box(boxes: Sequence[Box], first: int, ranks: Iterable[int]) -> dict[Box, tuple[int, ...]]:

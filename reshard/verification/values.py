@@ -60,7 +60,7 @@ class CopiedValues:
         return {}
 
 
-class RecoveredValues(CopiedValues):
+class RecoveryValues(CopiedValues):
     """The entries that a recovery copies.
 
     A complete file of the source is there unchanged: with entries that other ranks lack, and without entries that they

@@ -1,4 +1,4 @@
-"""Damaged files end in an index, or in an error that is meant for the user; soon, and in little memory.
+"""Damaged files give an index or an error for users, in bounded time and memory.
 
 The short test is the same every time. The long one looks for inputs that reach new lines of the
 readers and goes on from those; what fails is kept under `fixtures/hostile` and tried ever after.

@@ -1,4 +1,4 @@
-"""Damaged trees: never a traceback, a hang, or wrong bytes where the damage could be noticed.
+"""Damaged trees never cause a traceback, a hang, or wrong bytes from detectable damage.
 
 What cannot be noticed: other contents in files whose CRC is not recorded, or not checked because
 only a part of the file is read; one rank's file in another's place; a strategy that says something

@@ -1,4 +1,4 @@
-"""Merging adapters against NumPy: W + alpha / r * B A, rounded once, the same whoever writes which part of it."""
+"""Merged adapters equal NumPy: W + alpha / r * B A, rounded once, in any division of the work."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.verification.end_to_end import Adapter, Converted, Target, verify_conversion
+from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import CheckpointPlace
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -377,7 +377,7 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
     assert all(np.array_equal(both[0][name], both[1][name]) for name in SHAPES)
     trained = {**full, "model.norm.weight": full["model.norm.weight"] + np.float32(1)}
     save_file({**beside, **trained}, saved)
-    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "give it as BASE"])
+    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "pass it as BASE"])
     assert not (tmp_path / "none").exists()
 
 
@@ -420,14 +420,14 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Place(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
+        matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
         found = verify_conversion(
             Converted(
-                Place(str(src), "huggingface", Strategy.none()),
+                CheckpointPlace(str(src), "huggingface", Strategy.none()),
                 Edits(),
                 adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
             ),
-            Target(str(out), "huggingface", Strategy.none(), {}),
+            ConvertedTarget(str(out), "huggingface", Strategy.none(), {}),
             filters=Filters(),
             means=Means(handles, 2, 1 << 20, execute.Progress()),
             report=Report(),

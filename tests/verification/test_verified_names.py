@@ -311,7 +311,7 @@ def test_names_go_with_a_source(models: Models) -> None:
 def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
-    monkeypatch.setattr(rules.Made, "read", None)
+    monkeypatch.setattr(rules.MadeTensor, "read", None)
     models.convert("--rename", "model.*=net.*", "--verify")
     done(*models.verify("--rename", "model.*=net.*"))
     fails(4, *models.verify("--rename", "model.*=nut.*"))

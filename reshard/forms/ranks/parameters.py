@@ -9,7 +9,7 @@ with it. Exactly one reading has to be left; anything else is an error that name
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
 
@@ -320,13 +320,20 @@ def read_some_ranks(
     # Whether recorded optimizer shards of accumulated gradients are made shows in their parameters.
     listed = {each for name in laid_out if admit(name) for each in (name, _owner(name))} & laid_out
     tensors = read_parameters(source, step, listed, set())
-    problems: dict[str, InputError] = {}
-    for name in sorted(filter(admit, (laid_out & step.names()) - tensors.keys())):
+    unread = sorted(filter(admit, (laid_out & step.names()) - tensors.keys()))
+    return RankCheckpoint(step, tensors, frozenset(laid_out)), contradictions(unread, source, step)
+
+
+def contradictions(names: Iterable[str], source: Strategy, step: SourceStep) -> dict[str, InputError]:
+    """How some parameters contradict the strategy, by name; parameters that do not are left out."""
+    found: dict[str, InputError] = {}
+    laid_out = listed_by_source(source, step)
+    for name in names:
         try:
             read_parameters(source, step, {name, _owner(name)} & laid_out, {name})
         except InputError as error:
-            problems[name] = error
-    return RankCheckpoint(step, tensors, frozenset(laid_out)), problems
+            found[name] = error
+    return found
 
 
 def _owner(name: str) -> str:
