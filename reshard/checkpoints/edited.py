@@ -180,4 +180,6 @@ class EditedCheckpoint:
 
 def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as it lies in its files."""
-    return checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
+    while isinstance(checkpoint, EditedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint

@@ -162,4 +162,12 @@ def _to_verify(reading: Request, scale: Scale) -> Adapter:
     return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
-_NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}
+_NO_EDITS = {
+    "names": None,
+    "rename": (),
+    "config": None,
+    "reverse": False,
+    "optimizer": None,
+    "cast": (),
+    "dequantize": None,
+}

@@ -350,6 +350,15 @@ edits = together(
     ),
     option(
         "Names and types",
+        "--dequantize",
+        metavar="DTYPE",
+        shell_complete=completion.types,
+        show_default="unchanged",
+        help="Write quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) as BFloat16, Float16 or Float32, "
+        "without scales.",
+    ),
+    option(
+        "Names and types",
         "--cast",
         multiple=True,
         metavar="[GLOB=]DTYPE",

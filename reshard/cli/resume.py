@@ -211,7 +211,7 @@ def _words(given: Given, dst: str) -> list[str]:
         words.append(f"--format={given.format}")
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
-    for name, value in (("names", given.names), ("config", given.config)):
+    for name, value in (("names", given.names), ("config", given.config), ("dequantize", given.dequantize)):
         words += [f"--{name}={value}"] if value is not None else []
     words += [f"--rename={pattern}" for pattern in given.rename]
     words += [f"--cast={pattern}" for pattern in given.cast]

@@ -57,6 +57,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
     name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
+        # Other types of the same weights are the whole conversion.
+        name = form.name
     if name is None:
         *others, last = (each.name for each in FORMS[1:])
         raise UsageError(

@@ -387,10 +387,11 @@ class Plan:
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
-        stored = self.checkpoint.tensors[name].stored if self._edited else ()
-        index = self.checkpoint.indexes[holder]
-        extents = index.tensors[stored[source].name if stored else name].extents
-        return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
+        tensor = self.checkpoint.tensors[name].sources[source] if self._edited else None
+        decoding = None if tensor is None else tensor.decoding
+        in_file = name if tensor is None else tensor.name if decoding is None else decoding.stored
+        extents = self.checkpoint.indexes[holder].tensors[in_file].extents
+        return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 
 
 def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:

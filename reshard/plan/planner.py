@@ -100,6 +100,7 @@ def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
         not (request.exact_file or request.format == MEMORY),
         None if edits is None else getattr(edits.config, "path", None),
         edits is not None and bool(edits.casts),
+        edits is not None and edits.quantisation is not None,
     )
 
 

@@ -194,7 +194,8 @@ def _compared(
         return found
     found += compare_form(source, written, target.strategy, target.directory, means, admit)
     if converted.beside:
-        cast = converted.edits is not None and bool(converted.edits.casts)
+        edits = converted.edits
+        cast = edits is not None and (bool(edits.casts) or edits.quantisation is not None)
         beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
         found += [Difference("file", None, (), text, (name,)) for name, text in beside]
     return found
