@@ -29,12 +29,14 @@ class Run(NamedTuple):
         anonymous: most anonymous memory of all its processes together, in bytes, as sampled.
         resident: the resident peaks of its processes, mapped files included, added up.
         cpu: seconds of processor time.
+        user: of these, seconds outside the kernel.
     """
 
     seconds: float
     anonymous: int
     resident: int
     cpu: float
+    user: float
 
 
 class Compared(NamedTuple):
@@ -161,7 +163,7 @@ def run(command: Sequence[object]) -> Run:
     process.returncode = status
     if status:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with status {os.WEXITSTATUS(status)}")
-    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime)
+    return Run(seconds, sampler.anonymous, sampler.resident, used.ru_utime + used.ru_stime, used.ru_utime)
 
 
 def times(commands: Sequence[Sequence[object]], count: int) -> list[list[float]]:

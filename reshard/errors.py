@@ -113,7 +113,7 @@ class RetryableError(ReshardError):
 
 
 class UnwritableError(RetryableError):
-    """Nothing more can be written: no space, no quota, too many open files."""
+    """Nothing more can be written: no space, no quota, too many open files, a worker process that died."""
 
 
 class VerificationError(ReshardError):

@@ -253,7 +253,8 @@ class _Preparation:
         """
         store = store_of(plan.request.dst)
         execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
-        part = max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
+        sizes = plan.file_bytes(work)
+        part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
             together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
@@ -262,7 +263,7 @@ class _Preparation:
             limit = self.handles.limit // 4
             together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
             together = max(1, min(MOST_MEMBERS, together))
-        found = replace(execution, together=together, part_bytes=part)
+        found = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(

@@ -119,12 +119,12 @@ class Writing:
 
     def _write_here(self, progress: Progress) -> None:
         groups: Iterable[Sequence[TargetFile]] = self._plan.groups(self.work, self._execution.together)
+        execution, target_of = self._execution, self._plan.target_file
         if self._directory is None:
-            convert(groups, self._handles, self._execution, progress)
+            convert(groups, self._handles, execution, progress, target_of=target_of)
         else:
-            groups = self._directory.missing(groups)
-            directory = self._directory
-            convert(groups, self._handles, self._execution, progress, directory.finished, directory.expected)
+            groups, directory = self._directory.missing(groups), self._directory
+            convert(groups, self._handles, execution, progress, directory.finished, directory.expected, target_of)
 
     def _write_elsewhere(self, progress: Progress) -> None:
         directory, ranks = self._directory, self.work

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import ChosenIo, choose_io
@@ -14,6 +14,11 @@ LEAST_BLOCK_BYTES = 4 << 10
 # Of smaller ones there are more requests and calls.
 _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
+MAX_THREADS = 8
+"""Threads of one process that move bytes on local disks."""
+MAX_PROCESSES = 64
+WORTH_A_PROCESS = 32 << 20
+"""Bytes: with fewer, a process costs more than it brings."""
 # Requests under way per CPU, of whatever size.
 _FEW = 4
 # What windows of small reads need where several files are joined and each window costs a round trip.
@@ -33,6 +38,9 @@ class ExecutionOptions:
         target: what the target files lie on.
         together: target files that are written together at the most.
         part_bytes: bytes that the target's store holds of a file until they are written together; 0 for none.
+        files: target files in all.
+        nbytes: bytes of them together.
+        forked: processes that share the work; 1 for threads of this one alone.
     """
 
     jobs: int
@@ -43,11 +51,27 @@ class ExecutionOptions:
     target: Storage = LOCAL
     together: int = 1
     part_bytes: int = 0
+    files: int = 1
+    nbytes: int = 0
+    forked: int = 1
+
+    @property
+    def processes(self) -> int:
+        """Processes worth having, where this one may be copied: object stores keep threads waiting, not CPUs busy."""
+        if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
+            return 1
+        return max(1, min(self.jobs, MAX_PROCESSES, self.nbytes // WORTH_A_PROCESS))
+
+    def in_processes(self, count: int) -> ExecutionOptions:
+        """The same in so many processes, each with as many threads."""
+        return replace(self, jobs=count, forked=count)
 
     @property
     def threads(self) -> int:
-        """Threads; where requests take a round trip there are more of them than CPUs, as most wait."""
-        wanted = max(self.jobs, self._under_way(self.storage))
+        """Threads of all processes; where requests take a round trip there are more of them than CPUs, as most wait."""
+        # In one process, more would pass the interpreter's lock to and fro.
+        jobs = self.jobs if self.forked > 1 else min(self.jobs, MAX_THREADS)
+        wanted = max(jobs, self._under_way(self.storage))
         if not self.part_bytes:
             return max(wanted, self._under_way(self.target))
         # Parts are sent by threads of their own, which get the memory that these leave. A few more threads than CPUs

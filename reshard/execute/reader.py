@@ -96,7 +96,7 @@ class BoxReader:
             self._made += worker is None
         try:
             if worker is None:
-                worker = self._new()
+                worker = self.new_worker()
             yield worker
         finally:
             with self._change:
@@ -106,7 +106,8 @@ class BoxReader:
                     self._idle.append(worker)
                 self._change.notify()
 
-    def _new(self) -> Worker:
+    def new_worker(self) -> Worker:
+        """A worker that nobody else will get."""
         options = self.options
         maps = max(1, self._handles.limit // (4 * options.threads))
         reader = make_reader(

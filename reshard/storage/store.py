@@ -85,6 +85,19 @@ class NewFile(Protocol):
     Several threads may write. Whatever fails is an `OSError`.
     """
 
+    @property
+    def descriptor(self) -> Optional[int]:
+        """What other processes may write through; None where they cannot."""
+        return None
+
+    def allocate(self, size: int) -> bool:
+        """Give the file all of its room before anything is written, where that can be done; whether it has it."""
+        return False
+
+    def window(self, offset: int, count: int) -> memoryview:
+        """A map of some bytes of the file, once it has all of its room, to be written."""
+        raise OSError(errno.ENODEV, "cannot be mapped")
+
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset; each byte of the file once, in any order."""
 

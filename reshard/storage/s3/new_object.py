@@ -21,7 +21,7 @@ from reshard.storage.s3.objects import Version, version_of
 from reshard.storage.s3.service import Blocks, Service, field
 from reshard.storage.s3.uploads import abort_all, claim
 from reshard.storage.status import FileStatus
-from reshard.storage.store import Expected, Sending
+from reshard.storage.store import Expected, NewFile, Sending
 
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
@@ -46,7 +46,7 @@ class _Part:
         self.left = size
 
 
-class NewObject:
+class NewObject(NewFile):
     """An object that is being written; see `reshard.storage.store.NewFile`. No request is made by making one.
 
     Args:
