@@ -46,9 +46,9 @@ def measure(gigabytes: float = GIGABYTES, names: Optional[list[str]] = None) -> 
     jobs = sorted({1, 2, 4, 8, 16, cores})
     section = Section("Many cores")
     section.say(
-        f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, with as many `--jobs` as the columns "
-        f"name, on {cores} cores: GB/s written, best of {TURNS} runs in turns, and below it the user time of all "
-        "processes in seconds per GB. *cp* copies all target files at once."
+        f"`convert` of {model.nbytes / 1e9:.1f} GB in matrices of {SIDE} x {SIDE}, with as many `--jobs` as the "
+        f"columns name, on {cores} cores: GB/s written, best of {TURNS} runs in turns; below "
+        "it the user time of all processes in seconds per GB. *cp* copies all target files at once."
     )
     section.table("kind", *(f"{number}" for number in jobs), "cp")
     for name in names or CASES:
@@ -68,7 +68,8 @@ def _measure_case(section: Section, place: Path, case: Case, model: Model, jobs:
     for _ in range(TURNS):
         for number, runs in found.items():
             remove(made)
-            runs.append(run([*words, "--quiet", "--jobs", number]))
+            # What is the default where there are so many.
+            runs.append(run([*words, "--quiet", "--jobs", number, "--max-memory", f"{max(64, 8 * number)}M"]))
         copies.append(_copies_at_once(made, place / "copied"))
     assert wrong_slices(made, model, case.new, "safetensors") == 0
     size = model.nbytes / 1e9

@@ -17,7 +17,7 @@ _MOST_WAITING = 64
 MAX_THREADS = 8
 """Threads of one process that move bytes on local disks."""
 MAX_PROCESSES = 64
-WORTH_A_PROCESS = 32 << 20
+WORTH_A_PROCESS = 64 << 20
 """Bytes: with fewer, a process costs more than it brings."""
 # Requests under way per CPU, of whatever size.
 _FEW = 4

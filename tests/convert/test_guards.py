@@ -12,8 +12,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import ReshardError
-from reshard.execute import ExecutionOptions, Progress, convert
-from reshard.execute import part_writing
+from reshard.execute import ExecutionOptions, Progress, convert, part_writing
 from reshard.execute.writing import TargetWriter
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
