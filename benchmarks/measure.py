@@ -259,14 +259,20 @@ class _Sampler:
             for pid in _family(self._pid):
                 # A process may end between being listed and being looked at.
                 with contextlib.suppress(OSError):
-                    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                        key, _, value = line.partition(":")
-                        if key == "RssAnon":
-                            anonymous += int(value.split()[0]) * 1024
-                        elif key == "VmHWM":
-                            resident += int(value.split()[0]) * 1024
+                    # Pages that processes share count once.
+                    anonymous += _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss_Anon")
+                    resident += _field(Path(f"/proc/{pid}/status"), "VmHWM")
             self.anonymous = max(self.anonymous, anonymous)
             self.resident = max(self.resident, resident)
+
+
+def _field(path: Path, wanted: str) -> int:
+    """Bytes, of a file of the kernel's with a number of KiB a line."""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == wanted:
+            return int(value.split()[0]) * 1024
+    return 0
 
 
 def _family(pid: int) -> Iterator[int]:

@@ -7,7 +7,9 @@ one; and what is contiguous on both sides goes straight into the block.
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
@@ -20,9 +22,13 @@ from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, vo
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
-# Elements along each side of a tile of a transposed copy: two tiles of them fit the innermost cache.
-_TILE = 64
+# Elements along the sides of a tile of a transposed copy: this where neighbours lie together in the source, twice as
+# many where they do in the target. Smaller ones cost more calls, larger ones leave the cache.
+_TILE = 128
+_LEAST_TILE = 16
+_TILE_GAP = 8
 _FAR = 1 << 62
+_ROOMS = threading.local()
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
@@ -322,26 +328,50 @@ def as_words(data: memoryview, shape: Sequence[int], item_size: int) -> Words:
 
 
 def put(source: Words, out: Words, cast: Optional[Cast] = None) -> None:
-    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension."""
-    tiles = tiles_of(source, out)
-    if cast is None:
-        for tile in tiles:
-            out[tile] = source[tile]
-    else:
-        for tile in tiles:
-            cast.put(source[tile], out[tile])
+    """Copy elements, or cast them, wherever both lie; arrays of one word or more per element in the last dimension.
 
-
-def tiles_of(source: Words, out: Words) -> Iterator[tuple[slice, ...]]:
-    """The parts in which to copy: all at once, or, where neighbours here are far apart there, what fits the cache."""
+    Where neighbours here are far apart there, tile by tile through a room in the cache: its rows are not as far apart
+    as a power of two, which those of tensors often are, so that they do not drive each other out.
+    """
     axes = range(source.ndim - 1)
     near_source = min(axes, key=lambda axis: source.strides[axis] if source.shape[axis] > 1 else _FAR, default=0)
     near_out = min(axes, key=lambda axis: out.strides[axis] if out.shape[axis] > 1 else _FAR, default=0)
-    if near_source == near_out or source.shape[near_source] < _TILE or source.shape[near_out] < _TILE:
-        yield ()
+    if near_source == near_out or min(source.shape[near_source], source.shape[near_out]) < _LEAST_TILE:
+        if cast is None:
+            out[...] = source
+        else:
+            cast.put(source, out)
         return
-    for first in range(0, source.shape[near_source], _TILE):
-        for other in range(0, source.shape[near_out], _TILE):
-            tile = [slice(None)] * source.ndim
-            tile[near_source], tile[near_out] = slice(first, first + _TILE), slice(other, other + _TILE)
-            yield tuple(tile)
+    order = sorted(axes, key=lambda axis: -source.strides[axis])
+    steps = {near_source: min(source.shape[near_source], _TILE), near_out: min(source.shape[near_out], 2 * _TILE)}
+    left = 2 * _TILE * _TILE // math.prod(steps.values())
+    for axis in reversed(order):
+        if axis not in steps:
+            steps[axis] = max(1, min(source.shape[axis], left))
+            left //= steps[axis]
+    slices = [
+        [slice(first, first + steps[axis]) for first in range(0, source.shape[axis], steps[axis])] for axis in axes
+    ]
+    room: Optional[Words] = None
+    for tile in itertools.product(*slices):
+        taken, given = source[tile], out[tile]
+        if room is None or room.shape != given.shape:
+            room = _tile_like(given, order)
+        if cast is None:
+            room[...] = taken
+        else:
+            cast.put(taken, room)
+        given[...] = room
+
+
+def _tile_like(out: Words, order: Sequence[int]) -> Words:
+    """A room of this thread for a tile, with the axes in this order in memory."""
+    shape = [out.shape[axis] for axis in order]
+    row = (shape[-1] + _TILE_GAP) * out.shape[-1]
+    count = math.prod(shape[:-1]) * row
+    words: Optional[Words] = getattr(_ROOMS, out.dtype.str, None)
+    if words is None or len(words) < count:
+        words = np.empty(count, out.dtype)
+        setattr(_ROOMS, out.dtype.str, words)
+    room = words[:count].reshape(*shape[:-1], shape[-1] + _TILE_GAP, out.shape[-1])[..., : shape[-1], :]
+    return room.transpose(*np.argsort(order), len(shape))

@@ -14,11 +14,13 @@ LEAST_BLOCK_BYTES = 4 << 10
 # Of smaller ones there are more requests and calls.
 _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
-MAX_THREADS = 8
-"""Threads of one process that move bytes on local disks."""
-MAX_PROCESSES = 64
+# Threads of one process: more pass the interpreter's lock to and fro for longer than they gain.
+_MAX_THREADS = 8
+_MAX_PROCESSES = 64
 WORTH_A_PROCESS = 64 << 20
 """Bytes: with fewer, a process costs more than it brings."""
+# Of the 100 MiB that a conversion may take beside --max-memory, what worker processes may.
+_BASE_OF_PROCESSES = 32 << 20
 # Requests under way per CPU, of whatever size.
 _FEW = 4
 # What windows of small reads need where several files are joined and each window costs a round trip.
@@ -40,7 +42,7 @@ class ExecutionOptions:
         part_bytes: bytes that the target's store holds of a file until they are written together; 0 for none.
         files: target files in all.
         nbytes: bytes of them together.
-        forked: processes that share the work; 1 for threads of this one alone.
+        processes: processes that share the work; 1 for threads of this one alone.
     """
 
     jobs: int
@@ -53,24 +55,31 @@ class ExecutionOptions:
     part_bytes: int = 0
     files: int = 1
     nbytes: int = 0
-    forked: int = 1
+    processes: int = 1
 
-    @property
-    def processes(self) -> int:
-        """Processes worth having, where this one may be copied: object stores keep threads waiting, not CPUs busy."""
+    def shared(self, private: int) -> ExecutionOptions:
+        """The same in as many processes as are worth having, or unchanged where that is one.
+
+        Object stores keep threads waiting and not CPUs busy, so threads suffice for them.
+
+        Args:
+            private: bytes that each process comes to hold beside its buffers. What the processes hold together beyond
+                what the base allows is taken off the buffers, up to half of them.
+        """
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
-            return 1
-        return max(1, min(self.jobs, MAX_PROCESSES, self.nbytes // WORTH_A_PROCESS))
-
-    def in_processes(self, count: int) -> ExecutionOptions:
-        """The same in so many processes, each with as many threads."""
-        return replace(self, jobs=count, forked=count)
+            return self
+        room = max(_BASE_OF_PROCESSES, self.max_memory // 2) // private
+        count = min(self.jobs, _MAX_PROCESSES, self.nbytes // WORTH_A_PROCESS, room)
+        if count < 2:
+            return self
+        beyond = max(0, count * private - _BASE_OF_PROCESSES)
+        return replace(self, jobs=count, processes=count, max_memory=self.max_memory - beyond)
 
     @property
     def threads(self) -> int:
         """Threads of all processes; where requests take a round trip there are more of them than CPUs, as most wait."""
         # In one process, more would pass the interpreter's lock to and fro.
-        jobs = self.jobs if self.forked > 1 else min(self.jobs, MAX_THREADS)
+        jobs = self.jobs if self.processes > 1 else min(self.jobs, _MAX_THREADS)
         wanted = max(jobs, self._under_way(self.storage))
         if not self.part_bytes:
             return max(wanted, self._under_way(self.target))

@@ -27,7 +27,7 @@ from reshard.errors import ReshardError, RetryableError, TargetError, Unwritable
 from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.parts import Parts
-from reshard.execute.processes import Crew, LostWorkerError, Tell, may_fork
+from reshard.execute.processes import Crew, LostWorkerError, Tell, may_fork, private_bytes
 from reshard.execute.reader import BoxReader
 from reshard.execute.writing import Expect, Finish, PartDone, TargetWriter
 from reshard.plan.pieces import TargetFile
@@ -76,13 +76,13 @@ def convert(
     # What plans share is made with the first, before there are workers that would each make it.
     first = list(itertools.islice(groups, 1))
     groups = itertools.chain(first, groups)
-    processes = options.processes if target_of is not None and may_fork() else 1
     with contextlib.ExitStack() as stack:
         crew = None
-        if processes > 1 and target_of is not None:
-            options = options.in_processes(processes)
-            serve = _Server(target_of, handles, options)
-            crew = stack.enter_context(Crew(processes, options.threads // processes, serve))
+        if target_of is not None and may_fork():
+            options = options.shared(private_bytes())
+            if options.processes > 1:
+                serve = _Server(target_of, handles, options)
+                crew = stack.enter_context(Crew(options.processes, options.threads // options.processes, serve))
         _Execution(groups, handles, options, progress, finish, expected, crew).run()
 
 
