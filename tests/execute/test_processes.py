@@ -74,6 +74,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             super().__init__(processes, *others)
 
     monkeypatch.setattr(run, "Crew", Counted)
+    monkeypatch.setattr(run, "private_bytes", lambda: 1 << 20)
     monkeypatch.setattr(options, "WORTH_A_PROCESS", 1)
     return made
 
