@@ -22,8 +22,6 @@ from reshard.text.report import Report
 FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), UnifiedForm(), HuggingFaceForm()]
 """Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
 
-RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
-
 
 def form_named(name: str) -> Form:
     """The form of a name, which is known to be one."""

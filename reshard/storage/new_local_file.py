@@ -10,8 +10,7 @@ from typing import Optional
 
 from reshard.storage import directories, temporary
 from reshard.storage.costs import file_system_of
-from reshard.storage.status import FileStatus
-from reshard.storage.store import NewFile
+from reshard.storage.store import FileStatus, NewFile
 
 _TIMES = 4
 # Where room that was allocated is there whatever happens, and allocating it writes nothing.
