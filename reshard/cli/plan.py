@@ -17,8 +17,8 @@ from reshard.convert import Prepared, Summary, prepare
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
-from reshard.execute.processes import anonymous_bytes, private_bytes
 from reshard.forms.registry import counted_as, form_named
+from reshard.processes import anonymous_bytes, private_bytes
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40

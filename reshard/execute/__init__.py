@@ -6,7 +6,7 @@ order, under a temporary name. It knows boxes and byte ranges; it knows nothing 
 
 from reshard.execute.destination import Destination
 from reshard.execute.options import ExecutionOptions, Progress
-from reshard.execute.processes import OWN_THREAD
 from reshard.execute.run import convert
+from reshard.processes import OWN_THREAD
 
 __all__ = ["OWN_THREAD", "Destination", "ExecutionOptions", "Progress", "convert"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from reshard.defaults import MAX_MEMORY
 from reshard.execute.reading import ChosenIo, choose_io
+from reshard.processes import BASE_OF_PROCESSES, worth_having
 from reshard.storage.costs import LOCAL, Storage
 
 # Larger blocks than this make nothing faster.
@@ -16,11 +17,6 @@ _FAIR_BLOCK_BYTES = 1 << 20
 _MOST_WAITING = 64
 # Threads of one process: more pass the interpreter's lock to and fro for longer than they gain.
 _MAX_THREADS = 8
-_MAX_PROCESSES = 64
-WORTH_A_PROCESS = 64 << 20
-"""Bytes: with fewer, a process costs more than it brings."""
-# Of the 100 MiB that a conversion may take beside --max-memory, what worker processes may.
-_BASE_OF_PROCESSES = 32 << 20
 # Requests under way per CPU, of whatever size.
 _FEW = 4
 # What windows of small reads need where several files are joined and each window costs a round trip.
@@ -68,11 +64,10 @@ class ExecutionOptions:
         """
         if not (self.storage.mappable and self.target.mappable) or self.part_bytes:
             return self
-        room = max(_BASE_OF_PROCESSES, self.max_memory // 2) // private
-        count = min(self.jobs, _MAX_PROCESSES, self.nbytes // WORTH_A_PROCESS, room)
+        count = worth_having(self.jobs, self.nbytes, self.max_memory, private)
         if count < 2:
             return self
-        beyond = max(0, count * private - _BASE_OF_PROCESSES)
+        beyond = max(0, count * private - BASE_OF_PROCESSES)
         return replace(self, jobs=count, processes=count, max_memory=self.max_memory - beyond)
 
     @property

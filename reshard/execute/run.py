@@ -27,10 +27,10 @@ from reshard.errors import ReshardError, RetryableError, TargetError, Unwritable
 from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.part_writing import PartWriter
 from reshard.execute.parts import Parts
-from reshard.execute.processes import Crew, LostWorkerError, Tell, may_fork, private_bytes
 from reshard.execute.reader import BoxReader
 from reshard.execute.writing import Expect, Finish, PartDone, TargetWriter
 from reshard.plan.pieces import TargetFile
+from reshard.processes import Crew, LostWorkerError, Tell, may_fork, private_bytes
 from reshard.storage import Sending
 from reshard.storage.new_local_file import WrittenFile
 from reshard.text.wording import plural
@@ -512,10 +512,10 @@ def _lost(error: LostWorkerError, targets: Sequence[TargetFile], first: TargetFi
     names = ", ".join(sorted(target.path for target in targets)[:_MOST_FAILURES])
     more = f" and {len(targets) - _MOST_FAILURES} more" if len(targets) > _MOST_FAILURES else ""
     return UnwritableError(
-        f"{names}{more}: not written, since {error}",
+        f"{names}{more}: not written, since {error.message}",
         file=first.path,
         rank=first.rank,
-        hint="run the same command again to continue; where memory is short, with fewer --jobs",
+        hint=error.hint,
     )
 
 

@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
+from reshard import processes
 from reshard.errors import CheckpointError
-from reshard.execute import options, parts, run
-from reshard.execute.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
+from reshard.execute import parts, run
+from reshard.numbers import sweep
+from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
+from reshard.verification import reading
 from tests.conftest import LONG
 from tests.corpus import ROOT
 from tests.dask_cluster import until
 from tests.execute.test_changing_sources import in_place
-from tests.running import done, fails
+from tests.running import Argument, done, fails
 from tests.sampling import some_of
 from tests.small import World, tensors
 from tests.trees import same_ranks, tree_bytes
@@ -34,8 +37,9 @@ FULL = tensors()
 # Small work is done by worker processes, too, and small files are cut into many parts.
 FORCED = """
 import os, signal, sys, time
-from reshard.execute import options, parts
-options.WORTH_A_PROCESS = 1
+from reshard import processes
+from reshard.execute import parts
+processes.WORTH_A_PROCESS = 1
 parts.LEAST_PART_BYTES = parts.MOST_PART_BYTES = 20000
 from reshard.storage.new_local_file import WrittenFile
 write, window, parent, calls = WrittenFile.write, WrittenFile.window, os.getpid(), 0
@@ -69,13 +73,14 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
 
     class Counted(Crew):
-        def __init__(self, processes: int, *others: Any) -> None:
-            made.append(processes)
-            super().__init__(processes, *others)
+        def __init__(self, count: int, *others: Any) -> None:
+            made.append(count)
+            super().__init__(count, *others)
 
-    monkeypatch.setattr(run, "Crew", Counted)
-    monkeypatch.setattr(run, "private_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(options, "WORTH_A_PROCESS", 1)
+    for module in (run, reading, sweep):
+        monkeypatch.setattr(module, "Crew", Counted)
+        monkeypatch.setattr(module, "private_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(processes, "WORTH_A_PROCESS", 1)
     return made
 
 
@@ -131,8 +136,49 @@ def test_whoever_writes_them_files_are_the_same(
             assert {path: data for path, data in found.items() if "rank_" in str(path)} == {
                 path: data for path, data in expected.items() if "rank_" in str(path)
             }
-            done("verify", words[2], "--src", words[1], *words[3:])
+            done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
     assert crews == [2, 2, 5, 5, 16, 16]
+
+
+@pytest.fixture
+def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Likewise, and whoever reads takes little at a time."""
+    monkeypatch.setattr(reading, "_MIN_BLOCK", 512)
+    monkeypatch.setattr(reading, "_MAX_BLOCK", 512)
+    monkeypatch.setattr(reading, "_TINY", 0)
+    monkeypatch.setattr(reading, "_TAKEN_BLOCKS", 3)
+    monkeypatch.setattr(sweep, "CHUNK_ELEMENTS", 700)
+    return crews
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
+    words = prepared(tmp_path, kind)
+    done(*words, "--jobs", 1)
+    strategy = ["--strategy", tmp_path / "new"]
+    made: list[Argument] = [tmp_path / "dst", "--src-strategy", tmp_path / "new"]
+    commands: list[list[Argument]] = [
+        ["verify", words[2], "--src", *words[1:2], *words[3:], "--json"],
+        ["fingerprint", tmp_path / "dst", *strategy, "--json"],
+        ["stats", *made, "--json"],
+    ]
+    for command in commands:
+        small_steps.clear()
+        alone = done(*command, "--jobs", 1).out
+        assert not small_steps
+        assert done(*command, "--jobs", 3).out == alone
+        assert small_steps and set(small_steps) == {3}, command[0]
+
+
+def test_a_difference_that_a_worker_finds_is_told(tmp_path: Path, small_steps: list[int]) -> None:
+    words = prepared(tmp_path, "columns of the same rows")
+    done(*words, "--jobs", 1)
+    path = tmp_path / "dst" / "rank_5" / "checkpoint_5.ckpt"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    result = fails(4, "verify", words[2], "--src", words[1], *words[3:], "--jobs", 3)
+    assert small_steps == [3] and "on rank 5: differs" in result.out and result.out.count("differs") == 1
 
 
 def test_a_file_that_many_write_is_written_through_maps(

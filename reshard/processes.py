@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Callable, NoReturn, Optional
 
+from reshard.errors import RetryableError
+
 if TYPE_CHECKING:
     import socket
 
@@ -32,6 +34,13 @@ Serve = Callable[[Any, Sequence[int], Tell], Any]
 OWN_THREAD = "reshard-own"
 """What the names of threads begin with that hold no lock which a worker takes."""
 
+WORTH_A_PROCESS = 64 << 20
+"""Bytes: with fewer, a process costs more than it brings."""
+
+BASE_OF_PROCESSES = 32 << 20
+"""Of the 100 MiB that a command may take beside --max-memory, what all worker processes may."""
+
+_MAX_PROCESSES = 64
 _LENGTH = struct.Struct("<Q")
 _TOLD, _DONE, _FAILED = range(3)
 _MAX_DESCRIPTORS = 64
@@ -44,16 +53,10 @@ _BLOCKS, _USUAL_BLOCKS, _BYTES_PER_BLOCK = sys.getallocatedblocks(), 200_000, 10
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGALRM}
 
 
-class LostWorkerError(Exception):
-    """A worker process is gone.
+class LostWorkerError(RetryableError):
+    """A worker process died."""
 
-    Attributes:
-        how: how it ended, such as ``was killed by signal 9``.
-    """
-
-    def __init__(self, how: str) -> None:
-        super().__init__(f"a worker process {how}")
-        self.how = how
+    usual_hint = "run the same command again; where memory is short, with fewer --jobs"
 
 
 def may_fork() -> bool:
@@ -77,6 +80,18 @@ def private_bytes() -> int:
     """Bytes that a copy of this process comes to hold by itself, at the most: Python writes to objects it looks at."""
     grown = sys.getallocatedblocks() - _BLOCKS
     return _LEAST_PRIVATE + max(0, grown - _USUAL_BLOCKS) * _BYTES_PER_BLOCK
+
+
+def worth_having(jobs: int, nbytes: int, max_memory: int, private: int) -> int:
+    """How many processes are worth having; less than 2 for none.
+
+    Args:
+        jobs: CPUs to keep busy.
+        nbytes: bytes that are to be moved or read.
+        max_memory: bytes for all buffers together, of which half may go to what processes hold beside buffers.
+        private: bytes that each process comes to hold beside its buffers.
+    """
+    return min(jobs, _MAX_PROCESSES, nbytes // WORTH_A_PROCESS, max(BASE_OF_PROCESSES, max_memory // 2) // private)
 
 
 class Crew:
@@ -159,7 +174,7 @@ class Crew:
                     error, where = value
                     raise error from RuntimeError(where)
         except (EOFError, ConnectionError):
-            raise LostWorkerError(seat.worker.end()) from None
+            raise LostWorkerError(f"a worker process {seat.worker.end()}") from None
         finally:
             self._idle.put(seat)
 
