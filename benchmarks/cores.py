@@ -18,7 +18,7 @@ from benchmarks.measure import Run, Section, memory_backed, remove, reshard, run
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy, wrong_slices
 
 GIGABYTES = 0.9
-TURNS = 3
+TURNS = 2
 SIDE = 4096
 """Matrices are square and of Float32: 64 MiB each, rows of 16 KiB."""
 

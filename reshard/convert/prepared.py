@@ -328,7 +328,7 @@ class Prepared:
         work = state.work
         checked = time.monotonic()
         if self._options.dry_run:
-            written = sum(state.sizes.values())
+            written, copied = sum(state.sizes.values()), 0
         else:
             writing = Writing(
                 plan,
@@ -340,7 +340,7 @@ class Prepared:
                 progress,
                 workers,
             )
-            written = writing.write()
+            written, copied = writing.write(), writing.bytes_copied
             manifest = writing.manifest
             work = writing.work
         ended = time.monotonic()
@@ -353,6 +353,7 @@ class Prepared:
             done_before=sorted(set(state.asked).difference(work)),
             manifest=manifest,
             bytes_written=written,
+            bytes_copied=copied,
             source_ranks=sorted(plan.checkpoint.indexes),
             recovered=[file for file in lost if plan.form.taken_over(file) is None],
             parameters=len(plan.sorted.resharded),

@@ -54,6 +54,7 @@ class Summary:
         phases: where the time went.
         seconds: time it took.
         dry_run: nothing was written.
+        bytes_copied: bytes of tensors that the file system copied by itself.
     """
 
     step: Optional[str]
@@ -79,3 +80,4 @@ class Summary:
     phases: Phases
     seconds: float
     dry_run: bool
+    bytes_copied: int = 0

@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
@@ -60,6 +60,53 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> It
         inner = tuple((0, size) for size in shape[axis + 1 :])
         yield (*outer, (first, first + count), *inner)
         position += count * row
+
+
+class Run(NamedTuple):
+    """Bytes that lie together in a stored slice as they do in a box of a target tensor.
+
+    Attributes:
+        offset: of its first byte in the box.
+        source: the slice.
+        start: its first byte there.
+        length: bytes.
+    """
+
+    offset: int
+    source: StoredSlice
+    start: int
+    length: int
+
+
+def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
+    """The runs that make a box of a target tensor, counted from its own origin; None where it is not made of runs."""
+    if tensor.padded or tensor.added is not None:
+        return None
+    box = tuple((start + low, start + high) for (start, _), (low, high) in zip(tensor.box, block))
+    found = []
+    for piece in tensor.pieces:
+        common = intersection(piece.box, box)
+        if common is None:
+            continue
+        if piece.region is not None or piece.dtype is not None:
+            return None
+        if not (_lies_together(common, box) and _lies_together(common, piece.source.box)):
+            return None
+        offset, start = (_offset_in(common, whole) * tensor.item_size for whole in (box, piece.source.box))
+        found.append(Run(offset, piece.source, start, volume_of(common) * tensor.item_size))
+    return found or None
+
+
+def _lies_together(part: Box, whole: Box) -> bool:
+    """Whether the elements of a part of a box follow each other in it."""
+    axis = next((axis for axis, (low, high) in enumerate(part) if high - low > 1), len(part))
+    return part[axis + 1 :] == whole[axis + 1 :]
+
+
+def _offset_in(part: Box, whole: Box) -> int:
+    """The number of the first element of a part of a box in it."""
+    strides = byte_strides(shape_of(whole), 1)
+    return sum((low - first) * stride for (low, _), (first, _), stride in zip(part, whole, strides))
 
 
 class BlockFiller:

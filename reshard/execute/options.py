@@ -161,6 +161,9 @@ class Progress:
     def wrote(self, count: int) -> None:
         """So many of these bytes are done."""
 
+    def copied(self, count: int) -> None:
+        """So many of the bytes that are done were copied by the file system."""
+
     def committed(self, rank: int, size: int) -> None:
         """The file of a target rank, of so many bytes, has its final name."""
 

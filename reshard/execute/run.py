@@ -266,7 +266,10 @@ class _Execution:
                 write = self._write_there
                 if self._crew is None:
                     worker = stack.enter_context(self._reader.worker())
-                    write = partial(self._write_here, PartWriter(worker, self._stop.is_set, self._wrote))
+                    write = partial(
+                        self._write_here,
+                        PartWriter(worker, self._handles, self._stop.is_set, self._wrote, self._copied),
+                    )
                 self._write_parts(write)
         except BaseException as error:
             self._fail(error)
@@ -309,6 +312,8 @@ class _Execution:
         if last:
             self._schedule.close(task.group)
         if part is not None:
+            for writer in task.group.writers:
+                writer.begin()
             parts.write(part, task.group.writers)
 
     def _write_there(self, task: _Task) -> None:
@@ -322,13 +327,14 @@ class _Execution:
         writers = task.group.writers
         told: dict[str, Callable[..., None]] = {
             "wrote": self._wrote,
+            "copied": self._copied,
             "overflowed": self._overflowed,
             "ends": partial(self._schedule.close, task.group),
         }
         with contextlib.ExitStack() as stack:
             descriptors = [stack.enter_context(writer.handed_out()) for writer in writers]
             members = [
-                _Member(writer.target.rank, descriptor is not None, writer.mapped)
+                _Member(writer.target.rank, descriptor is not None, writer.mapped, writer.copies)
                 for writer, descriptor in zip(writers, descriptors)
             ]
             request = _Request(members, task.number, writers[0].checksums is not None)
@@ -347,6 +353,10 @@ class _Execution:
     def _wrote(self, count: int) -> None:
         with self._lock:
             self._progress.wrote(count)
+
+    def _copied(self, count: int) -> None:
+        with self._lock:
+            self._progress.copied(count)
 
     def _overflowed(self, name: str, count: int) -> None:
         with self._lock:
@@ -412,11 +422,13 @@ class _Member(NamedTuple):
         rank: its number.
         given: whether a descriptor of it comes along; without one it is not written.
         mapped: whether it is written through maps.
+        copies: whether its file system copies ranges of files.
     """
 
     rank: int
     given: bool
     mapped: bool
+    copies: bool
 
 
 class _Request(NamedTuple):
@@ -466,7 +478,7 @@ class _Server:
             if last:
                 tell(("ends",))
             writers = [
-                TargetWriter(target, _finished, request.checksum, file=file, mapped=member.mapped)
+                TargetWriter(target, _finished, request.checksum, file=file, mapped=member.mapped, copies=member.copies)
                 for target, file, member in zip(own.parts.files, files, request.members)
             ]
             for writer, file in zip(writers, files):
@@ -474,7 +486,13 @@ class _Server:
                     writer.fail(RetryableError(f"{writer.target.path}: was given up", file=writer.target.path))
             if part is not None:
                 with _Untold(tell) as untold:
-                    PartWriter(own.worker, lambda: False, untold.add).write(part, writers)
+                    PartWriter(
+                        own.worker,
+                        self._handles,
+                        lambda: False,
+                        untold.add,
+                        lambda count: tell(("copied", count)),
+                    ).write(part, writers)
             return [writer.done for writer in writers], self._handles.seen_after(known)
 
 

@@ -58,12 +58,14 @@ class TargetWriter:
         file: the file, where it has been made.
         allocated: give it all of its room first where that can be done, so that it is `mapped`.
         mapped: whether another has done so.
+        copies: whether its file system copies ranges of files, where another has looked.
 
     Attributes:
         error: why the file was given up, if it was; others can still be finished.
         checksums: of what was written: offset, bytes, CRC-32; None where they are not computed.
         written: bytes that were written.
         mapped: whether the file has all of its room on disk, so that it is written through maps.
+        copies: whether its file system copies ranges of files; not where checksums are computed on the way.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class TargetWriter:
         file: Optional[NewFile] = None,
         allocated: bool = False,
         mapped: bool = False,
+        copies: bool = False,
     ) -> None:
         self.target = target
         self._finish = finish
@@ -85,6 +88,7 @@ class TargetWriter:
         self.checksums: Optional[list[Checksum]] = [] if checksum else None
         self.written = 0
         self.mapped = mapped
+        self.copies = copies
         self._file = file
         self._lock = threading.Lock()
         self._open_parts = 0
@@ -135,6 +139,20 @@ class TargetWriter:
             if self.checksums is not None and crc is not None:
                 self.checksums.append((offset, len(data), crc))
 
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the file system copy a range of another file to an offset; whether it could.
+
+        Raises:
+            OSError: it could not.
+        """
+        with self._used() as file:
+            return file.copy(descriptor, start, offset, count)
+
+    def copied(self, count: int) -> None:
+        """So many bytes were copied to the file."""
+        with self._lock:
+            self.written += count
+
     def window(self, offset: int, count: int) -> memoryview:
         """A map of a range of the file, which is `mapped`, to write it through.
 
@@ -163,6 +181,15 @@ class TargetWriter:
                 except OSError as error:
                     self._fail(error)
             yield descriptor
+
+    def begin(self) -> None:
+        """Make the file, unless it is there or `error` is set.
+
+        Raises:
+            UnwritableError: it cannot be written, and no other file could.
+        """
+        with self.handed_out():
+            pass
 
     def adopt(self, done: PartDone) -> None:
         """What came of a part that a worker has written."""
@@ -237,6 +264,7 @@ class TargetWriter:
                 size = self.target.layout.size
                 self._file = new_file(self.target.path, size, self._expected, self._sending)
                 self.mapped = self._allocated and self._file.allocate(size)
+                self.copies = self.checksums is None and self._file.copies
             file = self._file
             self._users += 1
         try:
@@ -285,14 +313,14 @@ class PartBuffer:
         self._memory: memoryview = memory[:0].data if writer.mapped else memory.data
         self._used = 0
         self._offset = offset
-        self._writer = writer
+        self.writer = writer
 
     def reserve(self, count: int) -> memoryview:
         """The next ``count`` bytes of the file, at most `size`, to be filled by the caller."""
         if self._used + count > len(self._memory):
             self.flush()
-            if self._writer.mapped:
-                self._memory = self._writer.window(self._offset, self.size)
+            if self.writer.mapped:
+                self._memory = self.writer.window(self._offset, self.size)
         room = self._memory[self._used : self._used + count]
         self._used += count
         return room
@@ -301,6 +329,11 @@ class PartBuffer:
     def position(self) -> int:
         """Where in the file the next byte goes."""
         return self._offset + self._used
+
+    def skip(self, count: int) -> None:
+        """The next ``count`` bytes were copied to the file; after `flush`."""
+        self.writer.copied(count)
+        self._offset += count
 
     def expect(self, offset: int) -> None:
         """Insist that what comes next belongs at this offset of the file.
@@ -320,11 +353,11 @@ class PartBuffer:
         """Write what was collected."""
         if self._used:
             data = self._memory[: self._used]
-            if self._writer.mapped:
-                self._writer.wrote(self._offset, data)
+            if self.writer.mapped:
+                self.writer.wrote(self._offset, data)
                 self._memory = data[:0]
             else:
-                self._writer.write(self._offset, data)
+                self.writer.write(self._offset, data)
             self._offset += self._used
             self._used = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 from typing import Optional
@@ -15,6 +16,8 @@ from reshard.storage.store import FileStatus, NewFile
 _TIMES = 4
 # Where room that was allocated is there whatever happens, and allocating it writes nothing.
 _ALLOCATING = frozenset(["ext4", "xfs", "tmpfs"])
+# Where the server copies a range of a file, or both files come to share it. Elsewhere the kernel reads and writes it.
+_COPYING = frozenset(["btrfs", "xfs", "bcachefs", "ocfs2", "nfs4", "ceph", "cifs", "smb3"])
 
 
 class WrittenFile(NewFile):
@@ -39,6 +42,16 @@ class WrittenFile(NewFile):
             done += os.pwrite(self._fd, data[done:], offset + done)
         # The disk begins at once, not when everything waits for the flush; see docs/benchmarks.md.
         os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the kernel copy it."""
+        done = 0
+        while done < count:
+            copied = os.copy_file_range(descriptor, self._fd, count - done, start + done, offset + done)
+            if not copied:
+                return False
+            done += copied
+        return True
 
     def window(self, offset: int, count: int) -> memoryview:
         """A map of some bytes of the file, which has all of its room."""
@@ -93,9 +106,18 @@ class NewLocalFile(WrittenFile):
                 return fd, directory_fd, unnamed
         raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
 
+    @functools.cached_property
+    def _file_system(self) -> str:
+        return file_system_of(os.path.dirname(self._temporary) or os.curdir)
+
+    @property
+    def copies(self) -> bool:
+        """Whether its file system copies ranges of files by itself."""
+        return self._file_system in _COPYING
+
     def allocate(self, size: int) -> bool:
         """Give it all of its room, where that can be relied on; whether it has."""
-        if not size or file_system_of(os.path.dirname(self._temporary) or os.curdir) not in _ALLOCATING:
+        if not size or self._file_system not in _ALLOCATING:
             return False
         os.posix_fallocate(self._fd, 0, size)
         return True

@@ -137,6 +137,15 @@ class NewFile(Protocol):
         """What other processes may write through; None where they cannot."""
         return None
 
+    @property
+    def copies(self) -> bool:
+        """Whether the file system copies ranges of files by itself."""
+        return False
+
+    def copy(self, descriptor: int, start: int, offset: int, count: int) -> bool:
+        """Have the file system copy a range of another file, open as ``descriptor``, to an offset; whether it has."""
+        return False
+
     def allocate(self, size: int) -> bool:
         """Give the file all of its room before anything is written, where that can be done; whether it has it."""
         return False

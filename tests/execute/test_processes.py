@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -11,14 +12,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
 from reshard.errors import CheckpointError
-from reshard.execute import parts, run
+from reshard.execute import part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
 from reshard.storage.new_local_file import NewLocalFile, WrittenFile
@@ -155,7 +156,7 @@ def small_steps(crews: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_whoever_reads_them_tensors_are_found_the_same(kind: str, tmp_path: Path, small_steps: list[int]) -> None:
     words = prepared(tmp_path, kind)
     done(*words, "--jobs", 1)
-    strategy = ["--strategy", tmp_path / "new"]
+    strategy: list[Argument] = ["--strategy", tmp_path / "new"]
     made: list[Argument] = [tmp_path / "dst", "--src-strategy", tmp_path / "new"]
     commands: list[list[Argument]] = [
         ["verify", words[2], "--src", *words[1:2], *words[3:], "--json"],
@@ -202,6 +203,29 @@ def test_a_file_that_many_write_is_written_through_maps(
     done(*words, "--jobs", 4)
     assert allocated == [True]
     done("verify", words[2], "--src", words[1], *words[3:])
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(("checksum", "fails_at"), [("none", None), ("none", 0), ("none", 40), ("crc32", None)])
+def test_long_runs_are_copied_by_a_file_system_that_can(
+    jobs: int, checksum: str, fails_at: Optional[int], tmp_path: Path, crews: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = prepared(tmp_path, "rows")
+    monkeypatch.setattr("reshard.storage.new_local_file.file_system_of", lambda path: "xfs")
+    monkeypatch.setattr(part_writing, "_WORTH_COPYING", 1000)
+    copy, calls = os.copy_file_range, 0
+
+    def copied(source: int, target: int, count: int, *places: int) -> int:
+        nonlocal calls
+        calls += 1
+        if fails_at is not None and calls > fails_at:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return copy(source, target, min(count, 700), *places)
+
+    monkeypatch.setattr(os, "copy_file_range", copied)
+    told = done(*words, "--jobs", jobs, "--checksum", checksum, "-v").err
+    assert ("copied by the file system" in told) == (checksum == "none" and fails_at != 0), told
+    done("verify", words[2], "--src", words[1], *words[3:], "--jobs", 1)
 
 
 def test_a_disk_that_is_too_full_for_a_mapped_file_is_an_error_before_the_first_byte(
