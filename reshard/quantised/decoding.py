@@ -30,7 +30,7 @@ from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
-from reshard.quantised.schemes import Quantised, Recognised, StoredTensor, recognise
+from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise
 from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
 from reshard.storage import UnfitError, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
@@ -347,10 +347,10 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
     return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TypedShape]:
     """Types and shapes of all tensors and values of a checkpoint."""
-    found = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    found = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
     for name in (*checkpoint.values(), *checkpoint.without_layout()):
         entry = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        found[name] = StoredTensor(entry.dtype, entry.shape)
+        found[name] = TypedShape(entry.dtype, entry.shape)
     return found
