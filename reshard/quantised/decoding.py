@@ -84,7 +84,7 @@ class _Scales:
         return decode_scales(words, self.dtype)
 
 
-class Decoding:
+class ScaledCodes:
     """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
 
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
@@ -208,7 +208,7 @@ class _Tensors(ByName[GlobalTensor]):
                 tensor.shape,
                 tuple(_unpacked(sharding, tensor, codes) for sharding in codes.shardings),
                 codes.shards,
-                decoding=Decoding(tensor, self._dtype, scales, offsets),
+                decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
             )
         return found
 
