@@ -5,6 +5,7 @@ devices of a stage; `Grid` is the geometry of it, for a tensor of a given shape;
 source slices a target slice is made of; `View` is a tensor made of strided boxes of others.
 """
 
+from reshard.layout.boxes import Covering, covering
 from reshard.layout.grid import Box, Grid, inside, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, stand_in_shape
@@ -15,6 +16,7 @@ __all__ = [
     "ZEROS",
     "Box",
     "Cell",
+    "Covering",
     "Grid",
     "Layout",
     "Loop",
@@ -22,6 +24,7 @@ __all__ = [
     "Region",
     "View",
     "ViewOverlap",
+    "covering",
     "inside",
     "intersection",
     "shape_of",

@@ -7,14 +7,11 @@ a `Layout` and a shape, or from the offsets that a file's metadata states.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional
-
-from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]
 """Per dimension where it begins and ends; () is the one element of a scalar."""
@@ -81,34 +78,6 @@ class Grid:
         """The grid of one box."""
         return cls(tuple((0, size) for size in shape))
 
-    @classmethod
-    def of_boxes(cls, shape: Sequence[int], boxes: Iterable[Box]) -> Grid:
-        """The grid whose boxes these are.
-
-        Args:
-            shape: of the full tensor.
-            boxes: stored boxes, in any order, each once or more often.
-
-        Raises:
-            LayoutError: they lie outside the tensor, overlap, leave gaps, or do not lie in rows and columns.
-        """
-        distinct = set(boxes)
-        for box in distinct:
-            inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape))
-            if not inside:
-                raise LayoutError(f"box {list(box)} does not lie in a tensor of shape {list(shape)}")
-        edges = []
-        for dimension, size in enumerate(shape):
-            found = sorted({box[dimension] for box in distinct if volume_of(box) or not math.prod(shape)})
-            joined = [0, *(stop for _, stop in found)]
-            if [start for start, _ in found] != joined[:-1] or joined[-1] != size:
-                raise LayoutError(f"boxes do not divide dimension {dimension} of size {size} into slices")
-            edges.append(tuple(joined))
-        grid = cls(tuple(edges))
-        if {grid.slice_box(number) for number in range(grid.slice_count)} - distinct:
-            raise LayoutError(f"boxes do not cover a tensor of shape {list(shape)}")
-        return grid
-
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Elements per dimension of the full tensor."""
@@ -132,13 +101,3 @@ class Grid:
         """One of the boxes."""
         index = self.slice_index(slice_number)
         return tuple((edges[position], edges[position + 1]) for edges, position in zip(self.edges, index))
-
-    def number_of(self, box: Box) -> Optional[int]:
-        """The number of a box; None where it is none of them."""
-        known = self._numbers
-        return known.get(box)
-
-    @cached_property
-    def _numbers(self) -> dict[Box, int]:
-        intervals = [list(zip(edges, edges[1:])) for edges in self.edges]
-        return {box: number for number, box in enumerate(itertools.product(*intervals))}

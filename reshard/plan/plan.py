@@ -377,7 +377,7 @@ class Plan:
                 holder, index = holders[turn % len(holders)]
             source = 0 if cell.region is None else cell.region.source
             number = cell.slices[index - cut.firsts[source]]
-            slice_box = cut.shardings[index].grid.slice_box(number)
+            slice_box = cut.shardings[index].stored_box(number)
             takes.append(Take(cell.box, holder, slice_box, cell.region, types[source]))
         cast = None if types == [None] * len(types) else example.dtype
         return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
