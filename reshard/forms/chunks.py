@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -226,7 +226,7 @@ class _Making:
         self._entries[number] = entries
         # The checksum of a file is that of all of its numbers together, so the first one alone has it.
         crc = index.crc if first else None
-        self.indexes[number] = CheckpointIndex(index.path, index.format, index.size, entries, crc, index.metadata)
+        self.indexes[number] = replace(index, tensors=entries, crc=crc)
         return number
 
     def _fault(self, name: str, what: str) -> CheckpointError:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.checkpoint2 import Checkpoint2
 from reshard.forms.ranks.checkpoint import RankCheckpoint
@@ -556,13 +556,14 @@ class StoredTensors(ByName[Content]):
         key = (id(sharding), number)
         if key not in self._known:
             self._kept[id(sharding)] = sharding
-            # What metadata states box by box, in C order.
+            # What metadata states box by box, in C order; of boxes that are no grid those that files hold.
             edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
+            stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
             self._known[key] = Way(
                 number,
                 {
                     tuple(box): tuple(file for file in sharding.holders(at) if file in self._indexes)
-                    for at, box in enumerate(itertools.product(*edges))
+                    for at, box in enumerate(itertools.product(*edges) if stored is None else stored)
                 },
             )
         return self._known[key]

@@ -226,7 +226,7 @@ class _Files:
         self._sizes = self._sizes_of(directory, paths, reading)
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._paths = paths
-        self.indexes = [CheckpointIndex(path, FORMAT, self._sizes[path], {}) for path in paths]
+        self.indexes = [CheckpointIndex(path, FORMAT, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         problems: list[InputError] = []
         for name, path in zip(self._names, paths):
