@@ -145,6 +145,11 @@ class Way:
 
     def meeting(self, box: Box) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
         """The slices that have elements of a box and are in some file: slice, common part, files."""
+        if math.prod(len(each) for _, each in self.intervals) > self._filled:
+            # No grid, as in a brick wall.
+            every = ((held, common(held, box), files) for held, files in self.held.items())
+            yield from ((held, both, files) for held, both, files in every if both is not None and files)
+            return
         chosen = []
         for (starts, intervals), (start, stop) in zip(self.intervals, box):
             chosen.append(intervals[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)])
@@ -153,6 +158,11 @@ class Way:
             files = self.held.get(held, ())
             if both is not None and files:
                 yield held, both, files
+
+    @cached_property
+    def _filled(self) -> int:
+        """How many boxes have elements."""
+        return sum(1 for box in self.held if volume_of(box))
 
     def is_whole(self, shape: Shape) -> bool:
         """Whether every element is in some file."""
