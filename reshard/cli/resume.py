@@ -26,7 +26,7 @@ from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
 from reshard.records.status import Status, status_of
 from reshard.storage import exists, is_directory, real
-from reshard.strategies import SAME, read_strategy
+from reshard.strategies import names_files, read_strategy
 from reshard.text.wording import counted_ranks, number_ranges, rank_ranges
 
 
@@ -187,7 +187,7 @@ def _check_paths(given: Given, found: Status, dst: str, words: Sequence[str]) ->
         (given.target_strategy, found.plan.target_strategy),
     )
     for path, digest in dict(strategies).items():
-        if path != SAME and strategy_digest(read_strategy(path)) != digest:
+        if names_files(path) and strategy_digest(read_strategy(path)) != digest:
             raise InputError(
                 f"{path}: says something else than the strategy that what is in {dst} was begun with",
                 file=path,

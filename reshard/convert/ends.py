@@ -21,7 +21,7 @@ from reshard.forms.registry import (
 )
 from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
 from reshard.text.report import Report
 
 
@@ -70,6 +70,8 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     source = typed_strategy(source_path, report) if needs_strategy else Strategy.none()
     if not to.options.cut:
         target = Strategy.none()
+    elif shards_of(target_path) is not None:
+        target = Strategy((), target_path)
     elif target_path != SAME:
         target = typed_strategy(target_path, report)
     else:
@@ -88,7 +90,7 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     Raises:
         ReshardError: the source cannot be read, or does not tell.
     """
-    if not ends.target.is_untold:
+    if not ends.target.is_untold or shards_of(ends.target.path) is not None:
         return ends
     with FileHandles() as handles:
         # What has to be told of it is told by whoever reads it for its tensors.
@@ -114,6 +116,9 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
             f"{src}: holds full weights, so there is no strategy to take for the target",
             hint="name one: --dst-strategy FILE or DIR",
         )
+    if not to.options.shards and target is not None and shards_of(target) is not None:
+        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
+        raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
     if typed["format"] not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed["max_shard_size"] is not None:

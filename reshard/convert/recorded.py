@@ -14,7 +14,7 @@ from reshard.records.given import Given
 from reshard.records.identity import short_digest
 from reshard.records.ledger import ledgers_in
 from reshard.storage import exists
-from reshard.strategies import NONE, SAME, read_strategy
+from reshard.strategies import names_files, read_strategy
 from reshard.text.report import Report
 
 EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast")
@@ -86,7 +86,7 @@ def strategies_of_target(
     for name in missing:
         path, digest = recorded[name]
         option = "--" + name.replace("_", "-")
-        if path not in (NONE, SAME):
+        if names_files(path):
             problem = "does not exist" if not exists(path) else "has changed"
             if not exists(path) or strategy_digest(read_strategy(path)) != digest:
                 raise UsageError(

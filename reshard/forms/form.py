@@ -38,6 +38,7 @@ class FormOptions(NamedTuple):
         steps: a source may hold several steps, for --step.
         formats: formats of its files, for --format.
         shard_size: the size of target files can be chosen, with --max-shard-size.
+        shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
     """
 
@@ -47,6 +48,7 @@ class FormOptions(NamedTuple):
     steps: bool = False
     formats: tuple[str, ...] = ("safetensors",)
     shard_size: bool = False
+    shards: bool = False
     mindspore: bool = True
 
     @property

@@ -99,9 +99,10 @@ class Plan:
         self._choice = choice
         self._kinds: dict[int, Sequence[Kind]] = {}
         self._needs: dict[int, tuple[int, ...]] = {}
-        self._orders = Orders(form.format, form.metadata)
+        self._orders = Orders(form)
         self._unholdable = frozenset(sorted.unholdable)
         self._edited = request.edits is not None
+        form.planned(lambda file: self.target_file(file).layout)
 
     def path(self, file: int) -> str:
         """The final name of a target file."""
@@ -226,6 +227,7 @@ class Plan:
                 section.number,
                 tuple((tensor.name, tensor.dtype, tensor.dims, tensor.nbytes) for tensor in values),
                 tuple(shape_of(kind.box_of(position)) for kind in self.kinds_of(section)),
+                file if self.form.boxed else None,
                 names,
             )
             if key not in known:
@@ -259,8 +261,8 @@ class Plan:
             box = ((0, stored.nbytes),)
             piece = Piece(StoredSlice(self.checkpoint.files[holder], holder, stored.extents, box), box)
             tensors.append(TargetTensor(stored.name, 1, box, (piece,) if stored.nbytes else ()))
-        shapes = [shape_of(one.box) for one in alike]
-        order = self._orders.of(section.number, kinds, shapes, [value.tensor for value in values], inside)
+        boxes = [one.box for one in alike]
+        order = self._orders.of(section.number, kinds, boxes, [value.tensor for value in values], inside)
         holders = {take.rank for one in alike for take in one.takes} | {value.holder for value in values}
         return TargetFile(
             file,

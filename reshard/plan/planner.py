@@ -21,7 +21,7 @@ from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
-from reshard.strategies import SAME
+from reshard.strategies import SAME, Strategy, shards_of
 from reshard.text.report import Report
 from reshard.text.wording import plural
 
@@ -34,12 +34,16 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     """
     source = form_named(request.form)
     checkpoint = base = source.read(_reading(request, handles, report))
-    if request.target.is_untold:
+    shards = shards_of(request.target.path)
+    if request.target.is_untold and shards is None:
         request = replace(request, target=source.strategy_of(base))
     if request.edits is not None:
         checkpoint = made = edited(base, request.edits, report)
         if request.target.path == SAME:
             request = replace(request, target=same_layouts(request.target, made))
+    if shards is not None:
+        shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+        request = replace(request, target=Strategy.shards(shards, shapes))
     recovery: Optional[Recovery] = None
     if request.recover:
         ranks = rank_checkpoint_of(base)

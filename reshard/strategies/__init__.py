@@ -8,13 +8,25 @@ knows of checkpoints.
 
 from reshard.strategies.groups import GroupInfo, read_group_info
 from reshard.strategies.merge import merge_pipeline
-from reshard.strategies.model import NONE, SAME, RecordedLayout, Stage, Strategy, StrategyFile, StrategyItem
+from reshard.strategies.model import (
+    NONE,
+    SAME,
+    SHARDS,
+    RecordedLayout,
+    Stage,
+    Strategy,
+    StrategyFile,
+    StrategyItem,
+    names_files,
+    shards_of,
+)
 from reshard.strategies.one_file import read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies
 
 __all__ = [
     "NONE",
     "SAME",
+    "SHARDS",
     "GroupInfo",
     "RecordedLayout",
     "Stage",
@@ -22,8 +34,10 @@ __all__ = [
     "StrategyFile",
     "StrategyItem",
     "merge_pipeline",
+    "names_files",
     "read_group_info",
     "read_strategy",
     "read_strategy_file",
     "required_strategies",
+    "shards_of",
 ]
