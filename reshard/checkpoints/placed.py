@@ -282,13 +282,13 @@ class _Ahead:
 
     def read(self, offset: int, count: int) -> bytes:
         inside = offset - self._start
-        if 0 <= inside and inside + count <= len(self._data):
+        if inside >= 0 and inside + count <= len(self._data):
             return bytes(self._data[inside : inside + count])
         return self._file.read(offset, count)
 
     def read_into(self, offset: int, out: memoryview) -> int:
         inside = offset - self._start
-        if 0 <= inside and inside + len(out) <= len(self._data):
+        if inside >= 0 and inside + len(out) <= len(self._data):
             out[:] = self._data[inside : inside + len(out)]
             return len(out)
         return self._file.read_into(offset, out)
@@ -305,7 +305,7 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[_Box]:
     inner = math.prod(shape[1:])
     whole = tuple((0, size) for size in shape[1:])
     first, last = -(-start // inner), stop // inner
-    if first > last or start < first * inner and stop < first * inner:
+    if first > last or (start < first * inner and stop < first * inner):
         row = start // inner
         yield from (((row, row + 1), *box) for box in _boxes(shape[1:], start - row * inner, stop - row * inner))
         return

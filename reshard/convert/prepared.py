@@ -394,7 +394,7 @@ class Prepared:
             wholly_read = [
                 index
                 for index in plan.checkpoint.indexes.values()
-                if read.get(index.path) or index.archived and self._options.verify
+                if read.get(index.path) or (index.archived and self._options.verify)
             ]
             if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
                 # Tags are compared before anything is used, CRCs are not.

@@ -55,22 +55,6 @@ class ChunkedTensor(NamedTuple):
     chunks: Sequence[Chunk]
 
 
-class StoredObject(NamedTuple):
-    """A pickled object, which is no tensor, in a file.
-
-    Attributes:
-        path: the file.
-        offset: first byte.
-        length: bytes.
-        archived: it is an archive of ``torch.save``; otherwise a pickle alone.
-    """
-
-    path: str
-    offset: int
-    length: int
-    archived: bool
-
-
 @dataclass
 class ChunkedCheckpoint(RecordedCheckpoint):
     """A checkpoint of chunks.
@@ -78,13 +62,11 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     Attributes:
         file_count: files; several holder numbers may be of one file.
         chunks: what metadata says, by name of the tensor.
-        objects: what is no tensor, by name.
         nested: keys of the nested dictionaries that names were made of, where that is recorded.
     """
 
     file_count: int = 0
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
-    objects: Mapping[str, StoredObject] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 

@@ -8,9 +8,19 @@ from typing import Optional, cast
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import InputError
 from reshard.forms.chunks import ChunkedCheckpoint
-from reshard.forms.dcp.read import DCP, HYPER_PARALLEL, choose, iterations, kind_of_directory, read_distributed, saved_steps
+from reshard.forms.dcp.metadata import METADATA
+from reshard.forms.dcp.read import (
+    DCP,
+    HYPER_PARALLEL,
+    choose,
+    iterations,
+    kind_of_directory,
+    read_distributed,
+    saved_steps,
+)
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
 from reshard.forms.target import TargetForm
+from reshard.forms.writing import selected
 from reshard.storage import asks_once, is_directory, names_in
 from reshard.text.report import Report
 
@@ -22,6 +32,10 @@ class _DistributedForm(Form):
     def read(self, reading: Reading) -> Checkpoint:
         """From the metadata alone."""
         return read_distributed(self.name, reading)
+
+    def marks(self, files: Sequence[str]) -> list[str]:
+        """The metadata."""
+        return [METADATA]
 
     def check_step(self, src: str, step: str) -> None:
         """Refuse a number that no iteration has."""
@@ -47,7 +61,7 @@ class DcpForm(_DistributedForm):
 
     name = DCP
     options = FormOptions(
-        title="torch DCP", layouts=Layouts.RECORDED, steps=True, formats=("distcp",), mindspore=False
+        title="torch DCP", layouts=Layouts.RECORDED, steps=True, shards=True, formats=("distcp",), mindspore=False
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
@@ -58,8 +72,10 @@ class DcpForm(_DistributedForm):
         return kind_of_directory(names) == DCP or any(iterations(src, names))
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """A file of records for each rank, and the metadata."""
-        raise NotImplementedError
+        """A file of records for each rank, objects, and the metadata."""
+        from reshard.forms.dcp.written import DcpFiles
+
+        return DcpFiles(checkpoint, selected(checkpoint, wanted), wanted)
 
 
 class HyperParallelForm(_DistributedForm):
@@ -67,7 +83,12 @@ class HyperParallelForm(_DistributedForm):
 
     name = HYPER_PARALLEL
     options = FormOptions(
-        title="hyper-parallel's", layouts=Layouts.RECORDED, steps=True, formats=("safetensors",), mindspore=False
+        title="hyper-parallel's",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        shards=True,
+        formats=("safetensors",),
+        mindspore=False,
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
@@ -75,5 +96,7 @@ class HyperParallelForm(_DistributedForm):
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """A safetensors file for each rank, and the metadata."""
-        raise NotImplementedError
+        """A safetensors file for each rank, objects, and the metadata."""
+        from reshard.forms.dcp.written import HyperParallelFiles
+
+        return HyperParallelFiles(checkpoint, selected(checkpoint, wanted), wanted)

@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
+from reshard.checkpoints.checkpoint import StoredObject
+from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.checkpoints.name_order import natural_order
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
-from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, StoredObject, chunked_checkpoint
+from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.dcp.metadata import METADATA, Described, Record, read_metadata
 from reshard.forms.form import Reading, SavedStep
-from reshard.storage import UnfitError, is_directory, names_in, read_small, status_of_each
+from reshard.storage import UnfitError, names_in, read_small, status_of_each
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, some_names, step_words
 
@@ -24,9 +26,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 """Megatron's file of what is no tensor."""
 
-ENDING = ".distcp"
-FORMAT = "distcp"
-"""The format of files of records, as indexes name it."""
+ENDING = f".{ARCHIVES}"
+
 
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
 """The names of the forms."""
@@ -82,7 +83,12 @@ def saved_steps(root: str) -> list[SavedStep]:
     except InputError:
         tracked = None
     return [
-        SavedStep(place.step or 0, place.path, None if tracked is None else (place.step or 0) <= tracked, place.step == tracked)
+        SavedStep(
+            place.step or 0,
+            place.path,
+            None if tracked is None else (place.step or 0) <= tracked,
+            place.step == tracked,
+        )
         for place in iterations(root, names_in(root))
     ]
 
@@ -127,7 +133,9 @@ def choose(src: str, step: str, report: Report) -> Place:
         )
     newer = [str(number) for number in found if tracked is not None and (number or 0) > tracked]
     if newer and step == "latest":
-        report.warn(f"{src}: skipped {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})")
+        report.warn(
+            f"{src}: skipped {some_names(newer)}: newer than the last finished iteration, {tracked} ({TRACKER})"
+        )
     return found[number_wanted]
 
 
@@ -187,7 +195,9 @@ def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:
             numbered[int(next(filter(None, match.groups())))] = name
     missing = [str(rank) for rank in range(max(numbered, default=-1) + 1) if rank not in numbered][:8]
     if not numbered or missing:
-        what = f"the metadata of ranks {some_names(missing)} is" if numbered else f"{METADATA}, which is written last, is"
+        what = (
+            f"the metadata of ranks {some_names(missing)} is" if numbered else f"{METADATA}, which is written last, is"
+        )
         raise CheckpointError(
             f"{directory}: is not complete: {what} missing",
             file=os.path.join(directory, METADATA),
@@ -226,7 +236,7 @@ class _Files:
         self._sizes = self._sizes_of(directory, paths, reading)
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._paths = paths
-        self.indexes = [CheckpointIndex(path, FORMAT, self._sizes[path], {}, archived=True) for path in paths]
+        self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         problems: list[InputError] = []
         for name, path in zip(self._names, paths):
@@ -240,7 +250,9 @@ class _Files:
             raise one_error(problems, f"{directory} is not complete")
 
     @staticmethod
-    def _check_shapes(directory: str, name: str, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Record]]) -> None:
+    def _check_shapes(
+        directory: str, name: str, chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...], Record]]
+    ) -> None:
         for _, sizes, _ in chunks:
             check_shape(directory, name, sizes)
 
