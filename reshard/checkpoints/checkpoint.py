@@ -176,6 +176,22 @@ class Equal(NamedTuple):
     hint: str
 
 
+class StoredObject(NamedTuple):
+    """What is no tensor, such as the groups of an optimizer's parameters: a pickle, carried and never run.
+
+    Attributes:
+        path: the file that holds it.
+        offset: its first byte there.
+        length: its bytes.
+        archive: whether it is an archive of ``torch.save``, not a bare pickle.
+    """
+
+    path: str
+    offset: int
+    length: int
+    archive: bool
+
+
 class Checkpoint(Protocol):
     """One step of a source, as its headers and its metadata tell.
 
@@ -191,6 +207,7 @@ class Checkpoint(Protocol):
         unseen: those of them that may be in files that are not there.
         training: what metadata tells of the training that saved it, as common.json of Checkpoint 2.0 does.
         others: files beside the weights that belong to the model, relative to the directory.
+        objects: what is no tensor, by name.
     """
 
     @property
@@ -236,6 +253,10 @@ class Checkpoint(Protocol):
     @property
     def others(self) -> Sequence[str]:
         """Files beside the weights that belong to the model, relative to the directory."""
+
+    @property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """What is no tensor, by name."""
 
     def order(self) -> list[str]:
         """Names of all tensors, in the order in which files hold them."""
@@ -296,6 +317,7 @@ class RecordedCheckpoint:
     unlaid: Collection[str] = ()
     training: Mapping[str, Any] = field(default_factory=dict)
     faults: Mapping[str, InputError] = field(default_factory=dict)
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
 
     @property
     def laid_out(self) -> Collection[str]:

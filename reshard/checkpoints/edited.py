@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading
+from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTensor, ShardReading, StoredObject
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.layout import View
@@ -145,6 +145,11 @@ class EditedCheckpoint:
     def others(self) -> Sequence[str]:
         """Those of the base."""
         return self.base.others
+
+    @property
+    def objects(self) -> Mapping[str, StoredObject]:
+        """Those of the base."""
+        return self.base.objects
 
     def order(self) -> list[str]:
         """As the first of what each is made of stands in the base."""

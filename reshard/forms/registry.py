@@ -11,6 +11,7 @@ from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.form import Checkpoint2Form
 from reshard.forms.form import Form, Reading
 from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
+from reshard.forms.hf_sharded.form import HfShardedForm
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.form import RanksForm
 from reshard.forms.ranks.path_pattern import RANK
@@ -19,7 +20,7 @@ from reshard.strategies import Strategy
 from reshard.text.near_names import path_meant
 from reshard.text.report import Report
 
-FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), UnifiedForm(), HuggingFaceForm()]
+FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), HfShardedForm(), UnifiedForm(), HuggingFaceForm()]
 """Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
 
 RANKS, CHECKPOINT2 = "ranks", "checkpoint2"

@@ -9,7 +9,9 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOr
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.checkpoints.name_order import layers_in_order
 from reshard.forms.form import Wanted
+from reshard.text.messages import listing
 from reshard.text.report import Report
+from reshard.text.wording import plural
 
 
 class Selected(NamedTuple):
@@ -37,6 +39,16 @@ def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
     """Name files beside the weights that the target has no place for."""
     if checkpoint.others:
         report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
+
+
+def note_objects_left(checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Name objects that the target has no place for."""
+    left = sorted(filter(wanted.admit, checkpoint.objects))
+    if left:
+        wanted.report.warn(
+            f"{plural(len(left), 'object')} left out, because only dcp and hyper-parallel hold what is no tensor: "
+            + listing(left)
+        )
 
 
 def _sizes_of_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, int]:
