@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -65,10 +65,14 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     Attributes:
         file_count: files; several holder numbers may be of one file.
         chunks: what metadata says, by name of the tensor.
+        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
+        nested: keys of the nested dictionaries that names were made of, where that is recorded.
     """
 
     file_count: int = 0
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
+    nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def chunked_checkpoint(
@@ -112,6 +116,7 @@ def chunked_checkpoint(
         faults=refused,
         file_count=len(files),
         chunks=known,
+        chunk_holders=made.holders,
     )
 
 
@@ -169,10 +174,12 @@ class _Making:
 
     Attributes:
         indexes: what is in the files, by holder number.
+        holders: per tensor the holder number of each chunk that is of use.
     """
 
     def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
         self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
+        self.holders: dict[str, list[Optional[int]]] = {}
         self._place = place
         self._files = files
         self._hint = hint
@@ -222,6 +229,7 @@ class _Making:
         taken = {number for members in covered.members for number in members}
         # An entry without elements is of no use to anybody.
         holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in taken}
+        self.holders[name] = [holders.get(number) for number in range(len(chunks))]
         return GlobalTensor(name, dtype, item_size, shape, self._sharding(key, covered, holders))
 
     def _sharding(self, key: object, covered: Covering, holders: Mapping[int, int]) -> tuple[FileSharding]:
@@ -258,7 +266,7 @@ class _Making:
         self._entries[number] = entries
         # The checksum of a file is that of all of its numbers together, so the first one alone has it.
         crc = index.crc if first else None
-        self.indexes[number] = CheckpointIndex(index.path, index.format, index.size, entries, crc, index.metadata)
+        self.indexes[number] = replace(index, tensors=entries, crc=crc)
         return number
 
     def _fault(self, name: str, what: str) -> CheckpointError:

@@ -9,6 +9,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
 from reshard.forms.checkpoint2.form import Checkpoint2Form
+from reshard.forms.dcp.form import DcpForm, HyperParallelForm
 from reshard.forms.form import Form, Reading
 from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
 from reshard.forms.hf_sharded.form import HfShardedForm
@@ -20,7 +21,15 @@ from reshard.strategies import Strategy
 from reshard.text.near_names import path_meant
 from reshard.text.report import Report
 
-FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), HfShardedForm(), UnifiedForm(), HuggingFaceForm()]
+FORMS: list[Form] = [
+    RanksForm(),
+    HyperParallelForm(),
+    DcpForm(),
+    HfShardedForm(),
+    Checkpoint2Form(),
+    UnifiedForm(),
+    HuggingFaceForm(),
+]
 """Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
 
 RANKS, CHECKPOINT2 = "ranks", "checkpoint2"

@@ -34,7 +34,8 @@ class RecordedCrcs:
         Raises:
             ReshardError: a file cannot be read.
         """
-        new = [index for index in indexes if index.checkable and index.path not in self._checked]
+        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
+        new = [index for path, index in checkable.items() if path not in self._checked]
         if not new:
             return {}
         means = self._means

@@ -20,7 +20,7 @@ from reshard.layout import Box
 from reshard.storage import asks_once, is_directory, names_in
 from reshard.strategies import Strategy
 
-_VERSION = "1.0"
+VERSION_KEY, _VERSION = "DCP_VERSION", "1.0"
 
 
 class HfShardedForm(Form):
@@ -28,7 +28,11 @@ class HfShardedForm(Form):
 
     name = "hf-sharded"
     options = FormOptions(
-        title="sharded safetensors of PyTorch", layouts=Layouts.RECORDED, shards=True, mindspore=False
+        title="sharded safetensors of PyTorch",
+        layouts=Layouts.RECORDED,
+        shards=True,
+        mindspore=False,
+        metadata=(INFO, VERSION_KEY),
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
@@ -80,7 +84,7 @@ class _Shards(ChunkFiles):
             for tensor, box in zip(tensors, boxes)
         }
         text = json.dumps(info, ensure_ascii=False, separators=(",", ":"))
-        return lay_out_safetensors(tensors, {INFO: text, "DCP_VERSION": _VERSION, "format": "pt"})
+        return lay_out_safetensors(tensors, {INFO: text, VERSION_KEY: _VERSION, "format": "pt"})
 
     def _full_shape(self, tensor: OutputTensor) -> Sequence[int]:
         known = self.tensors.get(tensor.name)

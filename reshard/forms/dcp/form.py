@@ -1,0 +1,85 @@
+"""torch DCP and hyper-parallel's checkpoints as forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional, cast
+
+from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.errors import InputError
+from reshard.forms.chunks import ChunkedCheckpoint
+from reshard.forms.dcp.read import (
+    DCP,
+    HYPER_PARALLEL,
+    choose,
+    iterations,
+    kind_of_directory,
+    read_distributed,
+    saved_steps,
+)
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
+from reshard.forms.target import TargetForm
+from reshard.storage import asks_once, is_directory, names_in
+from reshard.text.report import Report
+
+
+class _DistributedForm(Form):
+    """What both have in common."""
+
+    @asks_once
+    def read(self, reading: Reading) -> Checkpoint:
+        """From the metadata alone."""
+        return read_distributed(self.name, reading)
+
+    def check_step(self, src: str, step: str) -> None:
+        """Refuse a number that no iteration has."""
+        if step != "latest":
+            choose(src, step, Report())
+
+    def steps(self, src: str) -> list[SavedStep]:
+        """All iterations of a root."""
+        return saved_steps(src)
+
+    def describe(self, checkpoint: Checkpoint) -> Description:
+        """Why it is not complete, if so."""
+        incomplete: Optional[InputError] = None
+        try:
+            cast(ChunkedCheckpoint, checkpoint).check()
+        except InputError as error:
+            incomplete = error
+        return Description(incomplete=incomplete)
+
+
+class DcpForm(_DistributedForm):
+    """Distributed checkpoints of torch: ``.metadata`` and ``.distcp``."""
+
+    name = DCP
+    options = FormOptions(title="torch DCP", layouts=Layouts.RECORDED, steps=True, formats=("distcp",), mindspore=False)
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        """By the names of its files, or by a directory of them for an iteration of Megatron."""
+        if not is_directory(src):
+            return False
+        names = names_in(src) if names is None else names
+        return kind_of_directory(names) == DCP or any(iterations(src, names))
+
+    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+        """A file of records for each rank, and the metadata."""
+        raise NotImplementedError
+
+
+class HyperParallelForm(_DistributedForm):
+    """hyper-parallel's checkpoints: metadata of the same kind, tensors in safetensors."""
+
+    name = HYPER_PARALLEL
+    options = FormOptions(
+        title="hyper-parallel's", layouts=Layouts.RECORDED, steps=True, formats=("safetensors",), mindspore=False
+    )
+
+    def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
+        """By the names of its files."""
+        return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
+
+    def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
+        """A safetensors file for each rank, and the metadata."""
+        raise NotImplementedError
