@@ -183,13 +183,13 @@ class StoredObject(NamedTuple):
         path: the file that holds it.
         offset: its first byte there.
         length: its bytes.
-        archive: whether it is an archive of ``torch.save``, not a bare pickle.
+        archived: whether it is an archive of ``torch.save``, not a bare pickle.
     """
 
     path: str
     offset: int
     length: int
-    archive: bool
+    archived: bool
 
 
 class Checkpoint(Protocol):

@@ -155,8 +155,8 @@ class Placement:
         shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, found.shape)]
         if tensor.dtype != found.dtype or shapes[0] != shapes[1]:
             raise DamagedCheckpointError(
-                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and the metadata "
-                f"has {tensor.dtype} {list(tensor.shape)}",
+                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and "
+                f"{tensor.dtype} {list(tensor.shape)} by the metadata",
                 file=self._path,
                 parameter=tensor.name,
                 hint="the files and the metadata are not of one save: copy the checkpoint again",

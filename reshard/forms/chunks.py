@@ -17,10 +17,13 @@ import numpy as np
 from reshard.checkpoints.checkpoint import FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
-from reshard.errors import CheckpointError, InputError, LayoutError
-from reshard.layout import Covering, covering
+from reshard.errors import CheckpointError, InputError, LayoutError, one_error
+from reshard.forms.form import Description
+from reshard.layout import Covering, Grid, Layout, covering
+from reshard.strategies import SAME, Stage, Strategy
+from reshard.text.messages import listing
 from reshard.text.names import as_pattern, is_value
-from reshard.text.wording import quoted
+from reshard.text.wording import plural, quoted
 
 
 class Chunk(NamedTuple):
@@ -62,11 +65,13 @@ class ChunkedCheckpoint(RecordedCheckpoint):
     Attributes:
         file_count: files; several holder numbers may be of one file.
         chunks: what metadata says, by name of the tensor.
+        chunk_holders: per tensor the holder number of each chunk; None for chunks without elements of others.
         nested: keys of the nested dictionaries that names were made of, where that is recorded.
     """
 
     file_count: int = 0
     chunks: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+    chunk_holders: Mapping[str, Sequence[Optional[int]]] = field(default_factory=dict)
     nested: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -111,7 +116,57 @@ def chunked_checkpoint(
         faults=refused,
         file_count=len(files),
         chunks=known,
+        chunk_holders=made.holders,
     )
+
+
+def described(checkpoint: ChunkedCheckpoint) -> Description:
+    """What inspection shows of a checkpoint of chunks."""
+    incomplete = None
+    if checkpoint.faults:
+        incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
+    return Description({name: len(tensor.chunks) for name, tensor in checkpoint.chunks.items()}, incomplete=incomplete)
+
+
+def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:
+    """The strategy that cuts every tensor as the checkpoint does: rank ``r`` gets chunk ``r`` of each.
+
+    Raises:
+        CheckpointError: no strategy cuts some tensor so.
+    """
+    grids = {name: tensor.shardings[0] for name, tensor in checkpoint.tensors.items()}
+    count = max((sharding.grid.slice_count for sharding in grids.values()), default=1)
+    layouts: dict[str, Layout] = {}
+    odd: list[str] = []
+    for name, sharding in grids.items():
+        layout = _layout_of(sharding.grid, count) if getattr(sharding, "parts_of", None) is None else None
+        if layout is None:
+            odd.append(name)
+        else:
+            layouts[name] = layout
+    if odd:
+        raise CheckpointError(
+            f"{checkpoint.place}: no strategy over {plural(count, 'rank')} cuts tensors as it does: " + listing(odd),
+            file=checkpoint.place,
+            parameter=odd[0],
+            hint="cut rows with --shards N, or name a strategy: --dst-strategy FILE or DIR",
+        )
+    return Strategy((Stage(0, 0, count, layouts, (checkpoint.place,)),), SAME)
+
+
+def _layout_of(grid: Grid, count: int) -> Optional[Layout]:
+    """A layout over so many ranks whose slices are those of a grid; None where there is none."""
+    cuts, rows = grid.cuts, grid.edges[:1]
+    if all(cut == 1 for cut in cuts[1:]) and cuts and cuts[0] > 1:
+        sizes = [b - a for a, b in zip(rows[0], rows[0][1:])]
+        sizes += [0] * (count - len(sizes))
+        return Layout((count,), ((0,), *((),) * (len(cuts) - 1)), uneven=tuple(sizes))
+    even = all(len({b - a for a, b in zip(edges, edges[1:])}) == 1 for edges in grid.edges)
+    if not even or count % grid.slice_count:
+        return None
+    # The last axes of the matrix cut, in the order of the dimensions; the first counts replicas.
+    matrix = (count // grid.slice_count, *cuts)
+    return Layout(matrix, tuple(() if cut == 1 else (len(cuts) - 1 - at,) for at, cut in enumerate(cuts)))
 
 
 class _Making:
@@ -119,10 +174,12 @@ class _Making:
 
     Attributes:
         indexes: what is in the files, by holder number.
+        holders: per tensor the holder number of each chunk that is of use.
     """
 
     def __init__(self, place: str, files: Sequence[CheckpointIndex], hint: str) -> None:
         self.indexes: dict[int, CheckpointIndex] = dict(enumerate(files))
+        self.holders: dict[str, list[Optional[int]]] = {}
         self._place = place
         self._files = files
         self._hint = hint
@@ -172,6 +229,7 @@ class _Making:
         taken = {number for members in covered.members for number in members}
         # An entry without elements is of no use to anybody.
         holders = {number: self._holder(name, chunk) for number, chunk in enumerate(chunks) if number in taken}
+        self.holders[name] = [holders.get(number) for number in range(len(chunks))]
         return GlobalTensor(name, dtype, item_size, shape, self._sharding(key, covered, holders))
 
     def _sharding(self, key: object, covered: Covering, holders: Mapping[int, int]) -> tuple[FileSharding]:

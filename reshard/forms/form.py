@@ -40,6 +40,7 @@ class FormOptions(NamedTuple):
         shard_size: the size of target files can be chosen, with --max-shard-size.
         shards: tensors may be cut by rows over a number of files, with --shards.
         mindspore: MindSpore loads its files.
+        metadata: keys in the headers of its files that its reader checks.
     """
 
     unit: str = "file"
@@ -50,6 +51,7 @@ class FormOptions(NamedTuple):
     shard_size: bool = False
     shards: bool = False
     mindspore: bool = True
+    metadata: tuple[str, ...] = ()
 
     @property
     def by_rank(self) -> bool:

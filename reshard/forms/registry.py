@@ -12,6 +12,7 @@ from reshard.forms.checkpoint2.form import Checkpoint2Form
 from reshard.forms.dcp.form import DcpForm, HyperParallelForm
 from reshard.forms.form import Form, Reading
 from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
+from reshard.forms.hf_sharded.form import HfShardedForm
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.form import RanksForm
 from reshard.forms.ranks.path_pattern import RANK
@@ -24,6 +25,7 @@ FORMS: list[Form] = [
     RanksForm(),
     HyperParallelForm(),
     DcpForm(),
+    HfShardedForm(),
     Checkpoint2Form(),
     UnifiedForm(),
     HuggingFaceForm(),

@@ -15,7 +15,8 @@ from typing import Callable, Optional
 from reshard.checkpoints import can_hold
 from reshard.errors import LayoutError
 from reshard.forms.checkpoint2 import Checkpoint2
-from reshard.forms.full import HUGGINGFACE, FullWeights
+from reshard.forms.full import FullWeights
+from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
 from reshard.text.wording import number_ranges
 from reshard.verification.boxes import Box, device_boxes, target_boxes, whole_box
@@ -24,7 +25,6 @@ from reshard.verification.rank_target import AnySource, converted_names, layout_
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.stored import Content, Source, Stored, Way, recorded_layout
 
-_FORMATS = {HUGGINGFACE: "pt"}
 """What files say as ``format`` where that is not MindSpore's ``ms``: transformers refuses what is not its own."""
 
 
@@ -134,8 +134,10 @@ class _Comparison:
             return
         assert isinstance(laid_out, Stored)
         listed = {file for way in laid_out.ways for files in way.held.values() for file in files}
-        if set(numbers) - listed:
-            self._add("extra", name, "is in the file, but nothing says that it is", set(numbers) - listed)
+        # Chunks without elements are there for ranks that have no rows.
+        unlisted = {number for number in set(numbers) - listed if held[number].elements}
+        if unlisted:
+            self._add("extra", name, "is in the file, but nothing says that it is", unlisted)
         if laid_out.shape != content.shape:
             self._add("shape", name, f"has shape {list(laid_out.shape)}, not {list(content.shape)}", numbers)
             return
@@ -174,12 +176,16 @@ class _Comparison:
 
     def _check_metadata(self) -> None:
         """Metadata of files that tell a reader something else than what is in them."""
-        format = _FORMATS.get(self._written.checkpoint.form, "ms")
+        options = form_named(self._written.checkpoint.form).options
+        format = "ms" if options.mindspore else "pt"
         known = {item for index in self._source.indexes.values() for item in index.metadata.items()}
         known -= {item for item in known if item[0] == "format"}
         wrong: dict[str, list[int]] = defaultdict(list)
         for number, index in self._written.indexes.items():
-            for text in strange_metadata(index, known, {}, format):
+            if index.format != "safetensors":
+                continue
+            own = {key: text for key, text in index.metadata.items() if key in options.metadata}
+            for text in strange_metadata(index, known, own, format):
                 wrong[text].append(number)
             if "format" not in index.metadata:
                 wrong[f"its metadata do not say {format!r} for 'format'"].append(number)

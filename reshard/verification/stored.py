@@ -23,6 +23,7 @@ from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.errors import CheckpointError, IncompleteSourceError
 from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.ranks.checkpoint import RankCheckpoint
 from reshard.storage import ReadableFile, fill, storage_of
 from reshard.strategies import Strategy
@@ -563,6 +564,8 @@ class StoredTensors(ByName[Content]):
                 self._known[key] = Way(number, {box: tuple(files) for box, files in held.items()})
                 self._kept[id(placement)] = placement
             return self._known[key]
+        if isinstance(self._checkpoint, ChunkedCheckpoint):
+            return self._of_chunks(tensor, self._checkpoint, number)
         key = (id(sharding), number)
         if key not in self._known:
             self._kept[id(sharding)] = sharding
@@ -577,6 +580,23 @@ class StoredTensors(ByName[Content]):
                 },
             )
         return self._known[key]
+
+    def _of_chunks(self, tensor: GlobalTensor, checkpoint: ChunkedCheckpoint, number: int) -> Way:
+        """The boxes that metadata states one by one, each of the shape that the file has of it."""
+        chunks, holders = checkpoint.chunks[tensor.name].chunks, checkpoint.chunk_holders[tensor.name]
+        held: dict[Box, list[int]] = {}
+        for chunk, holder in zip(chunks, holders):
+            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+            if holder is None or holder not in self._indexes:
+                continue
+            if shape_of(box) != self._tensor(tensor.name, holder).shape:
+                raise CheckpointError(
+                    f"{self._indexes[holder].path}: {quoted(tensor.name)} is no chunk of shape {list(shape_of(box))}",
+                    file=self._indexes[holder].path,
+                    parameter=tensor.name,
+                )
+            held.setdefault(box, []).append(holder)
+        return Way(number, {box: tuple(sorted(files)) for box, files in held.items()})
 
 
 _WHOLE = Recorded((), ())

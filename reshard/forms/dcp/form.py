@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import InputError
-from reshard.forms.chunks import ChunkedCheckpoint
+from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
 from reshard.forms.dcp.metadata import METADATA
 from reshard.forms.dcp.read import (
     DCP,
@@ -22,6 +21,7 @@ from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading,
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import selected
 from reshard.storage import asks_once, is_directory, names_in
+from reshard.strategies import Strategy
 from reshard.text.report import Report
 
 
@@ -46,14 +46,13 @@ class _DistributedForm(Form):
         """All iterations of a root."""
         return saved_steps(src)
 
+    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
+        """As the metadata places the chunks."""
+        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
+
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """Why it is not complete, if so."""
-        incomplete: Optional[InputError] = None
-        try:
-            cast(ChunkedCheckpoint, checkpoint).check()
-        except InputError as error:
-            incomplete = error
-        return Description(incomplete=incomplete)
+        """How many chunks tensors have, and what is missing."""
+        return described(cast(ChunkedCheckpoint, checkpoint))
 
 
 class DcpForm(_DistributedForm):

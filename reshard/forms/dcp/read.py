@@ -243,7 +243,7 @@ class _Files:
             problem = self._place(path, held[name], reading)
             if problem is not None:
                 problems.append(problem)
-        for name, record in described.objects.items():
+        for record in described.objects.values():
             if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:

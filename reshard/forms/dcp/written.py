@@ -1,4 +1,4 @@
-"""Distributed checkpoints of PyTorch to be written: a file for each rank, objects, and the metadata that finishes them."""
+"""Distributed checkpoints of PyTorch to be written: a file for each rank, objects, and metadata, which comes last."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class DcpFiles(_DistributedFiles):
 
     def _content(self, name: str, held: StoredObject) -> bytes:
         data = self._read(held)
-        return data if held.archive else archive_of_pickle(data)
+        return data if held.archived else archive_of_pickle(data)
 
     def finishing(self) -> Sequence[FinishingFile]:
         """Objects, and the metadata, which makes the directory complete."""
@@ -240,14 +240,14 @@ class HyperParallelFiles(_DistributedFiles):
         return ((tensor, 0, -1) for tensor in layout.held)
 
     def _content(self, name: str, held: StoredObject) -> bytes:
-        if not held.archive:
+        if not held.archived:
             return self._read(held)
         try:
             with contextlib.closing(self._handles.open_file(held.path)) as file:
                 archive = Archive(file, held.offset, held.length)
                 if "data/0" in archive:
                     raise CheckpointError(
-                        f"{held.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} has no place for",
+                        f"{held.path}: the object {quoted(name)} holds tensors, which {HYPER_PARALLEL} cannot hold",
                         file=held.path,
                         parameter=name,
                         hint=f"leave it out with --exclude {as_pattern(name)}",
