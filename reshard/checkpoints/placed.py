@@ -256,6 +256,11 @@ class PlacedFile:
         data = b"".join(_box(file, elements, box, item).tobytes() for box in _boxes(elements.shape, first, last))
         out[:] = data[inside - first * item : inside - first * item + len(out)]
 
+    def locate_all(self) -> None:
+        """Find the elements of every tensor; see `Placement.locate`."""
+        for number, _, _ in self._placement.within(0, self._placement.size + 1):
+            self._placement.locate(self._file, number)
+
     def check(self, on_block: Callable[[int], None]) -> bool:
         """Compare the bytes of all tensors with the CRCs beside them; see `Placement.check`."""
         return self._placement.check(self._file, on_block)

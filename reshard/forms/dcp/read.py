@@ -229,13 +229,12 @@ class _Files:
             for offsets, sizes, record in tensor.chunks:
                 stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
                 held.setdefault(record.file, []).append((record, stored, offsets))
-        for record in described.objects.values():
-            held.setdefault(record.file, [])
         self._names = natural_order(held)
         paths = [os.path.join(directory, name) for name in self._names]
-        self._sizes = self._sizes_of(directory, paths, reading)
+        alone = {os.path.join(directory, record.file) for record in described.objects.values()}.difference(paths)
+        self._sizes = self._sizes_of(directory, [*paths, *sorted(alone)], reading)
+        self._directory = directory
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._paths = paths
         self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         problems: list[InputError] = []
@@ -325,7 +324,7 @@ class _Files:
         """What is no tensor."""
         found = {}
         for name, (file, offset, length, _) in self._described.objects.items():
-            path = self._paths[self._numbers[file]]
+            path = os.path.join(self._directory, file)
             size = self._sizes[path] - offset if length < 0 else length
             found[name] = StoredObject(path, offset, size, file.endswith(ENDING))
         return found
