@@ -25,9 +25,10 @@ _MAX_KEY_DEPTH = 4
 _BATCH = 1000
 
 _LATIN_BYTES = "_codecs.encode"
+_NO_BYTES = "__builtin__.bytes"
 _ORDERED = "collections.OrderedDict"
 _SIZE = "torch.Size"
-_INTERPRETED = frozenset({_LATIN_BYTES, _ORDERED, _SIZE})
+_INTERPRETED = frozenset({_LATIN_BYTES, _NO_BYTES, _ORDERED, _SIZE})
 
 
 class PickleError(ValueError):
@@ -296,8 +297,8 @@ def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
         return {}
     if name == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
         return tuple(args[0])
-    if name == _SIZE and not args:
-        return ()
+    if not args and name in (_SIZE, _NO_BYTES):
+        return () if name == _SIZE else b""
     if name == _LATIN_BYTES and len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
         try:
             return args[0].encode("latin1")

@@ -228,7 +228,7 @@ class _Reader:
             record = records.pop((name, offsets), None)
             if record is None:
                 self._fault(name, f"has a chunk at {list(offsets)} without a record of where it is stored")
-                return
+                continue
             found.append(DescribedChunk(offsets, sizes, record))
         if dtype is None:
             self._fault(name, "has elements of a type that reshard does not know")
