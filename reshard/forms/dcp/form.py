@@ -17,7 +17,7 @@ from reshard.forms.dcp.read import (
     read_distributed,
     saved_steps,
 )
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, SavedStep, Wanted
 from reshard.forms.target import TargetForm
 from reshard.storage import asks_once, is_directory, names_in
 from reshard.text.report import Report
@@ -54,7 +54,14 @@ class DcpForm(_DistributedForm):
     """Distributed checkpoints of torch: ``.metadata`` and ``.distcp``."""
 
     name = DCP
-    options = FormOptions(title="torch DCP", layouts=Layouts.RECORDED, steps=True, formats=("distcp",), mindspore=False)
+    options = FormOptions(
+        title="torch DCP",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        formats=("distcp",),
+        mindspore=False,
+        names=Names.TRAINER,
+    )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
         """By the names of its files, or by a directory of them for an iteration of Megatron."""
@@ -73,7 +80,12 @@ class HyperParallelForm(_DistributedForm):
 
     name = HYPER_PARALLEL
     options = FormOptions(
-        title="hyper-parallel's", layouts=Layouts.RECORDED, steps=True, formats=("safetensors",), mindspore=False
+        title="hyper-parallel's",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        formats=("safetensors",),
+        mindspore=False,
+        names=Names.TRAINER,
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
