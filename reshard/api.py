@@ -238,7 +238,7 @@ class Conversion:
             form=ends.form,
             to=ends.to,
             max_shard_size=typed["max_shard_size"],
-            edits=edits_of(src, typed),
+            edits=edits_of(src, typed, ends.to),
         )
 
     def _options(self, dry_run: bool = False, verify: bool = False) -> Options:

@@ -46,7 +46,7 @@ def request_between(
         form=ends.form,
         to=ends.to,
         max_shard_size=typed["max_shard_size"],
-        edits=edits_of(src, typed),
+        edits=edits_of(src, typed, ends.to),
     )
     return request, report
 

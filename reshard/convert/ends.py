@@ -63,6 +63,11 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_there)(src)
+    if to.options.shards and target_path is None:
+        raise UsageError(
+            f"--to {to.name}: --shards or --dst-strategy is missing",
+            hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",
+        )
     if to.options.cut:
         source_path, target_path = required_strategies(source_path if needs_strategy else NONE, target_path)
     elif needs_strategy:
@@ -90,8 +95,11 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     Raises:
         ReshardError: the source cannot be read, or does not tell.
     """
-    if not ends.target.is_untold or shards_of(ends.target.path) is not None:
+    if not ends.target.is_untold:
         return ends
+    if shards_of(ends.target.path) is not None:
+        # Rows of everything are cut, and which shapes they have only the conversion has to know.
+        return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # What has to be told of it is told by whoever reads it for its tensors.
         checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)

@@ -42,8 +42,9 @@ def edits_of_target(
         UsageError: the directory was written with other names or types, and nothing says with which.
         ReshardError: what is typed cannot be read.
     """
-    edits = edits_of(src, typed)
-    if edits is None and plan is not None and plan.edits:
+    edits = edits_of(src, typed, None if plan is None else plan.form)
+    stated = any(typed[name] for name in EDITS)
+    if not stated and plan is not None and plan.edits:
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -102,7 +103,7 @@ def strategies_of_target(
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     try:
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        commands = [given for ledger in ledgers for given in ledger.given() if _words(given)]
+        commands = [given for ledger in ledgers for given in ledger.given()]
     except TargetError as error:
         report.warn(error.message)
         commands = []
@@ -110,14 +111,15 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     for given in commands:
         said = " ".join(_words(given))
         try:
-            edits = edits_of(src, _typed(given))
+            edits = edits_of(src, _typed(given), plan.form)
             identities = () if edits is None else edits.possible_identities()
             digests = {short_digest(identity.encode()) for identity in identities}
         except ReshardError as error:
             problem = f"it was given {said}: {error.message}"
             continue
         if edits is not None and plan.edits in digests:
-            report.note(f"compared with the names and types that are recorded: {said}")
+            if said:
+                report.note(f"compared with the names and types that are recorded: {said}")
             return edits
         problem = f"it was given {said}, which says something else now"
     raise UsageError(

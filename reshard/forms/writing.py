@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, TensorsInOrder
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
@@ -41,11 +41,11 @@ def note_left_beside(checkpoint: Checkpoint, report: Report) -> None:
         report.note("files beside the weights are not taken over: " + ", ".join(checkpoint.others[:8]))
 
 
-def note_objects_left(checkpoint: Checkpoint, wanted: Wanted) -> None:
+def note_objects_left(checkpoint: Checkpoint, admit: Callable[[str], bool], report: Report) -> None:
     """Name objects that the target has no place for."""
-    left = sorted(filter(wanted.admit, checkpoint.objects))
+    left = sorted(filter(admit, checkpoint.objects))
     if left:
-        wanted.report.warn(
+        report.note(
             f"{plural(len(left), 'object')} left out, because only dcp and hyper-parallel hold what is no tensor: "
             + listing(left)
         )

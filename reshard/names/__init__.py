@@ -5,6 +5,7 @@ which elements. Nothing here knows of files of tensors, dtypes or layouts.
 """
 
 from reshard.names.apply import Applied, AppliedStep, Made, apply_rules, warning_of
+from reshard.names.frameworks import plain_names, trainer_names
 from reshard.names.model import Rules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import possible_options
@@ -24,9 +25,11 @@ __all__ = [
     "config_beside",
     "parse_renames",
     "parse_rules",
+    "plain_names",
     "possible_options",
     "read_config",
     "read_rules",
     "rules_named",
+    "trainer_names",
     "warning_of",
 ]

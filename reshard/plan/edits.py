@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Callable, Optional, Protocol
@@ -13,7 +13,8 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTe
 from reshard.checkpoints.edited import EditedCheckpoint, Made
 from reshard.checkpoints.formats.dtypes import INT4
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Written
+from reshard.forms.form import Names, Written
+from reshard.forms.registry import form_named
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.strategies import SAME, Strategy
 from reshard.text.messages import listing
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from reshard.layout import View
     from reshard.names import Applied, Rules
 
+
+PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
+"""Of a trainer's state, what is taken under the names of a model."""
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -87,6 +91,9 @@ class Edits:
         optimizer: whether the table's rules hold for optimizer state, too.
         casts: types that are asked for; of those that concern a tensor the last holds.
         additions: what is added to tensors before they get other names; they are not cast then.
+        plain: names of a trainer's state are first made those of a model: ``weights`` leaves optimizer state out,
+            ``all`` gives it MindSpore's names; None where names stay.
+        trainer: names are last made those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for those that are left out.
         words: how it was typed; None where it is not typed with the options of a conversion.
     """
@@ -99,6 +106,8 @@ class Edits:
     casts: tuple[CastAsked, ...] = ()
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
+    plain: Optional[str] = None
+    trainer: bool = False
     words: Optional[Words] = field(default=Words(), compare=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +128,48 @@ class Edits:
             table = (self.table.text, sorted((options or {}).items()), reverse, self.optimizer, sizes)
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
-        return repr((table, renames, self.casts, additions, self.exactly))
+        return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer))
+
+    def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
+        """The names that tensors have before anything else: new names by old ones, None for those left out.
+
+        Args:
+            checkpoint: the source.
+            report: told what is left out.
+        """
+        if self.plain is None:
+            return {}
+        from reshard.names import plain_names
+
+        keys = getattr(checkpoint, "nested", {})
+        found = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        if found.rooted:
+            report.note("names: 'model.' is taken off, which the trainer put before them")
+        if found.left_out:
+            report.note(
+                f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
+            )
+        return found.names
+
+    def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
+        """The names that tensors have at the end, likewise.
+
+        Args:
+            names: those that they have before.
+            report: told of them.
+        """
+        if not self.trainer:
+            return {}
+        from reshard.names import trainer_names
+
+        found = trainer_names(names)
+        report.note("names: 'model.' is put before those of weights, as in a trainer's state")
+        if any(new is not None and new.startswith("optimizer.") for new in found.values()):
+            report.note(
+                "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
+                "DefaultLoadPlanner(allow_partial_load=True)"
+            )
+        return found
 
     def possible_identities(self) -> Iterator[str]:
         """The identities that it may have, whatever the checkpoint's names tell of options and direction.
@@ -168,6 +218,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
 
     made: Mapping[str, Made] = {name: Made((name,)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
@@ -205,12 +256,36 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
+    last = edits.last_names({*made, *(name for name in unseen.values() if name is not None)}, report)
+    if last:
+        made, kept = _exactly(made, kept, last)
+        unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
     if edits.casts:
         made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
     return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+
+
+def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]:
+    """What is asked, and the names that a conversion between two forms gives by itself.
+
+    A trainer's state becomes names of a model where the target has no other, and a model's names those of a trainer's
+    state where the target's trainers expect them and no other names are asked for.
+
+    Args:
+        edits: what is asked.
+        form: of the source.
+        to: of the target.
+    """
+    source, target = form_named(form).options, form_named(to).options
+    plain = None
+    if source.names is not Names.MODEL and target.names is Names.MODEL:
+        plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
+    renamed = edits is not None and edits.renames is not None
+    trainer = source.names is Names.MODEL and target.names is Names.TRAINER and not renamed
+    return replace(edits or Edits(), plain=plain, trainer=trainer) if plain or trainer else edits
 
 
 def same_layouts(strategy: Strategy, checkpoint: EditedCheckpoint) -> Strategy:

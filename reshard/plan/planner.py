@@ -10,10 +10,11 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import MEMORY, TEXT
 from reshard.errors import UsageError
 from reshard.forms.cuts import Cuts
-from reshard.forms.form import Reading, Wanted
+from reshard.forms.form import Names, Reading, Wanted
 from reshard.forms.ranks.checkpoint import rank_checkpoint_of
 from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
+from reshard.forms.writing import note_objects_left
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
 from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
@@ -51,7 +52,10 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         recovery = Recovery(request, ranks, handles)
         form: TargetForm = RecoveredFiles(request, ranks, recovery)
     else:
-        form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
+        target = form_named(request.to)
+        form = target.target(checkpoint, _wanted(request, handles, report))
+        if target.options.names is not Names.TRAINER:
+            note_objects_left(checkpoint, request.filters.admit, report)
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else RecoveredValues(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits is None
@@ -79,7 +83,8 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         request.damaged,
         _wanted_by(request),
         source=request.source,
-        target=request.target,
+        # Rows of everything are cut, whatever the source holds.
+        target=request.target if shards_of(request.target.path) is None else Strategy.none(),
         ranks=request.target_ranks,
         filters=request.filters,
         file_suffix=request.file_suffix,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from reshard.errors import UsageError
-from reshard.plan.edits import Edits, Words
+from reshard.forms.registry import form_of
+from reshard.plan.edits import Edits, Words, between_forms
 from reshard.plan.wanted_types import CastAsked
 from reshard.storage import absolute, is_regular_file
 
@@ -62,18 +63,19 @@ def typed_edits(
     )
 
 
-def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
+def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Optional[Edits]:
     """What the options of names and types ask for; None where names and types stay as they are.
 
     Args:
         src: the source; its config.json is taken where none is named.
         typed: the options' values.
+        to: the form that is written, whose names may be others than the source's; None where nothing is.
 
     Raises:
         UsageError: they do not go together, or ask for what there is not.
         ReshardError: a table cannot be read.
     """
-    return typed_edits(
+    edits = typed_edits(
         src,
         typed["names"],
         typed["rename"],
@@ -82,3 +84,4 @@ def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
         typed["optimizer"] is not None,
         typed["cast"],
     )
+    return edits if to is None else between_forms(edits, form_of(src), to)

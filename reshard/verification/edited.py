@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol
 
 from reshard.checkpoints import CheckpointIndex, Tensor
+from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import CASTABLE, ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.strategies import Strategy
@@ -51,6 +52,12 @@ class Edits(Protocol):
     def optimizer(self) -> bool:
         """Whether the table holds for optimizer state, too."""
 
+    def first_names(self, checkpoint: Checkpoint, report: Report) -> Mapping[str, Optional[str]]:
+        """The names that tensors have before the table."""
+
+    def last_names(self, names: Collection[str], report: Report) -> Mapping[str, Optional[str]]:
+        """The names that tensors have at the end."""
+
     @property
     def casts(self) -> Sequence[tuple[Optional[str], str]]:
         """Types, with a pattern of names or, for all weights, None; the last that fits holds."""
@@ -65,6 +72,14 @@ class Casts(NamedTuple):
     config: Optional[Mapping[str, object]] = None
     reverse: Optional[bool] = None
     optimizer: bool = False
+
+    def first_names(self, checkpoint: Checkpoint, report: Report) -> Mapping[str, Optional[str]]:
+        """None."""
+        return {}
+
+    def last_names(self, names: Collection[str], report: Report) -> Mapping[str, Optional[str]]:
+        """None."""
+        return {}
 
 
 class _Recipe(NamedTuple):
@@ -110,6 +125,9 @@ class EditedSource:
         self.tied: tuple[tuple[str, str], ...] = ()
         recipes = {name: _Recipe(AppliedStep("", (), (name,), (name,)), 0) for name in base.tensors}
         kept = set(base.values)
+        first = edits.first_names(base.checkpoint, report)
+        if first:
+            recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:
             shapes: dict[str, Shape] = {name: tensor.shape for name, tensor in base.tensors.items()}
             shapes.update((name, base.value(name, files[0]).shape) for name, files in base.values.items())
@@ -126,6 +144,8 @@ class EditedSource:
             shapes = {name: self._shapes(recipe.step)[-1][recipe.number] for name, recipe in recipes.items()}
             shapes.update((name, base.value(name, base.values[name][0]).shape) for name in kept)
             recipes, kept = _ruled(recipes, kept, apply_rules(edits.renames, shapes, optimizer=True))
+        last = edits.last_names(recipes.keys(), Report())
+        recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept}
         casts = _Casts(edits.casts, {*recipes, *kept})
         self.tensors: dict[str, Content] = {

@@ -35,6 +35,7 @@ FORMS: dict[str, tuple[list[Argument], Optional[str]]] = {
     "checkpoint2": (["--dst-strategy", "same"], "latest_checkpointed_iteration.txt"),
     "unified": (["--max-shard-size", "200"], "param_name_map.json"),
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
+    "hf-sharded": (["--shards", "4"], MANIFEST),
 }
 
 

@@ -16,6 +16,7 @@ from tests.trees import cut_ranks, layout, single, value, write_strategy, write_
 FULL = {name: value(name, (8, 4)) for name in ("net.a.w", "net.b.w", "adam_m.net.a.w")}
 ROWS = single(dict.fromkeys(FULL, layout([2], [0, -1])))
 FILES = [form for form in FORMS if form != "ranks"]
+CUT = ("checkpoint2", "hf-sharded")
 
 
 def source(root: Path) -> tuple[Path, Path]:
@@ -25,7 +26,7 @@ def source(root: Path) -> tuple[Path, Path]:
 
 def to(form: str, strategy: Path) -> list[Argument]:
     words: list[Argument] = ["--to", form, "--src-strategy", strategy]
-    return [*words, "--dst-strategy", strategy] if form == "checkpoint2" else [*words, "--max-shard-size", "200"]
+    return [*words, *(["--dst-strategy", strategy] if form in CUT else ["--max-shard-size", "200"])]
 
 
 def contents(root: Path) -> dict[str, bytes]:

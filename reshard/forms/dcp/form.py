@@ -17,7 +17,7 @@ from reshard.forms.dcp.read import (
     read_distributed,
     saved_steps,
 )
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, SavedStep, Wanted
 from reshard.forms.target import TargetForm
 from reshard.forms.writing import selected
 from reshard.storage import asks_once, is_directory, names_in
@@ -60,7 +60,13 @@ class DcpForm(_DistributedForm):
 
     name = DCP
     options = FormOptions(
-        title="torch DCP", layouts=Layouts.RECORDED, steps=True, shards=True, formats=("distcp",), mindspore=False
+        title="torch DCP",
+        layouts=Layouts.RECORDED,
+        steps=True,
+        shards=True,
+        formats=("distcp",),
+        mindspore=False,
+        names=Names.TRAINER,
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:
@@ -88,6 +94,7 @@ class HyperParallelForm(_DistributedForm):
         shards=True,
         formats=("safetensors",),
         mindspore=False,
+        names=Names.TRAINER,
     )
 
     def recognise(self, src: str, names: Optional[Sequence[str]] = None) -> bool:

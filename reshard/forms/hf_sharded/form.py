@@ -11,11 +11,11 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, Wanted
 from reshard.forms.full.form import check_latest
 from reshard.forms.hf_sharded.reading import FULL_SHAPE, INFO, OFFSETS, SHARD, read_shards, shards_in
 from reshard.forms.target import FinishingFile, TargetForm
-from reshard.forms.writing import Selected, note_objects_left, selected
+from reshard.forms.writing import Selected, selected
 from reshard.layout import Box
 from reshard.storage import asks_once, is_directory, names_in
 from reshard.strategies import Strategy
@@ -32,6 +32,7 @@ class HfShardedForm(Form):
         layouts=Layouts.RECORDED,
         shards=True,
         mindspore=False,
+        names=Names.ANY,
         metadata=(INFO, VERSION_KEY),
     )
 
@@ -59,7 +60,6 @@ class HfShardedForm(Form):
         from reshard.forms.full.beside import files_beside
 
         chosen = selected(checkpoint, wanted)
-        note_objects_left(checkpoint, wanted)
         return _Shards(wanted.target, chosen, files_beside(checkpoint, chosen.tensors, wanted))
 
     def describe(self, checkpoint: Checkpoint) -> Description:
