@@ -222,6 +222,13 @@ class _Machine:
     def pop(self) -> None:
         self._pop()
 
+    def pop_mark(self) -> None:
+        self._since_mark()
+
+    def frame(self) -> None:
+        # How much follows: for readers of streams.
+        self._take(8)
+
     def integer(self) -> None:
         self._stack.append(struct.unpack("<i", self._take(4))[0])
 
@@ -323,10 +330,10 @@ def _push(value: _Push) -> _Operation:
 
 _OPERATIONS: dict[int, _Operation] = {
     0x80: _Machine.proto,
-    0x95: lambda m: m._number(8) and None,
+    0x95: _Machine.frame,
     ord("("): _Machine.mark,
     ord("0"): _Machine.pop,
-    ord("1"): lambda m: m._since_mark() and None,
+    ord("1"): _Machine.pop_mark,
     ord("N"): _push(None),
     0x88: _push(True),
     0x89: _push(False),

@@ -177,20 +177,23 @@ class _Reader:
         for index, info in stored.items():
             if not isinstance(index, Instance) or not isinstance(info, Instance):
                 self._wrong("its list of records is none")
-            name, offset = index.fields.get("fqn"), index.fields.get("offset")
-            if not isinstance(name, str) or (offset is not None and not _are_sizes(offset)):
+            name, starts = index.fields.get("fqn"), index.fields.get("offset")
+            offset = _sizes(starts)
+            if not isinstance(name, str) or (starts is not None and offset is None):
                 self._wrong("has a record of no tensor")
             where = info.fields
             file, first, length = where.get("relative_path"), where.get("offset"), where.get("length")
-            if not isinstance(file, str) or not _are_sizes((first,)) or not (length == -1 or _are_sizes((length,))):
+            in_file = _sizes((first, 0 if length == -1 else length))
+            if not isinstance(file, str) or in_file is None:
                 self._wrong(f"does not record where {quoted(name)} is stored")
             if not file or "\0" in file or _ABSOLUTE.match(file) or ".." in re.split(r"[/\\]", file):
                 self._wrong(f"names the file {quoted(file)}, which does not lie in its directory")
             if where.get("transform_descriptors"):
                 self._fault(name, f"is stored through extensions of torch ({_named(where)}), which are not read")
             key = where.get("tensor_key")
-            place = (name, None if offset is None else tuple(offset))
-            record = Record(file, int(first), int(length), key if isinstance(key, str) else name)
+            place = (name, offset)
+            count = -1 if length == -1 else in_file[1]
+            record = Record(file, in_file[0], count, key if isinstance(key, str) else name)
             if found.setdefault(place, record) != record:
                 self._wrong(f"has two records of {quoted(name)} for the same elements")
         return found
@@ -207,21 +210,19 @@ class _Reader:
         self, name: str, value: Instance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
     ) -> None:
         fields = value.fields
-        shape, chunks = fields.get("size"), fields.get("chunks")
+        shape, chunks = _sizes(fields.get("size")), fields.get("chunks")
         dtype = _dtype(fields.get("properties"))
-        if not _are_sizes(shape) or not isinstance(chunks, (list, tuple)):
+        if shape is None or not isinstance(chunks, (list, tuple)):
             self._wrong(f"does not record shape and chunks of {quoted(name)}")
-        shape = tuple(shape)
         found: list[DescribedChunk] = []
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:
             box = chunk.fields if isinstance(chunk, Instance) else {}
-            offsets, sizes = box.get("offsets"), box.get("sizes")
-            if not _are_sizes(offsets) or not _are_sizes(sizes):
+            offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
+            if offsets is None or sizes is None:
                 self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
             # Megatron's sizes lack the dimensions that it puts before those of a layer.
             sizes = (*(1,) * (len(offsets) - len(sizes)), *sizes)
-            offsets = tuple(offsets)
             if offsets in met:
                 continue
             met.add(offsets)
@@ -265,8 +266,11 @@ def _words(found: Any) -> Iterator[str]:
             yield quoted(each)
 
 
-def _are_sizes(found: Any) -> bool:
-    return isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found)
+def _sizes(found: Any) -> Optional[tuple[int, ...]]:
+    """Numbers of elements or bytes; None for anything else."""
+    if isinstance(found, (tuple, list)) and all(type(each) is int and 0 <= each < 1 << 62 for each in found):
+        return tuple(found)
+    return None
 
 
 def _dtype(properties: Any) -> Optional[str]:

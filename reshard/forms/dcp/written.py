@@ -71,10 +71,10 @@ class _DistributedFiles(ChunkFiles):
         held: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         values: list[OutputTensor] = []
         for file in range(self.count):
-            for tensor, offset, length in self._places(self.layout_of(file)):
-                held[tensor.name][file] = offset, length
-                if tensor.name not in self.tensors:
-                    values.append(tensor)
+            for written, offset, length in self._places(self.layout_of(file)):
+                held[written.name][file] = offset, length
+                if written.name not in self.tensors:
+                    values.append(written)
         for tensor, chunks in self.chunks():
             found = [
                 _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
