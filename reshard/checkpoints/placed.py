@@ -155,8 +155,8 @@ class Placement:
         shapes = [[size for size in shape if size != 1] for shape in (tensor.shape, found.shape)]
         if tensor.dtype != found.dtype or shapes[0] != shapes[1]:
             raise DamagedCheckpointError(
-                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and the metadata "
-                f"has {tensor.dtype} {list(tensor.shape)}",
+                f"{self._path}: {quoted(tensor.name)} is {found.dtype} {list(found.shape)} in the file, and "
+                f"{tensor.dtype} {list(tensor.shape)} by the metadata",
                 file=self._path,
                 parameter=tensor.name,
                 hint="the files and the metadata are not of one save: copy the checkpoint again",
@@ -255,6 +255,11 @@ class PlacedFile:
         first, last = inside // item, -(-(inside + len(out)) // item)
         data = b"".join(_box(file, elements, box, item).tobytes() for box in _boxes(elements.shape, first, last))
         out[:] = data[inside - first * item : inside - first * item + len(out)]
+
+    def locate_all(self) -> None:
+        """Find the elements of every tensor; see `Placement.locate`."""
+        for number, _, _ in self._placement.within(0, self._placement.size + 1):
+            self._placement.locate(self._file, number)
 
     def check(self, on_block: Callable[[int], None]) -> bool:
         """Compare the bytes of all tensors with the CRCs beside them; see `Placement.check`."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints.formats.open import FORMATS
+from reshard.checkpoints.formats.open import ALL_FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
@@ -40,7 +40,7 @@ _SHOWN = 40
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
-    "format": tuple(FORMATS.values()),
+    "format": ALL_FORMATS,
     "crc": ("auto", "never"),
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),

@@ -26,7 +26,6 @@ from tests.fuzz.mutate import mutated
 from tests.fuzz.readers import READERS, Reader
 
 KEPT = FIXTURES / "hostile"
-INPUTS = 800
 SECONDS = float(os.environ.get("RESHARD_FUZZ_SECONDS", "40"))
 MEGABYTES = 300
 ROOMS = tuple(f"{os.sep}reshard{os.sep}{room}{os.sep}" for room in ("checkpoints", "strategies", "layout"))
@@ -73,7 +72,7 @@ def test_damage_is_an_error_or_harmless(name: str, tmp_path: Path) -> None:
     random = Random(name)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     accepted = 0
-    for _ in range(INPUTS):
+    for _ in range(reader.inputs):
         data = mutated(random.choice(reader.seeds), reader.seeds, random)
         try:
             accepted += attempt(reader, data, tmp_path)
@@ -81,7 +80,7 @@ def test_damage_is_an_error_or_harmless(name: str, tmp_path: Path) -> None:
             print(f"input: {data!r}")
             raise
     # Damage that is never, or always, noticed would be a sign of a useless test.
-    assert 0 < accepted < INPUTS
+    assert 0 < accepted < reader.inputs
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEGABYTES << 10
 
 

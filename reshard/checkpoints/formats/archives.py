@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
-from reshard.checkpoints.formats.dtypes import ITEM_SIZES
+from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
 from reshard.checkpoints.formats.pickles import Global, Instance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, read_range
@@ -36,33 +36,6 @@ _ENCRYPTED = 1
 HEAD = b"PK\x03\x04"
 """What an archive begins with."""
 
-TORCH_DTYPES = {
-    "torch.bool": "Bool",
-    "torch.int8": "Int8",
-    "torch.uint8": "UInt8",
-    "torch.int16": "Int16",
-    "torch.uint16": "UInt16",
-    "torch.int32": "Int32",
-    "torch.uint32": "UInt32",
-    "torch.int64": "Int64",
-    "torch.uint64": "UInt64",
-    "torch.float16": "Float16",
-    "torch.bfloat16": "BFloat16",
-    "torch.float32": "Float32",
-    "torch.float64": "Float64",
-    "torch.complex64": "Complex64",
-    "torch.complex128": "Complex128",
-    "torch.float8_e4m3fn": "Float8E4M3FN",
-    "torch.float8_e5m2": "Float8E5M2",
-    "torch.float8_e8m0fnu": "Float8E8M0",
-    "torch.float8_e4m3fnuz": "Float8E4M3FNUZ",
-    "torch.float8_e5m2fnuz": "Float8E5M2FNUZ",
-}
-"""MindSpore's name of a type of torch."""
-
-DTYPES_OF_TORCH = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""What torch calls a type."""
-
 STORAGES = {
     "torch.BoolStorage": "Bool",
     "torch.CharStorage": "Int8",
@@ -83,7 +56,7 @@ UNTYPED = "torch.storage.UntypedStorage"
 REBUILD, REBUILD_TYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
 
-TENSOR_NAMES = frozenset({*TORCH_DTYPES, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETER})
+TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPED, _PARAMETER})
 """What the pickle of a tensor names."""
 
 
@@ -286,7 +259,7 @@ class Archive:
         more = value.args[6:]
         if value.name == REBUILD_TYPED:
             named = more[0] if more else None
-            dtype = TORCH_DTYPES.get(named.name) if isinstance(named, Global) else None
+            dtype = FROM_TORCH.get(named.name) if isinstance(named, Global) else None
             more = more[1:]
         if dtype is None:
             self._damaged("the type of its elements is unknown")

@@ -8,6 +8,7 @@ bytes that were given; nothing recurses.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Collection, Iterator
 from typing import Any, Callable, NamedTuple, Union
@@ -20,10 +21,14 @@ _MAX_NAME = 256
 # A key of a dictionary is hashed by Python, in C and as deep as tuples are nested.
 _MAX_KEY_DEPTH = 4
 
+# Pairs of a dictionary that are set at once.
+_BATCH = 1000
+
 _LATIN_BYTES = "_codecs.encode"
+_NO_BYTES = "__builtin__.bytes"
 _ORDERED = "collections.OrderedDict"
 _SIZE = "torch.Size"
-_INTERPRETED = frozenset({_LATIN_BYTES, _ORDERED, _SIZE})
+_INTERPRETED = frozenset({_LATIN_BYTES, _NO_BYTES, _ORDERED, _SIZE})
 
 
 class PickleError(ValueError):
@@ -292,8 +297,8 @@ def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
         return {}
     if name == _SIZE and len(args) == 1 and isinstance(args[0], (tuple, list)):
         return tuple(args[0])
-    if name == _SIZE and not args:
-        return ()
+    if not args and name in (_SIZE, _NO_BYTES):
+        return () if name == _SIZE else b""
     if name == _LATIN_BYTES and len(args) == 2 and isinstance(args[0], str) and args[1] == "latin1":
         try:
             return args[0].encode("latin1")
@@ -413,7 +418,7 @@ NAMESPACE = "argparse.Namespace"
 def pickled(value: Any) -> Iterator[bytes]:
     """A pickle of protocol 2 in parts, of what `read_pickle` could have returned; ``{}`` stays a dictionary.
 
-    Dictionaries and lists may be iterators of pairs and values, so that a large pickle is never in memory.
+    Dictionaries may be `Pairs`, so that a large pickle is never in memory.
 
     Raises:
         TypeError: it holds something else.
@@ -450,14 +455,15 @@ class _Emitter:
         elif isinstance(value, list):
             yield b"](" + b"".join(part for each in value for part in self.value(each)) + b"e"
         elif isinstance(value, (dict, Pairs)):
-            yield b"}("
-            for key, each in value.items() if isinstance(value, dict) else value.pairs:
-                yield b"".join(
-                    [*self.value(key), *self.value(each)] if not isinstance(each, Pairs) else self.value(key)
-                )
-                if isinstance(each, Pairs):
+            yield b"}"
+            pairs = iter(value.items()) if isinstance(value, dict) else value.pairs
+            # As Python does it, so that readers need little memory.
+            while batch := list(itertools.islice(pairs, _BATCH)):
+                yield b"("
+                for key, each in batch:
+                    yield from self.value(key)
                     yield from self.value(each)
-            yield b"u"
+                yield b"u"
         elif isinstance(value, Instance) and not value.name:
             yield b"".join(self.value(value.args[0])) + b"Q"
         elif isinstance(value, Instance):
@@ -487,8 +493,3 @@ def _integer(value: int) -> bytes:
         return b"J" + struct.pack("<i", value)
     size = value.bit_length() // 8 + 1
     return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-
-def size_of_parts(parts: Iterator[bytes]) -> int:
-    """Bytes of all parts together."""
-    return sum(map(len, parts))

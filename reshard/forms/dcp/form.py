@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Optional, cast
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.errors import InputError
-from reshard.forms.chunks import ChunkedCheckpoint
+from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
+from reshard.forms.dcp.metadata import METADATA
 from reshard.forms.dcp.read import (
     DCP,
     HYPER_PARALLEL,
@@ -19,7 +19,9 @@ from reshard.forms.dcp.read import (
 )
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, SavedStep, Wanted
 from reshard.forms.target import TargetForm
+from reshard.forms.writing import selected
 from reshard.storage import asks_once, is_directory, names_in
+from reshard.strategies import Strategy
 from reshard.text.report import Report
 
 
@@ -31,6 +33,10 @@ class _DistributedForm(Form):
         """From the metadata alone."""
         return read_distributed(self.name, reading)
 
+    def marks(self, files: Sequence[str]) -> list[str]:
+        """The metadata."""
+        return [METADATA]
+
     def check_step(self, src: str, step: str) -> None:
         """Refuse a number that no iteration has."""
         if step != "latest":
@@ -40,14 +46,13 @@ class _DistributedForm(Form):
         """All iterations of a root."""
         return saved_steps(src)
 
+    def strategy_of(self, checkpoint: Checkpoint) -> Strategy:
+        """As the metadata places the chunks."""
+        return strategy_of(cast(ChunkedCheckpoint, checkpoint))
+
     def describe(self, checkpoint: Checkpoint) -> Description:
-        """Why it is not complete, if so."""
-        incomplete: Optional[InputError] = None
-        try:
-            cast(ChunkedCheckpoint, checkpoint).check()
-        except InputError as error:
-            incomplete = error
-        return Description(incomplete=incomplete)
+        """How many chunks tensors have, and what is missing."""
+        return described(cast(ChunkedCheckpoint, checkpoint))
 
 
 class DcpForm(_DistributedForm):
@@ -58,6 +63,7 @@ class DcpForm(_DistributedForm):
         title="torch DCP",
         layouts=Layouts.RECORDED,
         steps=True,
+        shards=True,
         formats=("distcp",),
         mindspore=False,
         names=Names.TRAINER,
@@ -71,8 +77,10 @@ class DcpForm(_DistributedForm):
         return kind_of_directory(names) == DCP or any(iterations(src, names))
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """A file of records for each rank, and the metadata."""
-        raise NotImplementedError
+        """A file of records for each rank, objects, and the metadata."""
+        from reshard.forms.dcp.written import DcpFiles
+
+        return DcpFiles(checkpoint, selected(checkpoint, wanted), wanted)
 
 
 class HyperParallelForm(_DistributedForm):
@@ -83,6 +91,7 @@ class HyperParallelForm(_DistributedForm):
         title="hyper-parallel's",
         layouts=Layouts.RECORDED,
         steps=True,
+        shards=True,
         formats=("safetensors",),
         mindspore=False,
         names=Names.TRAINER,
@@ -93,5 +102,7 @@ class HyperParallelForm(_DistributedForm):
         return is_directory(src) and kind_of_directory(names_in(src) if names is None else names) == HYPER_PARALLEL
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
-        """A safetensors file for each rank, and the metadata."""
-        raise NotImplementedError
+        """A safetensors file for each rank, objects, and the metadata."""
+        from reshard.forms.dcp.written import HyperParallelFiles
+
+        return HyperParallelFiles(checkpoint, selected(checkpoint, wanted), wanted)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.files import reading_error
-from reshard.checkpoints.formats.archives import TORCH_DTYPES
-from reshard.checkpoints.formats.dtypes import dtype_named
+from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
 from reshard.checkpoints.formats.pickles import Global, Instance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
 from reshard.storage import UnfitError, read_small
@@ -50,7 +49,7 @@ NAMES = frozenset(
         f"{_MEGATRON}MCoreSavePlan",
         *(f"{room}metadata.{name}" for room in (_HYPER_NOW, _HYPER_BEFORE) for name in _DESCRIBING),
         *(f"{room}storage.StorageInfo" for room in (_HYPER_NOW, _HYPER_BEFORE)),
-        *TORCH_DTYPES,
+        *FROM_TORCH,
         "torch.serialization._get_layout",
         *(
             f"{module}.{name}"
@@ -229,7 +228,7 @@ class _Reader:
             record = records.pop((name, offsets), None)
             if record is None:
                 self._fault(name, f"has a chunk at {list(offsets)} without a record of where it is stored")
-                return
+                continue
             found.append(DescribedChunk(offsets, sizes, record))
         if dtype is None:
             self._fault(name, "has elements of a type that reshard does not know")
@@ -277,5 +276,5 @@ def _dtype(properties: Any) -> Optional[str]:
     state = properties.state
     named = state[0] if isinstance(state, tuple) and state else properties.fields.get("dtype")
     if isinstance(named, Global):
-        return TORCH_DTYPES.get(named.name)
-    return (TORCH_DTYPES.get(named) or dtype_named(named)) if isinstance(named, str) else None
+        return FROM_TORCH.get(named.name)
+    return (FROM_TORCH.get(named) or dtype_named(named)) if isinstance(named, str) else None

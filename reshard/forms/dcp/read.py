@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import StoredObject
+from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, check_shape
 from reshard.checkpoints.name_order import natural_order
 from reshard.checkpoints.placed import Placement, Stored
@@ -25,9 +26,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 """Megatron's file of what is no tensor."""
 
-ENDING = ".distcp"
-FORMAT = "distcp"
-"""The format of files of records, as indexes name it."""
+ENDING = f".{ARCHIVES}"
+
 
 DCP, HYPER_PARALLEL = "dcp", "hyper-parallel"
 """The names of the forms."""
@@ -229,21 +229,20 @@ class _Files:
             for offsets, sizes, record in tensor.chunks:
                 stored = Stored(name, tensor.dtype, sizes, record.offset, record.length, record.key)
                 held.setdefault(record.file, []).append((record, stored, offsets))
-        for record in described.objects.values():
-            held.setdefault(record.file, [])
         self._names = natural_order(held)
         paths = [os.path.join(directory, name) for name in self._names]
-        self._sizes = self._sizes_of(directory, paths, reading)
+        alone = {os.path.join(directory, record.file) for record in described.objects.values()}.difference(paths)
+        self._sizes = self._sizes_of(directory, [*paths, *sorted(alone)], reading)
+        self._directory = directory
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._paths = paths
-        self.indexes = [CheckpointIndex(path, FORMAT, self._sizes[path], {}, archived=True) for path in paths]
+        self.indexes = [CheckpointIndex(path, ARCHIVES, self._sizes[path], {}, archived=True) for path in paths]
         self._tensors: dict[tuple[str, tuple[int, ...], str], Tensor] = {}
         problems: list[InputError] = []
         for name, path in zip(self._names, paths):
             problem = self._place(path, held[name], reading)
             if problem is not None:
                 problems.append(problem)
-        for name, record in described.objects.items():
+        for record in described.objects.values():
             if record.offset + max(0, record.length) > self._sizes[os.path.join(directory, record.file)]:
                 problems.append(self._short(os.path.join(directory, record.file), record))
         if problems:
@@ -325,7 +324,7 @@ class _Files:
         """What is no tensor."""
         found = {}
         for name, (file, offset, length, _) in self._described.objects.items():
-            path = self._paths[self._numbers[file]]
+            path = os.path.join(self._directory, file)
             size = self._sizes[path] - offset if length < 0 else length
             found[name] = StoredObject(path, offset, size, file.endswith(ENDING))
         return found
