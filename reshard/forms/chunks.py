@@ -121,11 +121,11 @@ def chunked_checkpoint(
 
 
 def described(checkpoint: ChunkedCheckpoint) -> Description:
-    """What inspection shows of a checkpoint of chunks."""
+    """What inspection shows of a checkpoint of chunks: why it is not complete, if so."""
     incomplete = None
     if checkpoint.faults:
         incomplete = one_error([*checkpoint.faults.values()], f"{checkpoint.place} is not complete")
-    return Description({name: len(tensor.chunks) for name, tensor in checkpoint.chunks.items()}, incomplete=incomplete)
+    return Description(incomplete=incomplete)
 
 
 def strategy_of(checkpoint: ChunkedCheckpoint) -> Strategy:

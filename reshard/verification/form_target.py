@@ -15,6 +15,7 @@ from typing import Callable, Optional
 from reshard.checkpoints import can_hold
 from reshard.errors import LayoutError
 from reshard.forms.checkpoint2 import Checkpoint2
+from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.full import FullWeights
 from reshard.forms.registry import form_named
 from reshard.strategies import Strategy
@@ -121,7 +122,7 @@ class _Comparison:
             return
         # Full weights do not tell a tensor of one element, whole wherever it is, from a value.
         laid_out = None if name in self._values else written.tensors.get(name)
-        if laid_out is None and (name in self._values or isinstance(checkpoint, FullWeights)):
+        if laid_out is None and (name in self._values or isinstance(checkpoint, (FullWeights, ChunkedCheckpoint))):
             odd = [number for number, tensor in held.items() if tensor.shape != content.shape]
             if odd:
                 told = f"has shape {list(held[odd[0]].shape)}, not {list(content.shape)}"

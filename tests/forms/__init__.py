@@ -5,12 +5,14 @@ from __future__ import annotations
 from tests.running import Argument
 from tests.small import World
 
-FORMS = ["ranks", "checkpoint2", "unified", "huggingface"]
+FORMS = ["ranks", "checkpoint2", "hf-sharded", "unified", "huggingface"]
+FINISHED = ["checkpoint2", "unified", "huggingface"]
+"""Those that something beside the files of tensors makes complete, or whose files' size can be chosen."""
 
 
 def to(form: str, world: World) -> list[Argument]:
     """The options that write a form, cut as the target strategy where it has one."""
     words: list[Argument] = ["--to", form]
-    if form in ("ranks", "checkpoint2"):
+    if form in ("ranks", "checkpoint2", "hf-sharded"):
         words += ["--dst-strategy", world.new]
     return words

@@ -72,7 +72,7 @@ def test_commands_know_a_registered_form(world: World, toy: ToyForm) -> None:
     done("diff", out, world.src, "--b-strategy", world.old)
     fails(2, "convert", out, world.root / "no", "--src-strategy", world.old, "--to", "toy", says=["full weights"])
     fails(2, "convert", out, world.root / "no", "--to", "toy", "--max-shard-size", "5G", says=["--max-shard-size"])
-    fails(2, "convert", out, world.root / "no", says=["is of the form toy", "toy, checkpoint2"])
+    fails(2, "convert", out, world.root / "no", says=["is of the form toy", "--to toy, "])
 
 
 def test_nothing_else_asks_which_form_a_checkpoint_has() -> None:

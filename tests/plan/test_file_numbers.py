@@ -39,7 +39,7 @@ def test_every_file_that_plan_lists_can_be_made_alone(form: str, tmp_path: Path)
     words = to(form, strategy)
     done("convert", src, tmp_path / "whole", *words)
     files = [target["rank"] for target in done("plan", src, tmp_path / "x", *words, "--json").json["targets"]]
-    assert len(files) > 2
+    assert len(files) > 1
     random.Random(form).shuffle(files)
     for file in files:
         assert done("rank-list", file, "--src", src, *words).out.split()

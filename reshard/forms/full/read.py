@@ -27,6 +27,7 @@ from reshard.forms.full.directory import (
     read_weight_map,
     say_unread,
 )
+from reshard.forms.hf_sharded.headers import INFO, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
 from reshard.text.report import Report
@@ -99,11 +100,34 @@ def read_huggingface(
                 hint=f"give {index_path} or {os.path.join(directory, SINGLE)} as SRC",
             )
     contents = Contents.read(directory, files, handles, damaged)
+    _check_whole(contents)
     say_unread(directory, names, files, NUMBERED, index_path, report)
     contents.check(index_path or directory, weight_map, len(files), {}, report)
     tensors, values = contents.tensors(len(files))
     others = others_in(directory, names, files)
     return FullWeights(HUGGINGFACE, directory, contents.paths, contents.indexes, tensors, values, others)
+
+
+def _check_whole(contents: Contents) -> None:
+    """Refuse files of which some are parts of tensors, whatever they are called.
+
+    Raises:
+        CheckpointError: a header places its tensors in larger ones.
+    """
+    known: dict[str, bool] = {}
+    for index in contents.indexes.values():
+        text = index.metadata.get(INFO)
+        if text is None:
+            continue
+        if text not in known:
+            known[text] = all(entry.whole for entry, _ in entries_of(index))
+        if not known[text]:
+            raise CheckpointError(
+                f"{index.path}: holds parts of tensors, by {INFO} in its header",
+                file=index.path,
+                hint="give its files the names that torch gave them, shard-00001-model-00001-of-00001.safetensors and "
+                "so on, and the directory as SRC",
+            )
 
 
 def _scalars(index: CheckpointIndex, report: Report) -> list[str]:

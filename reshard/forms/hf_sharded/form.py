@@ -13,7 +13,8 @@ from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.chunks import ChunkedCheckpoint, described, strategy_of
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Names, Reading, Wanted
 from reshard.forms.full.form import check_latest
-from reshard.forms.hf_sharded.reading import FULL_SHAPE, INFO, OFFSETS, SHARD, read_shards, shards_in
+from reshard.forms.hf_sharded.headers import FULL_SHAPE, INFO, OFFSETS
+from reshard.forms.hf_sharded.reading import SHARD, read_shards, shards_in
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import Selected, selected
 from reshard.layout import Box

@@ -5,35 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping, Sequence
+from typing import Optional
 
 from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
 from reshard.checkpoints.name_order import layers_in_order, natural_order
-from reshard.errors import CheckpointError, DamagedCheckpointError, InputError
+from reshard.errors import CheckpointError, InputError
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
 from reshard.forms.form import Reading
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.directory import others_in, say_unread
+from reshard.forms.hf_sharded.headers import Entry, entries_of
 from reshard.storage import is_directory, names_in
-from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern
 from reshard.text.report import Report
 from reshard.text.wording import number_ranges, plural, quoted
 
-INFO = "DCP_SHARDING_INFO"
-"""The key of a header's metadata for the places of the file's tensors."""
-OFFSETS, FULL_SHAPE = "saved_offsets", "global_shape"
-# What newer headers call the tensor that an entry is a chunk of, where entries have names of their own.
-_NAMES = ("fqn", "logical_fqn")
-
 SHARDED = "sharded"
 """The directory of shards beside consolidated files."""
 SHARD = re.compile(r"shard-([0-9]{5,9})-model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors")
 """Names of files: number of the shard, number of the file in it, and how many files a shard may have."""
-
-_LARGEST_NUMBER = 1 << 63
 
 
 def shards_in(path: str, names: Sequence[str]) -> Optional[str]:
@@ -75,14 +67,6 @@ def read_shards(form: str, reading: Reading) -> ChunkedCheckpoint:
     return checkpoint
 
 
-class _Entry(NamedTuple):
-    """What a header says of an entry: the tensor, where the chunk begins, and the full shape, if it is recorded."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: Optional[tuple[int, ...]]
-
-
 class _Shards:
     """The files, and what their headers say.
 
@@ -113,13 +97,13 @@ class _Shards:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        known: dict[tuple[int, int], list[tuple[_Entry, Tensor]]] = {}
+        known: dict[tuple[int, int], list[tuple[Entry, Tensor]]] = {}
         kept: list[object] = []
         for number, index in enumerate(self.indexes):
             # Files that are built alike share both.
             key = (id(index.tensors), id(index.metadata))
             if key not in known:
-                known[key] = list(_entries(index))
+                known[key] = list(entries_of(index))
                 kept.append((index.tensors, index.metadata))
             entries = known[key]
             own = any(entry.name != stored.name for entry, stored in entries)
@@ -204,72 +188,3 @@ class _Shards:
         """The numbers of the shards that have different chunks, in the order of the chunks."""
         places = {chunk.offsets: self._numbers[chunk.file][0] for chunk in tensor.chunks}
         return [places[offsets] for offsets in sorted(places)]
-
-
-def _entries(index: CheckpointIndex) -> Iterator[tuple[_Entry, Tensor]]:
-    """Every entry of a file, and what its header says of it.
-
-    Raises:
-        CheckpointError: the header says nothing of one, or what is no place in a tensor.
-    """
-    info = sharding_info(index)
-    if info is None:
-        raise CheckpointError(
-            f"{index.path}: its header has no {INFO}, so nothing records which parts of tensors it holds",
-            file=index.path,
-            hint="copy the file again from where it was saved",
-        )
-    unknown = [key for key in info if key not in index.tensors]
-    if unknown:
-        raise _wrong(index.path, unknown[0], f"is in {INFO}, and the file does not hold it")
-    for key, stored in index.tensors.items():
-        said = info.get(key)
-        if not isinstance(said, dict) or OFFSETS not in said:
-            raise _wrong(index.path, key, f"has no {OFFSETS} in {INFO}")
-        strange = sorted(said.keys() - {OFFSETS, FULL_SHAPE, *_NAMES})
-        if strange:
-            raise _wrong(index.path, key, f"has {quoted(strange[0])} in {INFO}, which this version does not know")
-        offsets, shape = said[OFFSETS], said.get(FULL_SHAPE)
-        for what, numbers in ((OFFSETS, offsets), (FULL_SHAPE, shape)):
-            if numbers is not None and not _are_numbers(numbers, len(stored.shape)):
-                raise _wrong(index.path, key, f"of shape {list(stored.shape)} has {what} {str(numbers)[:80]}")
-        names = {said[word] for word in _NAMES if word in said}
-        if any(not isinstance(name, str) or not name for name in names) or len(names) > 1:
-            raise _wrong(index.path, key, f"has no one name in {INFO}")
-        name = next(iter(names), key)
-        yield _Entry(name, tuple(offsets), None if shape is None else tuple(shape)), stored
-
-
-def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:
-    """What a header records of the places of its tensors; None where it records nothing.
-
-    Raises:
-        DamagedCheckpointError: it is no JSON object.
-    """
-    text = index.metadata.get(INFO)
-    if text is None:
-        return None
-    try:
-        info = parse_json(text.encode())
-    except JsonError as error:
-        raise DamagedCheckpointError(f"{index.path}: {INFO} is damaged: {error}", file=index.path) from None
-    if not isinstance(info, dict):
-        raise DamagedCheckpointError(f"{index.path}: {INFO} is no object", file=index.path)
-    return info
-
-
-def _are_numbers(found: object, count: int) -> bool:
-    return (
-        isinstance(found, list)
-        and len(found) == count
-        and all(type(each) is int and 0 <= each < _LARGEST_NUMBER for each in found)
-    )
-
-
-def _wrong(path: str, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {quoted(name)} {what}",
-        file=path,
-        parameter=name,
-        hint="take the files of one save; a newer version of reshard may know more of these headers",
-    )
