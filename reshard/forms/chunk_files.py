@@ -20,7 +20,7 @@ from reshard.forms.ranks.naming import NamedFile
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section, TargetForm, layout_in
 from reshard.forms.writing import Selected
-from reshard.layout import Box, Layout
+from reshard.layout import Box, Layout, volume_of
 from reshard.strategies import Stage, Strategy
 
 
@@ -55,6 +55,8 @@ class ChunkFiles(TargetForm):
 
     by_rank = False
     boxed = True
+    holds_empty = True
+    """Ranks without rows of a tensor have an empty chunk of it; only metadata outside of the files can do without."""
     metadata: Optional[Mapping[str, str]] = None
 
     def __init__(self, strategy: Strategy, chosen: Selected, name_of: Callable[[int], str]) -> None:
@@ -83,11 +85,12 @@ class ChunkFiles(TargetForm):
         names: dict[int, list[str]] = {0: []} if with_values else {}
         holders: dict[Layout, npt.NDArray[np.int64]] = {}
         for tensor in sorted(tensors, key=lambda tensor: (-_size(tensor), tensor.name)):
+            fits = True
             try:
                 layout = layout_in(tensor, section.layouts[tensor.name], section.in_pipeline)
             except InputError:
                 # Refused with all other problems when the plan is checked.
-                layout = section.layouts[tensor.name]
+                layout, fits = section.layouts[tensor.name], False
             self._layouts[tensor.name] = len(self.sections), layout
             if layout not in holders:
                 order = np.argsort(layout.slice_of_rank, kind="stable")
@@ -95,7 +98,12 @@ class ChunkFiles(TargetForm):
             ranks = holders[layout]
             place = int(loads[ranks].max(axis=0).argmin())
             loads[ranks[:, place]] += _size(tensor) // layout.slice_count
-            for device in ranks[:, place].tolist():
+            devices: list[int] = ranks[:, place].tolist()
+            if fits and not self.holds_empty:
+                boxes = [layout.slice_box(tensor.shape, int(layout.slice_of_rank[device])) for device in devices]
+                # A tensor without elements still has a chunk.
+                devices = [device for device, box in zip(devices, boxes) if volume_of(box)] or devices[:1]
+            for device in devices:
                 names.setdefault(device, []).append(tensor.name)
         if not names:
             return

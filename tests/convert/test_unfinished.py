@@ -24,6 +24,8 @@ FORMS: dict[str, tuple[list[Argument], str]] = {
     "huggingface": (["--max-shard-size", "200"], "model.safetensors.index.json"),
     # Nothing but the marker tells its loaders that files are missing.
     "hf-sharded": (["--shards", "4"], "reshard-manifest.json"),
+    "dcp": (["--shards", "4"], ".metadata"),
+    "hyper-parallel": (["--shards", "4"], ".metadata"),
 }
 UNFINISHED = "reshard-unfinished.safetensors"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.running import Argument
 from tests.small import World
 
-FORMS = ["ranks", "checkpoint2", "hf-sharded", "unified", "huggingface"]
+FORMS = ["ranks", "checkpoint2", "hf-sharded", "dcp", "hyper-parallel", "unified", "huggingface"]
 FINISHED = ["checkpoint2", "unified", "huggingface"]
 """Those that something beside the files of tensors makes complete, or whose files' size can be chosen."""
 
@@ -13,6 +13,6 @@ FINISHED = ["checkpoint2", "unified", "huggingface"]
 def to(form: str, world: World) -> list[Argument]:
     """The options that write a form, cut as the target strategy where it has one."""
     words: list[Argument] = ["--to", form]
-    if form in ("ranks", "checkpoint2", "hf-sharded"):
+    if form not in ("unified", "huggingface"):
         words += ["--dst-strategy", world.new]
     return words

@@ -16,7 +16,7 @@ from tests.trees import cut_ranks, layout, single, value, write_strategy, write_
 FULL = {name: value(name, (8, 4)) for name in ("net.a.w", "net.b.w", "adam_m.net.a.w")}
 ROWS = single(dict.fromkeys(FULL, layout([2], [0, -1])))
 FILES = [form for form in FORMS if form != "ranks"]
-CUT = ("checkpoint2", "hf-sharded")
+CUT = ("checkpoint2", "hf-sharded", "dcp", "hyper-parallel")
 
 
 def source(root: Path) -> tuple[Path, Path]:

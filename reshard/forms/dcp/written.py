@@ -59,6 +59,8 @@ class _DistributedFiles(ChunkFiles):
         name_of: what the file of a rank is called, without its ending.
     """
 
+    holds_empty = False
+
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
         super().__init__(wanted.target, chosen, name_of)
         base = stored_checkpoint(checkpoint)
@@ -67,7 +69,7 @@ class _DistributedFiles(ChunkFiles):
         self._handles = wanted.handles
 
     def described(self) -> Iterator[tuple[str, _Tensor]]:
-        """Every tensor with its chunks; those without elements are left out where there are others."""
+        """Every tensor with its chunks."""
         held: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
         values: list[OutputTensor] = []
         for file in range(self.count):
@@ -77,14 +79,14 @@ class _DistributedFiles(ChunkFiles):
                     values.append(written)
         for tensor, chunks in self.chunks():
             found = [
-                _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
+                _Chunk(
+                    tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file]
+                )
                 for file, box in chunks
-                if volume_of(box)
             ]
-            if not found:
-                file = chunks[0].file
-                starts = (0,) * len(tensor.shape)
-                found = [_Chunk(starts, tensor.shape, self.file_name(file), *held[tensor.name][file])]
+            if not volume_of(chunks[0].box):
+                # It has no elements: all of it is what metadata lists.
+                found = [found[0]._replace(starts=(0,) * len(tensor.shape), sizes=tensor.shape)]
             yield tensor.name, _Tensor(tensor.dtype, tensor.shape, found)
         for value in values:
             (file, place) = next(iter(held[value.name].items()))
