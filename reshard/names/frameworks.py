@@ -106,6 +106,17 @@ def _unwrapped(name: str) -> str:
     return name
 
 
+def trainer_keys(name: str) -> tuple[str, ...]:
+    """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
+    root, _, rest = name.partition(".")
+    if root + "." == MODEL:
+        return root, rest
+    inner, _, last = rest.rpartition(".")
+    if root + "." in _OPTIMIZERS and inner.startswith("state."):
+        return root, "state", inner[len("state.") :], last
+    return (name,)
+
+
 def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:
     """The names of tensors of a model, and of MindSpore's optimizer state, as a trainer's state has them."""
     known = frozenset(names)

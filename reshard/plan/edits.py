@@ -162,6 +162,14 @@ class Edits:
             )
         return found.names
 
+    def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
+        """The keys of a trainer's state by the names of its tensors; None where they are the source's."""
+        if not self.trainer:
+            return None
+        from reshard.names import trainer_keys
+
+        return {name: trainer_keys(name) for name in names}
+
     def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
         """The names that tensors have at the end, likewise.
 
@@ -276,7 +284,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
 
 
 def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
@@ -18,7 +17,6 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.checkpoints.formats.pickles import Global, Instance, Pairs, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
-from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
 from reshard.forms.dcp.read import DCP, HYPER_PARALLEL
 from reshard.forms.form import Wanted
@@ -63,8 +61,7 @@ class _DistributedFiles(ChunkFiles):
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
         super().__init__(wanted.target, chosen, name_of)
-        base = stored_checkpoint(checkpoint)
-        self._nested = base.nested if isinstance(base, ChunkedCheckpoint) else {}
+        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
         self._objects = {name: held for name, held in checkpoint.objects.items() if wanted.admit(name)}
         self._handles = wanted.handles
 
@@ -79,9 +76,7 @@ class _DistributedFiles(ChunkFiles):
                     values.append(written)
         for tensor, chunks in self.chunks():
             found = [
-                _Chunk(
-                    tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file]
-                )
+                _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
                 for file, box in chunks
             ]
             if not volume_of(chunks[0].box):
