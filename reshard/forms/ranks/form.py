@@ -132,6 +132,9 @@ def format_asked(format: str, checkpoint: Checkpoint, recover: bool = False) -> 
     """
     if format != "same":
         return format
+    # Ranks made of a form whose files ranks cannot have are in the format that all libraries read.
+    if not any(index.format in RanksForm.options.formats for index in checkpoint.indexes.values()):
+        return "safetensors"
     formats = {format_of(path): path for path in checkpoint.files.values()}
     if len(formats) > 1:
         raise CheckpointError(
