@@ -219,7 +219,7 @@ class _Making:
             sizes = np.array([chunk.sizes for chunk in chunks], np.int64).reshape(len(chunks), len(shape))
         except OverflowError:
             raise self._fault(name, "has a chunk that begins or ends beyond 64 bits") from None
-        key = (shape, starts.tobytes(), sizes.tobytes())
+        key = (shape, len(chunks), starts.tobytes(), sizes.tobytes())
         try:
             covered = self._coverings.get(key)
             if covered is None:

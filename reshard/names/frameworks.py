@@ -76,6 +76,15 @@ def plain_names(
     return PlainNames(found, rooted, left_out)
 
 
+def possible_plain_names(name: str, optimizer: bool) -> list[str]:
+    """The names that `plain_names` may give a tensor, whatever the others are; none where it is left out."""
+    if name.startswith(_OPTIMIZERS):
+        state = _state_name(name) if optimizer else None
+        return [] if state is None else [state]
+    unrooted = [name[len(MODEL) :]] if name.startswith(MODEL) else []
+    return [_unwrapped(each) for each in (name, *unrooted)]
+
+
 def _state_name(name: str) -> Optional[str]:
     """MindSpore's name of optimizer state; None where it has none."""
     rest = name.partition(".")[2]
@@ -95,6 +104,17 @@ def _unwrapped(name: str) -> str:
         if name.startswith(wrapper) or "." + wrapper in name:
             name = name.replace(wrapper, "")
     return name
+
+
+def trainer_keys(name: str) -> tuple[str, ...]:
+    """The keys of the nested dictionaries of a trainer's state for a name that `trainer_names` made."""
+    root, _, rest = name.partition(".")
+    if root + "." == MODEL:
+        return root, rest
+    inner, _, last = rest.rpartition(".")
+    if root + "." in _OPTIMIZERS and inner.startswith("state."):
+        return root, "state", inner[len("state.") :], last
+    return (name,)
 
 
 def trainer_names(names: Collection[str]) -> dict[str, Optional[str]]:

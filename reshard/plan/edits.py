@@ -130,6 +130,17 @@ class Edits:
         additions = None if self.additions is None else self.additions.identity
         return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer))
 
+    def possible_names(self, name: str) -> Iterator[Optional[str]]:
+        """The names that a tensor may get, whatever the others are; None for one that only the others decide."""
+        if self.table is not None or self.renames is not None or self.exactly or self.additions is not None:
+            yield None
+        elif self.plain is None:
+            yield from (name, None if self.trainer else name)
+        else:
+            from reshard.names import possible_plain_names
+
+            yield from possible_plain_names(name, self.plain == PLAIN_ALL)
+
     def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
         """The names that tensors have before anything else: new names by old ones, None for those left out.
 
@@ -150,6 +161,14 @@ class Edits:
                 f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
             )
         return found.names
+
+    def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
+        """The keys of a trainer's state by the names of its tensors; None where they are the source's."""
+        if not self.trainer:
+            return None
+        from reshard.names import trainer_keys
+
+        return {name: trainer_keys(name) for name in names}
 
     def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
         """The names that tensors have at the end, likewise.
@@ -265,14 +284,14 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
 
 
 def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]:
     """What is asked, and the names that a conversion between two forms gives by itself.
 
-    A trainer's state becomes names of a model where the target has no other, and a model's names those of a trainer's
-    state where the target's trainers expect them and no other names are asked for.
+    A trainer's names become those of a model where the target has no others, and a model's names those of a trainer's
+    state where the target's trainers expect them. With --rename all names are as typed.
 
     Args:
         edits: what is asked.
@@ -280,11 +299,12 @@ def between_forms(edits: Optional[Edits], form: str, to: str) -> Optional[Edits]
         to: of the target.
     """
     source, target = form_named(form).options, form_named(to).options
+    if edits is not None and edits.renames is not None:
+        return edits
     plain = None
     if source.names is not Names.MODEL and target.names is Names.MODEL:
         plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
-    renamed = edits is not None and edits.renames is not None
-    trainer = source.names is Names.MODEL and target.names is Names.TRAINER and not renamed
+    trainer = source.names is Names.MODEL and target.names is Names.TRAINER
     return replace(edits or Edits(), plain=plain, trainer=trainer) if plain or trainer else edits
 
 

@@ -135,8 +135,10 @@ def _plan(
 
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
-    if request.edits is not None:
-        return lambda name: True
+    edits, admit = request.edits, request.filters.admit
+    if edits is not None:
+        # What may be written under some name has to be there.
+        return lambda name: any(new is None or admit(new) for new in edits.possible_names(name))
     listed = set(request.target.parameters)
     everything = request.target.is_none or request.target.is_untold
 

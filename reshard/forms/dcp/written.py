@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import reading_error
 from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
-from reshard.checkpoints.edited import stored_checkpoint
 from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of_pickle, lay_out_archives
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
@@ -18,14 +18,13 @@ from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_o
 from reshard.checkpoints.formats.pickles import Global, Instance, Pairs, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
-from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
-from reshard.forms.dcp.read import DCP, HYPER_PARALLEL
+from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
 from reshard.forms.form import Wanted
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
-from reshard.storage import read_range
+from reshard.storage import read_range, status_at
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
@@ -63,8 +62,7 @@ class _DistributedFiles(ChunkFiles):
 
     def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, name_of: Any) -> None:
         super().__init__(wanted.target, chosen, name_of)
-        base = stored_checkpoint(checkpoint)
-        self._nested = base.nested if isinstance(base, ChunkedCheckpoint) else {}
+        self._nested: Mapping[str, tuple[Any, ...]] = getattr(checkpoint, "nested", {})
         self._objects = {name: held for name, held in checkpoint.objects.items() if wanted.admit(name)}
         self._handles = wanted.handles
 
@@ -79,9 +77,7 @@ class _DistributedFiles(ChunkFiles):
                     values.append(written)
         for tensor, chunks in self.chunks():
             found = [
-                _Chunk(
-                    tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file]
-                )
+                _Chunk(tuple(start for start, _ in box), shape_of(box), self.file_name(file), *held[tensor.name][file])
                 for file, box in chunks
             ]
             if not volume_of(chunks[0].box):
@@ -132,11 +128,15 @@ class DcpFiles(_DistributedFiles):
     name = DCP
     format = ARCHIVES
 
-    def __init__(
-        self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, others: Sequence[FinishingFile] = ()
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
-        self._others = others
+        # Megatron looks for these by their names.
+        self._common = self._objects.pop(COMMON, None)
+        self._beside: Optional[StoredObject] = None
+        if self._common is not None:
+            path = os.path.join(os.path.dirname(self._common.path), BACKEND)
+            status = status_at(path)
+            self._beside = None if status is None else StoredObject(path, 0, status.size, False)
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         """An archive for every tensor."""
@@ -185,7 +185,11 @@ class DcpFiles(_DistributedFiles):
                 version="1.0.0",
             )
 
-        return [*self._others, *self._finishing(objects, metadata)]
+        common, beside = self._common, self._beside
+        files = [] if common is None else [FinishingFile(COMMON, lambda: [self._read(common)])]
+        if beside is not None:
+            files.append(FinishingFile(BACKEND, lambda: [self._read(beside)]))
+        return [*files, *self._finishing(objects, metadata)]
 
 
 def _instance(kind: str, room: str = TORCH, **fields: Any) -> Instance:
