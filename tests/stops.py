@@ -23,7 +23,7 @@ from reshard.cli.main import main as reshard_main
 from reshard.records.status import status_of
 from tests.kills import load_commands, run_here
 
-ENDINGS = (".ckpt", ".safetensors")
+ENDINGS = (".ckpt", ".safetensors", ".distcp")
 CALLS = ("rename", "unlink", "rmdir", "mkdir", "open", "pwrite", "fsync")
 
 

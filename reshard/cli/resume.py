@@ -208,7 +208,7 @@ def _words(given: Given, dst: str) -> list[str]:
         if form_named(given.to).options.cut:
             words.append(f"--dst-strategy={given.target_strategy}")
         words += [f"--max-shard-size={given.max_shard_size}"] if given.max_shard_size is not None else []
-        words.append(f"--format={given.format}")
+        words += [f"--format={given.format}"] if len(form_named(given.to).options.formats) > 1 else []
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
     for name, value in (("names", given.names), ("config", given.config)):

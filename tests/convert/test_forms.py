@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forms import FINISHED, FORMS, to
+from tests.forms import FINISHED, FORMS, in_safetensors, to
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
 from tests.trees import layout, read_checkpoint, read_tree, same_ranks, scalar, single, value, write_checkpoint
@@ -33,9 +33,9 @@ def back(form: str, world: World) -> list[Argument]:
 def test_every_form_becomes_every_other(first: str, second: str, world: World) -> None:
     world.save(FULL)
     one, two, ranks = world.root / "one", world.root / "two", world.root / "ranks"
-    done("convert", world.src, one, "--src-strategy", world.old, "--format", "safetensors", *to(first, world))
+    done("convert", world.src, one, "--src-strategy", world.old, *in_safetensors(first), *to(first, world))
     source: list[Argument] = ["--src-strategy", world.new] if first == "ranks" else []
-    done("convert", one, two, *source, "--format", "safetensors", *to(second, world))
+    done("convert", one, two, *source, *in_safetensors(second), *to(second, world))
     done("convert", two, ranks, *back(second, world))
     same_ranks(read_tree(ranks), world.expected(FULL))
 
@@ -187,7 +187,9 @@ def test_a_tensor_of_one_element_is_proven_in_every_form(form: str, tmp_path: Pa
     world = World(tmp_path, old, old)
     world.save(full)
     words: list[Argument] = ["convert", world.src, world.dst, "--src-strategy", world.old, *to(form, world)]
-    done(*words, "--format", "safetensors", "--verify")
+    done(*words, *in_safetensors(form), "--verify")
+    if form == "dcp":
+        return
     (path,) = [path for path in world.dst.rglob("*.safetensors") if "gate" in read_checkpoint(path)][:1]
     content = read_checkpoint(path)
     changed = content["gate"].array + 1

@@ -36,7 +36,7 @@ def words(form: str, world: World, dst: Path) -> list[Argument]:
 
 def weights(root: Path) -> list[Path]:
     """What loaders find that look for nothing but weights, in the directory that has them."""
-    return sorted(root.rglob("*.safetensors"))
+    return sorted(path for path in root.rglob("*") if path.suffix in (".safetensors", ".distcp"))
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -49,6 +49,8 @@ def all_can_be_read(paths: list[Path]) -> bool:
     """Whether a loader that opens every file comes through."""
     try:
         for path in paths:
+            if path.suffix == ".distcp":
+                continue
             with safe_open(str(path), "np"):
                 pass
     except SafetensorError:

@@ -15,4 +15,12 @@ def to(form: str, world: World) -> list[Argument]:
     words: list[Argument] = ["--to", form]
     if form not in ("unified", "huggingface"):
         words += ["--dst-strategy", world.new]
+    if form in ("dcp", "hyper-parallel"):
+        # Trainers look for names that begin with "model."; those of the strategies do not.
+        words += ["--rename", "*=*"]
     return words
+
+
+def in_safetensors(form: str) -> list[Argument]:
+    """The option for files of safetensors, where the form has others."""
+    return [] if form == "dcp" else ["--format", "safetensors"]

@@ -73,7 +73,7 @@ def test_inspect_shows_files_tensors_and_how_they_are_cut(form: str, world: Worl
     }
     assert found["values"] == ["global_step"]
     laid_out = form == "checkpoint2"
-    assert tensors_["w"]["cuts"] == ([1, 2] if laid_out or form == "hf-sharded" else [1, 1])
+    assert tensors_["w"]["cuts"] == ([1, 2] if laid_out or form in ("hf-sharded", "dcp", "hyper-parallel") else [1, 1])
     assert tensors_["w"]["ranks"] == (2 if laid_out else None)
     assert found["step"] == ("41" if laid_out else None)
     said = done("inspect", made).out

@@ -26,6 +26,8 @@ def source(root: Path) -> tuple[Path, Path]:
 
 def to(form: str, strategy: Path) -> list[Argument]:
     words: list[Argument] = ["--to", form, "--src-strategy", strategy]
+    if form in ("dcp", "hyper-parallel"):
+        words += ["--rename", "*=*"]
     return [*words, *(["--dst-strategy", strategy] if form in CUT else ["--max-shard-size", "200"])]
 
 

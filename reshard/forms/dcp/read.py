@@ -26,6 +26,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"
 """Megatron's file of what is no tensor."""
 
+BACKEND = "metadata.json"
+"""Megatron's file that names the library that it was saved with."""
+
 ENDING = f".{ARCHIVES}"
 
 
@@ -170,13 +173,22 @@ def read_distributed(form: str, reading: Reading) -> ChunkedCheckpoint:
     checkpoint = chunked_checkpoint(
         form, directory, made.indexes, made.tensors(), {**found.faults, **made.faults}, _HINT
     )
-    checkpoint.objects = made.objects()
+    checkpoint.objects = {**made.objects(), **_common(directory, names)}
     checkpoint.nested = found.nested
     checkpoint.step = None if place.step is None else str(place.step)
     checkpoint.label = place.label
     if reading.complete:
         checkpoint.check(reading.wanted)
     return checkpoint
+
+
+def _common(directory: str, names: Sequence[str]) -> dict[str, StoredObject]:
+    """Megatron's file of what is no tensor, as one object more."""
+    if COMMON not in names:
+        return {}
+    path = os.path.join(directory, COMMON)
+    (status,) = status_of_each([path])
+    return {} if status is None else {COMMON: StoredObject(path, 0, status.size, True)}
 
 
 def _metadata_of(form: str, directory: str, names: Sequence[str]) -> list[str]:

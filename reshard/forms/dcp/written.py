@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -18,12 +19,12 @@ from reshard.checkpoints.formats.pickles import Global, Instance, Pairs, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
-from reshard.forms.dcp.read import DCP, HYPER_PARALLEL
+from reshard.forms.dcp.read import BACKEND, COMMON, DCP, HYPER_PARALLEL
 from reshard.forms.form import Wanted
 from reshard.forms.target import FinishingFile
 from reshard.forms.writing import Selected
 from reshard.layout import Box, shape_of, volume_of
-from reshard.storage import read_range
+from reshard.storage import read_range, status_at
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
@@ -127,11 +128,15 @@ class DcpFiles(_DistributedFiles):
     name = DCP
     format = ARCHIVES
 
-    def __init__(
-        self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted, others: Sequence[FinishingFile] = ()
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, chosen: Selected, wanted: Wanted) -> None:
         super().__init__(checkpoint, chosen, wanted, lambda rank: f"__{rank}_0")
-        self._others = others
+        # Megatron looks for these by their names.
+        self._common = self._objects.pop(COMMON, None)
+        self._beside: Optional[StoredObject] = None
+        if self._common is not None:
+            path = os.path.join(os.path.dirname(self._common.path), BACKEND)
+            status = status_at(path)
+            self._beside = None if status is None else StoredObject(path, 0, status.size, False)
 
     def lay_out(self, tensors: Sequence[OutputTensor], boxes: Sequence[Box]) -> OutputLayout:
         """An archive for every tensor."""
@@ -180,7 +185,11 @@ class DcpFiles(_DistributedFiles):
                 version="1.0.0",
             )
 
-        return [*self._others, *self._finishing(objects, metadata)]
+        common, beside = self._common, self._beside
+        files = [] if common is None else [FinishingFile(COMMON, lambda: [self._read(common)])]
+        if beside is not None:
+            files.append(FinishingFile(BACKEND, lambda: [self._read(beside)]))
+        return [*files, *self._finishing(objects, metadata)]
 
 
 def _instance(kind: str, room: str = TORCH, **fields: Any) -> Instance:
