@@ -84,7 +84,11 @@ def reader_of(
     listed = None if target.is_none else frozenset(target.parameters)
 
     def is_needed(name: str) -> bool:
-        return files is None and not incomplete and chosen.admit(name) and (listed is None or name in listed)
+        if files is not None or incomplete:
+            return False
+        if edits is not None:
+            return any(new is None or chosen.admit(new) for new in edits.possible_names(name))
+        return chosen.admit(name) and (listed is None or name in listed)
 
     reading = Reading(
         place.path,
