@@ -75,16 +75,15 @@ def main(names: Sequence[str]) -> None:
     machine = f"Linux {platform.release()}, {cores} cores, {memory:.0f} GiB of memory"
     head = f"""# Benchmarks
 
-Written by `make bench`, which takes about half an hour; `python -m benchmarks NAME` measures the section of one
-script anew. {machine}, Python {platform.python_version()},
-NumPy {np.__version__}. Unless a section says otherwise, files lie in memory: {where}.
+`make bench` writes this page in about half an hour; `python -m benchmarks NAME` measures the section of one script.
+{machine}, Python {platform.python_version()},
+NumPy {np.__version__}. Unless a section states otherwise, files are in memory: {where}.
 
-Ratios are our time over the other's: below 1 is faster. They are geometric means over pairs of runs whose
-order alternates; the spread is that of single pairs. Single runs vary by a factor of four where the machine
-has to find fresh pages for what is written, so the ratio of the medians stands beside. `cp` keeps one core
-busy and `reshard` all of them, so whatever else the machine does slows it more: load averages are given, and the
-ratio of processor times tells what a quiet machine would. What conversions wrote was compared with what it must be.
-The reasons are at the end: [where the time goes](#where-the-time-goes).
+Ratios are the time of `reshard` over the other time: below 1 is faster. They are geometric means over pairs of runs
+in alternating order; the spread is that of single pairs. Single runs vary by a factor of four if the machine has no
+free pages for the output, so the ratio of the medians is given, too. `cp` uses one core and `reshard` all, so other
+load slows `reshard` more: load averages are given, and the ratio of processor times does not depend on them. The
+output of every conversion was checked. The last sections give reasons: [where the time goes](#where-the-time-goes).
 """
     text = "\n".join(f"{title}\n\n{section}" for title, section in sections.items())
     PAGE.write_text(f"{head}\n{text}\n{by_hand}", encoding="utf-8")

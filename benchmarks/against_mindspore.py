@@ -59,7 +59,7 @@ def measure() -> Section:
     section.say(
         f"MindSpore {version} on the same input, {MODEL.nbytes / 1e9:.1f} GB, once; reshard's time is the median of "
         f"{OUR_RUNS}. Each in a process of its own, so MindSpore's start-up counts, as it does for users (given "
-        "beside). At least ten times faster is asked for."
+        "beside). The aim is a factor of ten."
     )
     section.table("kind", *CONTEST)
     with memory_backed() as place:

@@ -20,7 +20,7 @@ def measure() -> Section:
     parameters = MODEL.layers * MODEL.matrices
     section.say(
         f"{OLD.ranks:,} source ranks to {NEW.ranks} target ranks, {parameters} small parameters each, at most "
-        f"{OPEN_FILES:,} open files; asked for: under 30 s and 500 MiB. Median of {TURNS} runs."
+        f"{OPEN_FILES:,} open files; aims: 30 s and 500 MiB. Median of {TURNS} runs."
     )
     with memory_backed() as place:
         write_checkpoint(place / "src", MODEL, OLD)

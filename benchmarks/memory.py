@@ -1,4 +1,4 @@
-"""Memory: what several kinds take, what `--max-memory` buys, and a tensor of 8 GiB."""
+"""Memory: what several kinds take, the time by `--max-memory`, and a tensor of 8 GiB."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure() -> Section:
         f"{idle.anonymous / MIB:.0f} MiB are Python and what it loads for `--help`."
     )
     section.say(
-        f"What `--max-memory` buys: shortest of {TURNS} runs in turns, {MODEL.nbytes / 1e9:.1f} GB, and the most "
+        f"Time by `--max-memory`: shortest of {TURNS} runs in turns, {MODEL.nbytes / 1e9:.1f} GB, and the most "
         f"anonymous and resident memory. The default is {MAX_MEMORY // MIB}M."
     )
     section.table("kind", *BUDGETS)

@@ -32,12 +32,10 @@ def measure() -> Section:
     section = Section("Object stores")
     section.say(
         f"A server process on the loopback interface that waits before every answer and sends {RATE / 1e6:.0f} MB/s; "
-        f"{MODEL.nbytes / 1e9:.2f} GB, from there to memory, with `--max-memory {MEMORY}`. *Ranges* is what reading "
-        "all of the source's bytes in large ranges takes, as many at a time as the conversion has under way and of the "
-        "same size, into one file, from its "
-        "first request on. *Bytes* is the part of the conversion that does the same work; what comes before it, "
-        f"start-up, headers and checks, does not grow with the bytes. Medians of {PAIRS} runs in turns; server and "
-        "client share the machine."
+        f"{MODEL.nbytes / 1e9:.2f} GB, from there to memory, with `--max-memory {MEMORY}`. *Ranges* is the time to "
+        "read all bytes of the source into one file, in ranges of the conversion's size and number, from the first "
+        "request on. *Bytes* is the time of the same work in the conversion; start-up, headers and checks come before "
+        f"and do not grow with the bytes. Medians of {PAIRS} runs in turns; server and client share the machine."
     )
     section.table("kind", "delay", "requests", "whole", "bytes", "ranges", "ranges over bytes", "anonymous")
     for claim in KINDS:

@@ -21,14 +21,13 @@ def measure() -> Section:
     """Measure targets in a store: conversions against uploads of the same files, which are there already."""
     section = Section("Object stores as targets")
     section.say(
-        f"The same server, over a link of {RATE / 1e6:.0f} MB/s: on two cores, which client and server share, "
-        f"processors bound uploads beyond some 250 MB/s. {MODEL.nbytes / 1e9:.2f} GB, from memory to there, with "
-        f"`--max-memory {MEMORY}`. *Upload* is what boto3's own transfers take for the files that a conversion has "
-        "written to memory before, with parts of the same size and as many at a time, *bytes* what the conversion "
-        "takes, both from the first upload that is begun to the last that is completed, as the server sees them. What "
-        "comes before and after, start-up, the lock and the records, is some 40 round trips, however large the files. "
-        "*Processor* is the processor time of all of the conversion over that of all of the upload. Medians of "
-        f"{PAIRS} runs in turns."
+        f"The same server, over a link of {RATE / 1e6:.0f} MB/s: client and server share two cores, which limit "
+        f"uploads to some 250 MB/s. {MODEL.nbytes / 1e9:.2f} GB, from memory to there, with "
+        f"`--max-memory {MEMORY}`. *Upload* is the time of boto3's own transfers for the same files, from memory, with "
+        "parts of the same size and number. *Bytes* is the time of the conversion. The server measures both from the "
+        "beginning of the first upload to the end of the last. Start-up, lock and records add some 40 round trips for "
+        "files of any size. *Processor* is the processor time of the whole conversion over that of the uploads. "
+        f"Medians of {PAIRS} runs in turns."
     )
     columns = ("whole", "bytes", "upload", "upload over bytes", "processor", "anonymous")
     section.table("kind", "delay", "parts at a time", *columns)

@@ -25,7 +25,7 @@ def measure(base: Path = BUILD) -> Section:
     section.say(
         f"{MODEL.nbytes / 1e9:.1f} GB on {file_system_of(str(base)) or 'an unknown file system'}, sources in the "
         f"cache, {PAIRS} pairs: `cp -r` and `sync` of the file system, against `transform-dir`, which flushes every "
-        "file before it gets its name. Mostly the disk's speed, which varies."
+        "file before the rename. The times depend mostly on the disk's speed, which varies."
     )
     section.table("kind", *COMPARED)
     for claim in (SHARDS, COLUMNS_CUT):

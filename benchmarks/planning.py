@@ -27,7 +27,7 @@ def measure() -> Section:
     section = Section("Planning")
     section.say(
         "Every target rank planned, one after the other, without keeping the plans; then `rank-list` of a single "
-        "rank. Whole processes, strategy files read included. Asked for: under 10 s, 300 MiB, and 1 s for `rank-list`."
+        "rank. Whole processes, strategy files read included. Aims: 10 s, 300 MiB, and 1 s for `rank-list`."
     )
     section.table("strategies", "all ranks", "anonymous", "resident", "`rank-list`")
     parameters = MODEL.layers * MODEL.matrices

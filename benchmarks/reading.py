@@ -58,7 +58,7 @@ for needed in mindspore.rank_list_for_transform(int(rank), old, new):
 
 def measure() -> Section:
     """Measure all of it."""
-    section = Section("Reading where it lies")
+    section = Section("Reading without a conversion")
     python = mindspore_python()
     with memory_backed() as place:
         opening(section, place)
@@ -138,9 +138,8 @@ def slices(section: Section, place: Path, python: Optional[str]) -> None:
 def numbers(section: Section, place: Path) -> None:
     """Bytes that `stats` and `diff` go through in a second of processor time, in whole processes."""
     section.say(
-        f"`stats` and `diff` of {ELEMENTS:,} elements in {MATRICES} matrices, in GB per second of processor time, what "
-        "the same command takes for a single element left aside; of `diff` the bytes of both checkpoints count. At "
-        "least 1 is asked for."
+        f"`stats` and `diff` of {ELEMENTS:,} elements in {MATRICES} matrices, in GB per second of processor time, less "
+        "the time of the same command for one element. For `diff` the bytes of both checkpoints count. The aim is 1."
     )
     _write(place / "f32", 0)
     _write(place / "f32b", 1)

@@ -54,10 +54,9 @@ def measure() -> Section:
     section = Section("Storage with latency")
     section.say(
         "A delay in milliseconds before every read and before every file that is opened for reading, on "
-        f"{LARGE.nbytes / 1e9:.2f} GB and on small parameters. *Remote over local* is the time of what is done on "
-        "network file systems, as many and as large requests as follow from the round trip that was measured, over "
-        "that of what a program does that knows of no latency: one request per CPU, as small as they come. Shorter of "
-        "two runs each, in turns. `python -m benchmarks slow_storage` measures them."
+        f"{LARGE.nbytes / 1e9:.2f} GB and on small parameters. *Remote over local* compares requests for network "
+        "file systems, whose number and size depend on the measured round trip, with those for local disks: one small "
+        "request per CPU. Shorter of two runs each, in turns. `python -m benchmarks slow_storage` measures them."
     )
     section.table("kind", "delay", "requests", "remote over local", "anonymous, remote")
     for name, model, claim, command in KINDS:

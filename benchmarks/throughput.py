@@ -159,8 +159,8 @@ def measure() -> Section:
             model = SEVERAL_COPIES if claim.new.data > 1 else MODEL
             section.row(claim.name, f"{claim.most}", *transform_dir(place, model, claim).cells())
     section.say(
-        "`by-rank` of one rank against `cp` of a file of as many bytes as it must touch: those that it writes, or, "
-        "where it takes columns of wider rows, the memory pages of the source that they lie in."
+        "`by-rank` of one rank against `cp` of a file with the bytes that it touches: those that it writes, or, for "
+        "columns of wider rows, the memory pages of the source with these columns."
     )
     section.table("kind", "touched", "at most", *COMPARED)
     for claim in BY_RANK:

@@ -1,14 +1,14 @@
 """Convert distributed MindSpore checkpoints from one parallel layout to another.
 
-`Conversion` plans, converts and verifies; `open` reads tensors without a conversion. The functions have MindSpore's own
-names and signatures, so that a script changes one import. Nothing is imported before it is used.
+`Conversion` plans, converts and verifies; `open` reads tensors without a conversion. The functions have MindSpore's
+names and signatures, so a script changes one import. Modules are imported on first use.
 """
 
 from __future__ import annotations
 
 from reshard._version import __version__
 
-# Not typing's: nothing is loaded before signals are handled (`reshard.entry`).
+# Not imported from typing: nothing is loaded before signals are handled (`reshard.entry`).
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reshard.api import Conversion
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reshard.mindspore_unified import load_distributed_checkpoint, unified_safetensors
     from reshard.opened import open as open
 
-# Without `open`: who imports everything keeps Python's own.
+# Without `open`, so that `import *` keeps Python's own.
 __all__ = [
     "Conversion",
     "__version__",

@@ -1,7 +1,7 @@
-"""A conversion for scripts: the parameters once, for planning, converting and verifying.
+"""`Conversion`: planning, converting and verifying with the same parameters.
 
-It is a class because packages are called ``reshard.convert`` and ``reshard.plan``: a function of the same name would
-be replaced by the package as soon as anything imports it.
+It is a class because ``reshard.convert`` and ``reshard.plan`` are packages, which would replace functions of the same
+name when they are imported.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _CHOICES = {
 
 
 class Planned(NamedTuple):
-    """What a conversion would do.
+    """The plan of a conversion.
 
     Attributes:
-        summary: as after the conversion; ``bytes_written`` and ``ranks`` are what would be written.
-        transfers: bytes that every target file takes from every source file, and bytes read from each.
+        summary: as after the conversion; ``bytes_written`` and ``ranks`` are expected values.
+        transfers: bytes of every target file from every source file, and bytes read from each.
         buffers: bytes of all buffers.
-        space: what is needed and free on every file system below the target directory.
+        space: needed and free bytes of every file system below the target directory.
     """
 
     summary: Summary
@@ -71,19 +71,19 @@ class Conversion:
         to: form of the target: ``"ranks"``, ``"checkpoint2"``, ``"unified"`` or ``"huggingface"``.
         ranks: only these target ranks, or numbers of target files; by default all.
         shard: write share I of N, ``(I, N)``.
-        prefix: target file names begin so.
+        prefix: of target file names.
         format: ``"same"``, ``"ckpt"`` or ``"safetensors"``.
         max_shard_size: bytes in a file of full weights, or a text such as ``"5GB"``.
         step: ``"3_10"``, the number of an iteration, or ``"latest"``, the newest complete one.
-        fallback: take an older step if the newest is incomplete.
-        file_suffix: take only files of ranks whose stem ends so.
-        include: take only names that match this pattern, or one of these.
+        fallback: use an older step if the newest is incomplete.
+        file_suffix: suffix of the stems of rank files to read.
+        include: convert only names that match this pattern, or one of these.
         exclude: skip names that match; overrides ``include``.
         strict: missing parameters are errors.
         names: a built-in table of names and packing, such as ``"qwen3"``, or the file of one.
-        rename: other names, ``"OLD=NEW"``; a ``*`` in both is kept.
+        rename: new names, ``"OLD=NEW"``; the text of a ``*`` is kept.
         config: file with the sizes that the table needs; by default the config.json of ``src``.
-        reverse: read the table from right to left, whichever side fits.
+        reverse: read the table from right to left.
         optimizer: apply the table to optimizer state as well; otherwise optimizer state is skipped.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"``; the last match wins.
         jobs: CPUs to keep busy; by default those that this process may use.
@@ -148,7 +148,7 @@ class Conversion:
 
     @python_words()
     def convert(self, verify: bool = False) -> Summary:
-        """Convert; a conversion that was interrupted continues.
+        """Convert, or continue an interrupted conversion.
 
         Args:
             verify: compare the result with the source afterwards.
@@ -163,7 +163,7 @@ class Conversion:
         check_verifiable(request, how)
         with prepare(request, how, report) as prepared:
             summary = prepared.carry_out()
-            # Files that the conversion found to be damaged count as absent in verification, too.
+            # With the damaged files of the conversion, so that verification treats them as missing, too.
             request = prepared.plan.request
         if verify:
             from reshard.convert.verifying import verify_written
@@ -173,15 +173,15 @@ class Conversion:
 
     @python_words()
     def verify(self) -> None:
-        """Compare ``dst`` with ``src``; strategies, step, names and types default to what ``dst`` records.
+        """Compare ``dst`` with ``src``; strategies, step, names and types default to those in the records of ``dst``.
 
         Raises:
-            VerificationError: something differs.
-            ReshardError: something is missing or cannot be read.
+            VerificationError: they differ.
+            ReshardError: a file is missing or cannot be read.
         """
         from reshard.convert.verifying import verify_with_source
-        from reshard.verification.crcs import RecordedCrcs
         from reshard.verification.reading import Means
+        from reshard.verification.sources import RecordedCrcs
 
         report = logged(in_python)
         how = self._options()
@@ -201,7 +201,7 @@ class Conversion:
         _refuse(found, os.fspath(self.dst))
 
     def _typed(self) -> dict[str, Any]:
-        """The parameters as the command line has them."""
+        """The parameters in the form of the command line's options."""
         paths = ("src_strategy", "dst_strategy", "names", "config")
         size = self.max_shard_size
         return {
@@ -247,7 +247,7 @@ class Conversion:
             if value not in choices:
                 raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, filter(None, choices)))}")
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            raise UsageError(f"shard={self.shard} is no share: (0, 4) is the first of four")
+            raise UsageError(f"shard={self.shard} is not a share; the first of four is (0, 4)")
         return Options(
             jobs=self.jobs or usable_cpus(),
             max_memory=self.max_memory,

@@ -1,23 +1,23 @@
-"""Numbers and names that the command line needs without loading what uses them."""
+"""Limits and defaults for the command line, without imports of other modules."""
 
 from __future__ import annotations
 
 import os
 
-# The smallest with which no kind of conversion was slower; see `benchmarks/memory.py`.
+# The smallest value at which no kind of conversion is slower; see `benchmarks/memory.py`.
 MAX_MEMORY = 64 << 20
 
-# Devices of all stages together; more than any cluster has, and little enough to compute with.
+# Devices of all stages: more than any cluster has, and few enough for arrays.
 MOST_DEVICES = 1 << 20
 
-# Devices times different layouts, of all stages together: arrays with a number per device and layout stay below some
-# hundred MB, and commands that read strategies alone below some seconds. MindSpore compiles tens of different layouts.
+# Devices times different layouts of all stages: limits arrays with a number per device and layout to some hundred MB,
+# and commands that only read strategies to some seconds. MindSpore compiles tens of different layouts.
 MOST_SLICE_NUMBERS = 1 << 22
 
-# Pipeline stages; likewise.
+# Pipeline stages.
 MOST_STAGES = 1 << 10
 
-# Converted files are named so, and the number of the rank.
+# Prefix of converted files; the rank follows.
 DEFAULT_PREFIX = "checkpoint_"
 
 

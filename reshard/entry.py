@@ -1,6 +1,6 @@
 """The program from its first line to its last: signals, standard streams, the command line, exit status.
 
-Not for use in another program, since it ends the process: `reshard.cli.main` is that.
+It ends the process. Other programs call `reshard.cli.main`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Run the command line of this process and end the process."""
     signals.install()
-    # What takes time to load comes after.
+    # Slow imports come after the handlers of signals.
     from reshard.cli import streams
 
     streams.install()

@@ -1,8 +1,7 @@
-"""What can go wrong, as a small hierarchy that carries its data.
+"""Errors for users.
 
-Every error a user can cause or cure is a `ReshardError`: its text is one or a few lines that name
-the file, rank and parameter concerned and say what to do, and its ``status`` is the exit status of
-the command line. Anything else that escapes is a bug and may show a traceback.
+Every error that a user can cause or solve is a `ReshardError`. Its message names file, rank and parameter, its ``hint``
+suggests a solution, and its ``status`` is the exit status of the command line. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from reshard.text.messages import Message, block, full_text, joined, listing
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted
 
-# What to do about several problems at once; more would hide it.
-_MOST_HINTS = 3
+# More hints would hide the problem.
+_MAX_HINTS = 3
 
 
 class ReshardError(Exception):
     """Base of all errors that are meant for the user.
 
     Attributes:
-        message: what is wrong; lists of parameters are folded in it.
+        message: the problem; lists of parameters are shortened.
         status: exit status of the command line (see the table in the README).
-        file: path of the file concerned, if one is.
-        rank: global rank concerned, if one is.
-        parameter: parameter name concerned, if one is.
-        hint: what to do about it, by default the class's ``usual_hint``; printed on a line of its own.
+        file: path of the file, or None.
+        rank: global rank, or None.
+        parameter: name of the parameter, or None.
+        hint: a solution, by default the class's ``usual_hint``; printed on a line of its own.
     """
 
     status = 3
@@ -61,7 +60,7 @@ class ReshardError(Exception):
 
 
 class UsageError(ReshardError):
-    """The command was typed wrong: options, ranks out of range, SRC and DST overlapping."""
+    """Wrong usage: options, ranks out of range, SRC and DST overlapping."""
 
     status = 2
 
@@ -73,23 +72,23 @@ class InputError(ReshardError):
 
 
 class LayoutError(InputError):
-    """A tensor layout contradicts itself, or does not fit the tensor it is said to lay out."""
+    """A tensor layout contradicts itself or the shape of its tensor."""
 
 
 class StrategyError(InputError):
-    """A strategy file is damaged, is not one, or contradicts itself or its neighbours."""
+    """A file is no strategy file, or is damaged, or contradicts itself or other stages."""
 
 
 class NamesError(InputError):
-    """Rules of names are no rules, or do not fit the checkpoint or its configuration."""
+    """Rules of names are invalid, or do not fit the checkpoint or its configuration."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint file or directory is not what the conversion needs."""
+    """A checkpoint file or directory does not fit the conversion."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file is truncated or its structure is broken; it counts as absent."""
+    """A checkpoint file is truncated or damaged; it counts as missing."""
 
     usual_hint = "take the file from a copy, or another step; `reshard recover` makes lost ranks' files from replicas"
 
@@ -99,28 +98,28 @@ class EncryptedCheckpointError(CheckpointError):
 
 
 class IncompleteSourceError(InputError):
-    """Some slice that the target needs is on no readable rank."""
+    """A slice that the target needs is on no readable rank."""
 
 
 class TargetError(InputError):
-    """The target directory holds something that is not ours, or that must not be replaced."""
+    """The target directory contains files that must not be replaced."""
 
 
 class RetryableError(ReshardError):
-    """I/O failed in a way that a retry may cure: no space, the source vanished."""
+    """I/O failed, and a retry may help: a full disk, a missing source."""
 
     status = 1
 
 
 class UnwritableError(RetryableError):
-    """Nothing more can be written: no space, no quota, too many open files."""
+    """No file can be written any more: full disk, quota, too many open files."""
 
 
 class VerificationError(ReshardError):
     """A checkpoint differs from what it was compared with, and must not be used.
 
     Attributes:
-        differences: what differs.
+        differences: the differences.
     """
 
     status = 4
@@ -131,11 +130,11 @@ class VerificationError(ReshardError):
 
 
 def one_error(problems: Sequence[InputError], headline: str) -> InputError:
-    """Several problems as one error, so that all are seen at once; those that differ in the parameter only together.
+    """One error for several problems; problems that differ only in the parameter share a line.
 
     Args:
-        problems: at least one; its message names its ``parameter``, if it has one, as `quoted` does.
-        headline: what they come to, for several.
+        problems: at least one; each message contains its ``parameter`` as `quoted` writes it.
+        headline: first line for several problems.
     """
     first = problems[0]
     if len(problems) == 1:
@@ -159,7 +158,7 @@ def one_error(problems: Sequence[InputError], headline: str) -> InputError:
         file=first.file,
         rank=first.rank,
         parameter=first.parameter,
-        hint="\n".join([*hints][:_MOST_HINTS]) or None,
+        hint="\n".join([*hints][:_MAX_HINTS]) or None,
     )
 
 

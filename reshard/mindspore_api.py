@@ -33,12 +33,12 @@ def transform_checkpoints(
 
     Args:
         src_checkpoints_dir: tree of rank directories, one file, or a path with ``{rank}``.
-        dst_checkpoints_dir: gets ``rank_{r}/{ckpt_prefix}{r}.{output_format}``; existing targets are
+        dst_checkpoints_dir: directory for ``rank_{r}/{ckpt_prefix}{r}.{output_format}``; existing targets are
             refused.
-        ckpt_prefix: target file names begin so.
+        ckpt_prefix: prefix of target file names.
         src_strategy_file: strategy file or directory; None for an unsharded checkpoint.
-        dst_strategy_file: likewise for the target.
-        process_num: threads; 1, the default, takes all CPUs this process may use.
+        dst_strategy_file: the same for the target.
+        process_num: threads; 1, the default, means all CPUs of this process.
         output_format: ``ckpt`` or ``safetensors``.
 
     Raises:
@@ -66,11 +66,10 @@ def transform_checkpoint_by_rank(
 
     Args:
         rank_id: target rank.
-        checkpoint_files_map: path per source rank; those of `rank_list_for_transform` suffice.
-        save_checkpoint_file_name: exactly the file to write; replaced if it exists. Its ending
-            decides the format.
+        checkpoint_files_map: path per source rank of `rank_list_for_transform`.
+        save_checkpoint_file_name: the file to write, replaced if it exists. Its suffix selects the format.
         src_strategy_file: strategy file or directory; None for an unsharded checkpoint.
-        dst_strategy_file: likewise for the target.
+        dst_strategy_file: the same for the target.
 
     Raises:
         ReshardError: see `reshard.convert.transform`.
@@ -78,7 +77,7 @@ def transform_checkpoint_by_rank(
     name = str(save_checkpoint_file_name)
     request = Request(
         src={int(rank): str(path) for rank, path in checkpoint_files_map.items()},
-        # The directory may be a link here; in a tree of ranks it may not.
+        # The directory may be a link; in a rank tree links are refused.
         dst=os.path.join(real(os.path.dirname(name)), os.path.basename(name)),
         source=read_strategy(path_of(src_strategy_file)),
         target=read_strategy(path_of(dst_strategy_file)),
@@ -92,7 +91,7 @@ def transform_checkpoint_by_rank(
 def rank_list_for_transform(
     rank_id: int, src_strategy_file: Optional[str] = None, dst_strategy_file: Optional[str] = None
 ) -> list[int]:
-    """The source ranks that a target rank needs, ascending; none of them could be left out.
+    """The source ranks that a target rank needs, ascending; all of them are needed.
 
     Raises:
         ReshardError: a strategy cannot be read, or ``rank_id`` is out of range.
@@ -101,7 +100,7 @@ def rank_list_for_transform(
     return list(ReplicaChoice(source, target).ranks(rank_id))
 
 
-# Since MindSpore 2.10 they are called so, too.
+# Names since MindSpore 2.10.
 convert_checkpoints = transform_checkpoints
 convert_checkpoint_by_rank = transform_checkpoint_by_rank
 rank_list_for_convert = rank_list_for_transform
@@ -111,7 +110,7 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> 
     """Merge the pipeline stages' strategy files of a directory into one file.
 
     Raises:
-        StrategyError: stages are missing or copies of one disagree.
+        StrategyError: stages are missing, or copies of a stage differ.
     """
     for note in merge_pipeline(str(src_strategy_dirs), str(dst_strategy_file)):
         LOG.info("%s", note)
@@ -121,7 +120,7 @@ def restore_group_info_list(group_info_file_name: str) -> list[int]:
     """The ranks whose checkpoint is identical to that of the rank that wrote a group_info file.
 
     Raises:
-        StrategyError: it is no group_info file.
+        StrategyError: the file is not a group_info file.
     """
     return list(read_group_info(str(group_info_file_name)).restore_ranks)
 
@@ -132,10 +131,10 @@ def path_of(strategy: Optional[str]) -> Optional[str]:
 
 
 def checked_format(name: str) -> str:
-    """A format that files can be written in.
+    """The format, if it is supported.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not.
     """
     if name not in ("ckpt", "safetensors"):
         raise UsageError(f"output_format {name!r} is neither 'ckpt' nor 'safetensors'")

@@ -1,4 +1,4 @@
-"""The functions for unified weights under MindSpore's own names and signatures, as far as they convert files."""
+"""MindSpore's functions for unified weights, under their own names and signatures; only for files."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def unified_safetensors(
     Args:
         src_dir: tree of rank directories, one file, or a path with ``{rank}``.
         src_strategy_file: strategy file or directory; None for an unsharded checkpoint.
-        dst_dir: gets ``part0.safetensors`` and so on, ``hyper_param.safetensors`` where there is something for it,
-            and ``param_name_map.json`` when all of them are there; existing targets are refused.
-        merge_with_redundancy: without effect: the files themselves tell whether they are de-duplicated.
-        file_suffix: only source files whose stem ends so.
-        max_process_num: threads at the most.
-        choice_func: asked for every parameter by its name: False leaves it out, a text is its new name.
-        split_dst_file: which of how many runs this is, as in ``(1, 4)``; the last one to end writes the map.
+        dst_dir: directory for ``part0.safetensors`` and so on, ``hyper_param.safetensors`` if there are such values,
+            and last ``param_name_map.json``; existing targets are refused.
+        merge_with_redundancy: no effect: files record whether they are de-duplicated.
+        file_suffix: suffix of the stems of source files to read.
+        max_process_num: maximum number of threads.
+        choice_func: called with every parameter's name: False skips it, a string is its new name.
+        split_dst_file: number of this run and of all runs, as in ``(1, 4)``; the last one to end writes the map.
 
     Raises:
         ReshardError: see `reshard.convert.transform`.
@@ -61,7 +61,7 @@ def unified_safetensors(
         target=Strategy.none(),
         format="safetensors",
         file_suffix=file_suffix,
-        # The words of the command line, so that it can go on, as far as they say it.
+        # As options of the command line where possible, so that `reshard resume` works.
         filters=Filters(exclude=() if renamed else tuple(map(pattern_of, dropped))),
         edits=Edits(exactly=tuple(names.items()), words=None) if renamed else None,
         to=UNIFIED,
@@ -87,25 +87,25 @@ def load_distributed_checkpoint(
     max_process_num: int = 64,
     return_param_dict: bool = False,
 ) -> bool:
-    """Write the files from which the ranks of a job load a directory of full weights.
+    """Convert a directory of full weights to files for the ranks of a job.
 
     Loading into a network needs MindSpore; here ``network`` is None and ``format`` is ``safetensors``.
 
     Args:
         network: None.
         checkpoint_filenames: None.
-        predict_strategy: strategy file or directory; None for weights that are not cut.
+        predict_strategy: strategy file or directory; None for full weights.
         train_strategy_filename: None.
         strict_load: False.
         dec_key: None.
         dec_mode: its default.
         format: ``safetensors``.
         unified_safetensors_dir: directory of unified or Hugging Face weights.
-        dst_safetensors_dir: gets ``rank_{rank_id}/net.{output_format}``; replaced if it is there.
-        rank_id: whose file is written; None for those of all ranks.
+        dst_safetensors_dir: directory for ``rank_{rank_id}/net.{output_format}``, replaced if it exists.
+        rank_id: the rank to write; None for all ranks.
         output_format: ``ckpt`` or ``safetensors``.
-        name_map: the name in the files of every parameter that is to be called otherwise.
-        max_process_num: threads at the most.
+        name_map: new names of parameters, mapped to their names in the files.
+        max_process_num: maximum number of threads.
         return_param_dict: False.
 
     Returns:
@@ -117,7 +117,7 @@ def load_distributed_checkpoint(
     if network is not None or return_param_dict:
         raise UsageError(
             "load_distributed_checkpoint: loading into a network, or into memory, needs MindSpore",
-            hint="pass network=None and dst_safetensors_dir, and load what is written there: "
+            hint="pass network=None and dst_safetensors_dir, then load the files: "
             "mindspore.load_checkpoint('rank_0/net.safetensors')",
         )
     if format != "safetensors":
@@ -141,17 +141,17 @@ def load_distributed_checkpoint(
         )
     if predict_strategy is not None and not isinstance(predict_strategy, (str, os.PathLike)):
         raise UsageError(
-            "load_distributed_checkpoint: predict_strategy is no path", hint="pass the file that it was read from"
+            "load_distributed_checkpoint: predict_strategy is not a path", hint="pass the path of its file"
         )
     src, target = str(unified_safetensors_dir), read_strategy(path_of(predict_strategy))
     form = form_of(src)
     if form_named(form).options.cut:
         raise UsageError(
-            f"{src}: holds no unified weights",
+            f"{src}: contains no unified weights",
             file=src,
             hint="unified_safetensors makes them; transform_checkpoints converts files of ranks",
         )
-    # Weights that are not cut are the same for whichever rank.
+    # Full weights are the same for every rank.
     ranks = range(target.device_count) if rank_id is None else (rank_id,)
     for rank in ranks:
         request = Request(
@@ -174,11 +174,11 @@ def load_distributed_checkpoint(
 
 
 def _chosen(source: Strategy, choice: Optional[Callable[[str], Union[bool, str]]]) -> dict[str, Optional[str]]:
-    """New names of parameters, and None for those that are left out: by choice, or as accumulated gradients are."""
+    """New names of parameters; None for skipped ones and accumulated gradients."""
     if choice is not None and source.is_none:
         raise UsageError(
-            "choice_func is asked for the parameters that src_strategy_file lists, and there is none",
-            hint="leave it out; reshard convert has --include, --exclude and --rename",
+            "choice_func needs src_strategy_file, which lists the parameters",
+            hint="remove choice_func; reshard convert has --include, --exclude and --rename",
         )
     names: dict[str, Optional[str]] = {}
     for name in source.parameters:
@@ -187,18 +187,16 @@ def _chosen(source: Strategy, choice: Optional[Callable[[str], Union[bool, str]]
             continue
         chosen = True if choice is None else choice(name)
         if not isinstance(chosen, (bool, str)):
-            raise UsageError(f"choice_func answers {chosen!r} for {name!r}", hint="let it answer True, False or a name")
+            raise UsageError(f"choice_func returns {chosen!r} for {name!r}", hint="return True, False or a name")
         if isinstance(chosen, str) and not chosen:
-            raise UsageError(
-                f"choice_func answers an empty name for {name!r}", hint="let it answer True, False or a name"
-            )
+            raise UsageError(f"choice_func returns an empty name for {name!r}", hint="return True, False or a name")
         if chosen is not True:
             names[name] = chosen if isinstance(chosen, str) else None
     return names
 
 
 def _in_network(name_map: Optional[Mapping[str, str]]) -> Optional[Edits]:
-    """The names that a network has, of a map from them to those in files."""
+    """The renaming from names in files to names in the network."""
     if not name_map:
         return None
     names: dict[str, Optional[str]] = {}
@@ -206,18 +204,18 @@ def _in_network(name_map: Optional[Mapping[str, str]]) -> Optional[Edits]:
         if names.setdefault(name, new) != new:
             raise UsageError(
                 f"name_map: {names[name]!r} and {new!r} are both {name!r} in the files",
-                hint="give one of them, and copy the other from it after loading",
+                hint="pass one of them, and copy the other after loading",
             )
     return Edits(exactly=tuple(names.items()), words=None)
 
 
 def _share(split: Sequence[int]) -> Optional[tuple[int, int]]:
-    """Which of how many runs, counted from 0, of MindSpore's pair, which counts from 1."""
+    """Number of this run, from 0, and of all runs; MindSpore's pair counts from 1."""
     if not split:
         return None
     if len(split) != 2 or not 1 <= split[0] <= split[1]:
         raise UsageError(
-            f"split_dst_file {tuple(split)} is no pair such as (1, 4)",
-            hint="pass which of how many runs this is, counted from 1",
+            f"split_dst_file {tuple(split)} is not a pair such as (1, 4)",
+            hint="pass the number of this run, from 1, and the number of runs",
         )
     return split[0] - 1, split[1]

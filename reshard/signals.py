@@ -1,12 +1,12 @@
-"""SIGINT and SIGTERM end the process with status 130 or 143, at whatever moment they come.
+"""SIGINT and SIGTERM end the process with status 130 or 143 at any moment.
 
-Outside of `unwinding` there is nothing to give back, and the process ends on the spot. Inside, the signal
-is raised as `Stopped`, so that whatever is under way can end its threads, tasks elsewhere and records. An
-exception may get lost, as in a destructor, and what it unwinds may wait for a disk: so the process also
-ends on the spot when the exception is lost, when a later signal insists, and when too long has passed.
+Outside of `unwinding` nothing needs cleaning up, and the process ends immediately. Inside, the signal is raised as
+`Stopped`, so that threads, remote tasks and records can be ended. An exception may be lost, as in a destructor, and
+cleaning up may wait for a disk. So the process also ends immediately if the exception is lost, on a later signal, and
+after a timeout.
 
-Only the program installs this; who uses the package as a library handles signals as he likes. Imported
-before anything else, so it imports only what is loaded anyway.
+Only the command line installs this; programs that use the package handle signals themselves. It is imported first, so
+it imports only modules that Python has loaded already.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from typing import Callable, NoReturn, Optional
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-# Seconds for what is under way to end; containers and batch systems often kill after 30.
+# Timeout for cleaning up; containers and batch systems often kill after 30 seconds.
 PATIENCE = 20.0
-# Launchers and terminals may both send the same signal; what comes later than this insists.
+# A launcher and a terminal may send the same signal twice; a later one ends the wait.
 _SAME = 1.0
-# Seconds for the last words, which nobody may be reading.
+# Timeout for the final message: stderr may be a full pipe.
 _LAST = 5.0
 
 _unwinding = False
@@ -37,7 +37,7 @@ _at_end: list[Callable[[], None]] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asks the process to end.
+    """The process received SIGINT or SIGTERM.
 
     Attributes:
         status: exit status of the process.
@@ -49,7 +49,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class unwinding:
-    """While this block runs, a signal is raised as `Stopped`; it does not end as if there had been none."""
+    """While this block runs, a signal is raised as `Stopped`, at the latest when it ends."""
 
     def __enter__(self) -> None:
         global _unwinding
@@ -65,7 +65,7 @@ class unwinding:
 
 
 def install() -> None:
-    """Handle the signals; those that are ignored, as in the background of a shell script, stay ignored."""
+    """Handle the signals; ignored ones stay ignored, as in background commands of a shell script."""
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)
@@ -80,13 +80,13 @@ def install() -> None:
 
 
 def at_end(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorator: a function that is called before the process ends, however it does; threads may still be at work."""
+    """Decorator: call a function before the process ends in any way; threads may still be running."""
     _at_end.append(function)
     return function
 
 
 def leave(status: int) -> NoReturn:
-    """End the process, not in Python's way, which takes everything apart and does not answer to signals meanwhile."""
+    """End the process without Python's finalisation, which ignores signals."""
     try:
         _tidy()
     finally:
@@ -124,7 +124,7 @@ def _end_on_the_spot(number: int) -> None:
     try:
         _end_after(_LAST, number)
         _tidy()
-        # Not through a stream, which may be in the middle of something.
+        # Not through sys.stderr: the signal may have interrupted one of its writes.
         os.write(2, f"{os.linesep if os.isatty(2) else ''}reshard: error: {stopped}{os.linesep}".encode())
     finally:
         os._exit(stopped.status)

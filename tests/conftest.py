@@ -1,6 +1,6 @@
-"""Which tests run: those marked `long` only with RESHARD_LONG=1, as `make test-all` sets it.
+"""Selection of tests: those marked `long` run only with RESHARD_LONG=1, as `make test-all` sets it.
 
-In modules that are marked so, a test marked `short` runs always. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
+In a module marked `long`, a test marked `short` always runs. With RESHARD_QUICK=SECONDS, as `make quick` sets it,
 those marked `quick` run first, then the tests that were fastest last time; those that would begin after so many
 seconds are skipped.
 """
@@ -8,9 +8,12 @@ seconds are skipped.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -27,6 +30,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 LONG = os.environ.get("RESHARD_LONG") == "1"
 QUICK = float(os.environ.get("RESHARD_QUICK", "0"))
 """Seconds that a quick run may take; 0 in others."""
+
+_MEMORY = Path("/dev/shm")
+_MIN_MEMORY = 4 << 30
+if not LONG and "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _MIN_MEMORY:
+    # Thousands of small files are flushed to disk otherwise. The long suite runs on a real disk.
+    os.environ["TMPDIR"] = str(_MEMORY)
+    tempfile.tempdir = None
 
 _DURATIONS = "reshard/durations"
 _UNKNOWN = 0.2

@@ -34,8 +34,8 @@ MORE = int(os.environ.get("RESHARD_EXAMPLES", "20"))
 
 
 def examples(count: int) -> settings:
-    """Two thirds of so many examples; many times as many in a long run, a few in a quick one."""
-    return settings(max_examples=count * MORE if LONG else max(2, count // 20) if QUICK else -(-2 * count // 3))
+    """A third of so many examples by default; many times as many in a long run, a few in a quick one."""
+    return settings(max_examples=count * MORE if LONG else max(2, count // 20) if QUICK else -(-count // 3))
 
 
 def shapes(fewest: int) -> st.SearchStrategy[list[int]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.strategies import RecordedLayout, read_strategy_file
-from reshard.strategies.rules import FullTensor, ModelTensors, ShardSetting, Target, model_tensors, parse_sizes
+from reshard.strategies.rules import FullTensor, ModelTensors, ShardSetting, TargetRun, model_tensors, parse_sizes
 from tests.corpus import CORPUS, FIXTURES
 
 RULES = FIXTURES / "rules"
@@ -52,9 +52,9 @@ class MadeCase(NamedTuple):
         return model_tensors("shapes", self.tensors, ITEM_SIZES)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> TargetRun:
         said = ",".join(f"{name}={size}" for name, size in self.sizes.items())
-        return Target(parse_sizes(said), self.shards, self.layers_per_stage, not self.model.states)
+        return TargetRun(parse_sizes(said), self.shards, self.layers_per_stage, not self.model.states)
 
     @property
     def strategy(self) -> Path:

@@ -149,7 +149,7 @@ class Proxy:
                     with lock:
                         alone = writing[self.path.partition("?")[0]]
                     with alone:
-                        refusal = self.unmet() if self.command != "DELETE" else None
+                        refusal = self.unmet()
                         answer, content = self.ask(self.command, body) if refusal is None else (None, b"")
                 else:
                     answer, content = self.ask(self.command, body)
@@ -184,7 +184,7 @@ class Proxy:
             ) -> tuple[http.client.HTTPResponse, bytes]:
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 own = method == self.command
-                heeded = self.command not in ("PUT", "POST")
+                heeded = self.command not in ("PUT", "POST", "DELETE")
                 headers = {
                     name: value
                     for name, value in self.headers.items()

@@ -1,7 +1,7 @@
-"""Runs of `reshard` in processes of their own, which start at once: forked from one that has loaded everything.
+"""Runs of `reshard` in processes of their own that start at once: forked from one that has loaded everything.
 
-Usage as a program: commands come by lines of JSON on its standard input, as words and a file for what is said; for each
-one it tells the number of its process, and, as soon as it has ended, that number and its exit status.
+Usage as a program: standard input has a line of JSON per command, with its words and a file for its output. Standard
+output gets the number of its process, and that number and the exit status when it has ended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NoReturn, Optional
 
 from tests.running import Argument, Result
 
@@ -108,7 +108,8 @@ class Preloaded:
         self._process.communicate("")
 
 
-def _load() -> None:
+def load() -> None:
+    """Load everything that commands load."""
     import reshard.cli
 
     for module in pkgutil.iter_modules(reshard.cli.__path__, "reshard.cli."):
@@ -117,18 +118,14 @@ def _load() -> None:
         importlib.import_module(name)
 
 
-def _run(wanted: dict[str, Any]) -> None:
+def run(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """In a forked process: become the command."""
     from reshard.entry import main
 
     status = 99
     try:
-        os.environ.update(wanted["environment"])
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        sys.argv = ["reshard", *wanted["words"]]
+        os.environ.update(environment)
+        sys.argv = ["reshard", *words]
         main()
         status = 0
     except SystemExit as stop:
@@ -144,8 +141,8 @@ def _say(**what: Any) -> None:
 
 
 def _serve() -> None:
-    """Fork runs, and tell of their ends; those that are left end with this."""
-    _load()
+    """Fork runs and report their ends; running ones end with this process."""
+    load()
     living: set[int] = set()
 
     def bury(*_: object) -> None:
@@ -163,7 +160,11 @@ def _serve() -> None:
         if not process:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            _run(wanted)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            run(wanted["words"], wanted["environment"])
         living.add(process)
         _say(process=process, log=wanted["log"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])

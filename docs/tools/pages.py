@@ -20,13 +20,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 ROOT = Path(__file__).parents[2]
 
 _MARK = re.compile(r"<!-- (output|file|status)(?:: (.*))? -->")
 _FENCE = re.compile(r"```(\w*)")
 _TYPED = {"sh": ["bash", "-euo", "pipefail", "-c"], "python": [sys.executable, "-c"]}
+# OpenBLAS would start threads that no example uses.
+ENVIRONMENT = {"LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 # Where the reader's clone is, as the pages show it.
 _HOME = "/home/you/reshard"
 # What differs from run to run.
@@ -109,12 +111,13 @@ def home() -> Iterator[Path]:
         yield Path(place)
 
 
-def type_page(page: Path, place: Path) -> list[Printed]:
+def type_page(page: Path, place: Path, commands: Optional[Path] = None) -> list[Printed]:
     """Type a page's examples in a directory, which gets a copy of the fixtures.
 
     Args:
         page: the page.
         place: an empty directory.
+        commands: a directory with another `reshard` command.
 
     Returns:
         Its output blocks with what was printed.
@@ -123,9 +126,8 @@ def type_page(page: Path, place: Path) -> list[Printed]:
         AssertionError: a block ended with another exit status than it should.
     """
     shutil.copytree(ROOT / "fixtures", place / "fixtures", ignore=shutil.ignore_patterns("__pycache__"))
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    # NumPy would start threads for algebra that nobody does here.
-    environment = {**os.environ, "PATH": path, "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+    directories = [*([] if commands is None else [str(commands)]), os.path.dirname(sys.executable), os.environ["PATH"]]
+    environment = {**os.environ, **ENVIRONMENT, "PATH": os.pathsep.join(directories)}
     for variable in ("COLUMNS", "NO_COLOR"):
         environment.pop(variable, None)
     found = []

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
 from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.errors import CheckpointError, ReshardError, RetryableError
-from reshard.storage import FileStatus, LocalFile, OpenFile, ReadableFile, store_of, too_long
+from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
 # Half of what the process may open: the rest is for outputs, pipes and whatever else is loaded.
 _SHARE_OF_LIMIT = 2
@@ -191,7 +191,7 @@ class FileHandles:
         """
         file = self._anew(path)
         try:
-            if path not in self._first_seen and isinstance(file, LocalFile) and file.being_written():
+            if path not in self._first_seen and file.being_written():
                 raise OSError(errno.EBUSY, _BEING_WRITTEN, path)
             self._check_unchanged(path, file.status())
         except OSError:

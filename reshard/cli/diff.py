@@ -123,7 +123,8 @@ def _print_bad(bad: Sequence[TensorPair], verbose: bool) -> None:
     shown = bad if verbose else bad[:_MAX_BAD]
     for pair in shown:
         assert pair.first_nonfinite is not None
-        what = f"{pair.nan} NaN in one only" if pair.nan else "an infinite difference"
+        sides = [f"{count} NaN in {side} only" for side, count in zip("AB", pair.nan) if count]
+        what = " and ".join(sides) or "an infinite difference"
         a, b = map(location_words, pair.first_nonfinite)
         click.echo(alarming(printable(f"{one_line(pair.name)}: {what}; the first at {a} in A, {b} in B")))
     if len(shown) < len(bad):
@@ -137,7 +138,7 @@ def _cells(pair: TensorPair) -> list[str]:
     elif pair.differing == 0 and pair.dtypes[0] == pair.dtypes[1]:
         numbers = ["bits only", "0", "0", "0"]
     else:
-        numbers = [str(pair.differing), str(pair.nan), number_words(pair.max_abs), number_words(pair.max_rel)]
+        numbers = [str(pair.differing), str(sum(pair.nan)), number_words(pair.max_abs), number_words(pair.max_rel)]
     return [pair.name, dtypes, shape_words(pair.shape), *numbers, "" if pair.at is None else shape_words(pair.at)]
 
 
@@ -163,7 +164,9 @@ def _row(pair: TensorPair) -> dict[str, Any]:
         "dtypes": list(pair.dtypes),
         "shape": list(pair.shape),
         "differing": pair.differing,
-        "nan": pair.nan,
+        "nan": sum(pair.nan),
+        "nan_a": pair.nan[0],
+        "nan_b": pair.nan[1],
         "max_abs": number_json(pair.max_abs),
         "max_rel": number_json(pair.max_rel),
         "at": None if pair.at is None else list(pair.at),

@@ -32,13 +32,12 @@ from reshard.text.messages import joined, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, quoted, rank_ranges, step_words
-from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.edited import EditedSource
 from reshard.verification.fingerprint import Entry, Fingerprints, digest_of, fingerprints
 from reshard.verification.reading import Means
 from reshard.verification.saved_fingerprints import read_fingerprints
-from reshard.verification.sources import Place, Reader, read_files_of_ranks
-from reshard.verification.stored import Source
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs, read_files_of_ranks, read_sound, reader_of
+from reshard.verification.stored import StoredSource
 
 
 @command(
@@ -108,7 +107,7 @@ def fingerprint(
             else:
                 # What is needed is known only when it is known what is made of it.
                 wanted = Filters() if edited else filters
-                source = read_sound(Reader(place, handles, report, filters=wanted, files=ranks).read, crcs)
+                source = read_sound(reader_of(place, handles, report, filters=wanted, files=ranks), crcs)
                 _check_files(source, ranks, place)
                 if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
@@ -144,7 +143,7 @@ def fingerprint(
         _print(result, report)
 
 
-def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> Place:
+def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: Report) -> CheckpointPlace:
     """What is read.
 
     Raises:
@@ -160,22 +159,22 @@ def _place(src: str, strategy: Optional[str], typed: Mapping[str, Any], report: 
                 hint="rank files do not record how they are cut: add --strategy FILE or DIR, or pass none for an "
                 "unsharded checkpoint",
             )
-        return Place(src, form, typed_strategy(strategy, report), step, suffix)
+        return CheckpointPlace(src, form, typed_strategy(strategy, report), step, suffix)
     if strategy not in (None, NONE, "None"):
         raise UsageError(f"{src}: is of the form {form}, which needs no strategy", hint="leave out --strategy")
     if suffix is not None:
         raise UsageError("--file-suffix goes with files of ranks", hint="leave it out")
-    return Place(src, form, Strategy.none(), step)
+    return CheckpointPlace(src, form, Strategy.none(), step)
 
 
 def _some_ranks(
-    place: Place,
+    place: CheckpointPlace,
     ranks: tuple[int, ...],
     filters: Filters,
     handles: FileHandles,
     crcs: Optional[RecordedCrcs],
     report: Report,
-) -> Source:
+) -> StoredSource:
     """The files of some ranks, whatever they lack.
 
     Raises:
@@ -186,7 +185,7 @@ def _some_ranks(
     files = _files(found, place.strategy, ranks, place.step, report)
     problems: dict[str, InputError] = {}
 
-    def read(damaged: Mapping[str, str]) -> Source:
+    def read(damaged: Mapping[str, str]) -> StoredSource:
         problems.clear()
         source, contradicting = read_files_of_ranks(files, place.strategy, handles, report, damaged, filters.admit)
         problems.update(contradicting)
@@ -198,7 +197,7 @@ def _some_ranks(
     return source
 
 
-def _check_files(source: Source, files: Optional[tuple[int, ...]], place: Place) -> None:
+def _check_files(source: StoredSource, files: Optional[tuple[int, ...]], place: CheckpointPlace) -> None:
     """Refuse numbers that no file has.
 
     Raises:

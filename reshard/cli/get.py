@@ -174,10 +174,13 @@ def _shape(tensor: LazyTensor, chosen: Any, text: Optional[str]) -> tuple[int, .
     """The shape of what is asked for.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: the tensor has no such slice, or it is empty although the tensor is not.
     """
     try:
-        return select(chosen, tensor.shape).finished_shape
+        shape = select(chosen, tensor.shape).finished_shape
+        if 0 in shape and 0 not in tensor.shape:
+            raise IndexError("selects no element")
+        return shape
     except (IndexError, ValueError) as error:
         raise UsageError(
             f"--slice {text}: {error} ({quoted(tensor.name)} has the shape {shape_words(tensor.shape)})", hint=_HOW

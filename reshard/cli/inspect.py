@@ -21,8 +21,7 @@ from reshard.text.messages import full_text
 from reshard.text.wording import byte_size, one_line, plural, stepped_ranges, stepped_rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.inspection.contents import Contents, Finding, Stored
-    from reshard.inspection.file import InspectedFile
+    from reshard.inspection.contents import Finding, InspectedContents, InspectedFile, InspectedTensor
     from reshard.inspection.tree import InspectedStep, InspectedTree
 
 # What fits a screen of 50 lines, with the lines around it.
@@ -103,7 +102,7 @@ def inspect(
             f"{path} is one file; --strategy, --step and --file-suffix go with a rank tree",
             hint="name the directory that holds rank_0/, rank_1/ ...",
         )
-    from reshard.inspection.file import inspect_file
+    from reshard.inspection.contents import inspect_file
 
     file = inspect_file(path, decryption)
     if as_json:
@@ -179,7 +178,7 @@ def _step_json(step: InspectedStep) -> dict[str, object]:
     }
 
 
-def _contents_json(contents: Contents) -> dict[str, object]:
+def _contents_json(contents: InspectedContents) -> dict[str, object]:
     return {
         "formats": list(contents.formats),
         "files_with_crc": contents.with_crc,
@@ -222,22 +221,22 @@ def _show_file(path: str, file: InspectedFile, verbose: bool) -> None:
     _show_tensors(file.contents, verbose, per_file=True)
 
 
-def _show_totals(contents: Contents) -> None:
+def _show_totals(contents: InspectedContents) -> None:
     for title, totals in (("types", contents.by_dtype()), ("kinds", contents.by_kind())):
         if totals:
             say(f"{title}: {totals_words(totals)}")
 
 
-def _show_tensors(contents: Contents, verbose: bool, per_file: bool = False) -> None:
+def _show_tensors(contents: InspectedContents, verbose: bool, per_file: bool = False) -> None:
     """A row per tensor; where these are too many, a row per pattern of names of one type and shape."""
     from reshard.text.name_patterns import name_patterns
 
-    rows: list[tuple[str, int, Stored]] = []
+    rows: list[tuple[str, int, InspectedTensor]] = []
     plain = verbose or len(contents.stored) <= _MOST_ROWS
     if plain:
         rows = [(item.name, 1, item) for item in contents.stored]
     else:
-        alike: dict[object, list[Stored]] = defaultdict(list)
+        alike: dict[object, list[InspectedTensor]] = defaultdict(list)
         for item in contents.stored:
             alike[item.dtypes, item.shapes, item.files].append(item)
         known = {item.name for item in contents.stored}

@@ -143,11 +143,11 @@ def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]
 def _to_verify(reading: Request, scale: Scale) -> Adapter:
     """The adapter, as verification reads it."""
     from reshard.verification.end_to_end import Adapter, recorded_step
-    from reshard.verification.sources import Place
+    from reshard.verification.sources import CheckpointPlace
 
     assert isinstance(reading.src, str)
     step = recorded_step(reading.src, reading.form, reading.step)
-    return Adapter(Place(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
+    return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
 _NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}

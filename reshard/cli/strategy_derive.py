@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 
 if TYPE_CHECKING:
     from reshard.strategies.rules import ModelTensors
-    from reshard.strategies.rules.shown import Source
+    from reshard.strategies.rules.shown import SourceRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,11 +106,10 @@ def strategy_derive(
     from reshard.strategies.rules import make_strategy, read_rules
     from reshard.strategies.rules.learn import ASSUMPTIONS, check_explained, learn, uneven_source
     from reshard.strategies.rules.pipeline import layer_numbers
-    from reshard.strategies.rules.shown_shards import has_shards
 
     missing = [name for name, value in (("--src-sizes", src_sizes), ("--dst-sizes", dst_sizes)) if value is None]
     sources = _sources(src, src_sizes, also, also_sizes, missing)
-    if typed["optimizer_shards"] is None and not typed["weights_only"] and any(map(has_shards, sources)):
+    if typed["optimizer_shards"] is None and not typed["weights_only"] and any(source.has_shards for source in sources):
         raise UsageError(
             "--optimizer-shards is missing: a source's optimizer shards, and whether the target's does is not known",
             hint="say off, -1 for all replicas, or N",
@@ -196,10 +195,9 @@ def strategy_rules(
     "None|mp?" where one of several cuts is meant, and shown_for tells up to which sizes anything is. NAME, of
     built-in rules, prints these.
     """
-    from reshard.strategies.rules.builtin_rules import builtin_names, builtin_title, rules_named
-    from reshard.strategies.rules.learn import learn
-    from reshard.strategies.rules.rules_text import rules_text
+    from reshard.strategies.rules.learn import learn, rules_text
     from reshard.strategies.rules.shown import model_of
+    from reshard.strategies.rules.toml_file import builtin_names, builtin_title, rules_named
 
     if listed:
         width = max(map(len, builtin_names()))
@@ -224,14 +222,16 @@ def _others(names: Sequence[str], stated: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if not globs.match(name))
 
 
-def _sources(src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any], missing: list[str]) -> list[Source]:
+def _sources(
+    src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any], missing: list[str]
+) -> list[SourceRun]:
     """The strategies with their sizes.
 
     Raises:
         UsageError: sizes were not said.
     """
     from reshard.strategies.read import read_recorded
-    from reshard.strategies.rules.shown import Source
+    from reshard.strategies.rules.shown import SourceRun
 
     if len(also) != len(also_sizes):
         missing.append("--also" if len(also) < len(also_sizes) else "--also-sizes")
@@ -244,11 +244,11 @@ def _sources(src: str, sizes: Any, also: Sequence[str], also_sizes: Sequence[Any
     for path, of_run in zip((src, *also), (sizes, *also_sizes)):
         strategy, recorded = read_recorded(path)
         show_notes(strategy.notes)
-        found.append(Source(strategy, recorded, of_run))
+        found.append(SourceRun(strategy, recorded, of_run))
     return found
 
 
-def _shapes(sources: Sequence[Source], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
+def _shapes(sources: Sequence[SourceRun], path: Optional[str], typed: dict[str, Any]) -> Optional[ModelTensors]:
     """Full shapes, from where they are said, or from the strategies; None where nothing tells them."""
     from reshard.forms.model_shapes import strategy_shapes
 

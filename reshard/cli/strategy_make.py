@@ -70,7 +70,7 @@ def strategy_make(
     """
     from reshard.strategies import read_strategy
     from reshard.strategies.rules import make_strategy
-    from reshard.strategies.rules.builtin_rules import is_builtin, rules_named
+    from reshard.strategies.rules.toml_file import is_builtin, rules_named
 
     missing = [name for name, value in (("--shapes", shapes), ("--sizes", sizes)) if value is None]
     if missing or shapes is None:

@@ -17,7 +17,7 @@ from reshard.strategies import Strategy
 from reshard.text.wording import plural, rank_ranges
 
 if TYPE_CHECKING:
-    from reshard.strategies.rules import MadeStage, ModelTensors, Rules, Target
+    from reshard.strategies.rules import LayoutRules, MadeStage, ModelTensors, TargetRun
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,9 +31,9 @@ class SizesType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The sizes."""
-        from reshard.strategies.rules import Sizes, parse_sizes
+        from reshard.strategies.rules import AxisSizes, parse_sizes
 
-        if isinstance(value, Sizes):
+        if isinstance(value, AxisSizes):
             return value
         try:
             return parse_sizes(str(value))
@@ -114,13 +114,13 @@ def shapes(text: str) -> Callable[[F], F]:
     return lambda command: shape(options.decryption(command))
 
 
-def target_of(sizes: Any, typed: dict[str, Any]) -> Target:
+def target_of(sizes: Any, typed: dict[str, Any]) -> TargetRun:
     """The run that the options describe."""
-    from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, Target
+    from reshard.strategies.rules import DEFAULT_THRESHOLD, ShardSetting, TargetRun
 
     threshold = typed["optimizer_threshold"]
     setting = ShardSetting(typed["optimizer_shards"] or 0, DEFAULT_THRESHOLD if threshold is None else threshold)
-    return Target(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
+    return TargetRun(sizes, setting, typed["layers_per_stage"], typed["weights_only"])
 
 
 def shapes_of(path: str, strategy: Optional[Strategy], typed: dict[str, Any]) -> ModelTensors:
@@ -138,15 +138,15 @@ def finish(
     command: str,
     out: str,
     stages: Sequence[MadeStage],
-    rules: Rules,
+    rules: LayoutRules,
     tensors: ModelTensors,
-    target: Target,
+    target: TargetRun,
     more: dict[str, Any],
     made_of: Sequence[Optional[str]],
     typed: dict[str, Any],
 ) -> None:
     """Write a made strategy with the record of how it was made, and say so; not over what it was made of."""
-    from reshard.strategies.made_record import record_path
+    from reshard.strategies.one_file import record_path
     from reshard.strategies.rules import write_strategy
 
     sizes, shards = target.sizes, target.shards
@@ -210,7 +210,7 @@ def finish(
     say("\n".join(lines))
 
 
-def _shards_in_words(target: Target) -> str:
+def _shards_in_words(target: TargetRun) -> str:
     size, threshold = target.shards
     if not size:
         return "off"

@@ -16,7 +16,7 @@ from reshard.text.wording import plural
 
 if TYPE_CHECKING:
     from reshard.names import Configuration
-    from reshard.strategies.rules import ModelTensors, Rules
+    from reshard.strategies.rules import LayoutRules, ModelTensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,7 +78,7 @@ def _configuration(tensors: ModelTensors, config: Optional[str]) -> Optional[Con
     return config_beside(place) if config is None else read_config(config)
 
 
-def check_named(rules: Rules, tensors: ModelTensors, config: Optional[str]) -> None:
+def check_named(rules: LayoutRules, tensors: ModelTensors, config: Optional[str]) -> None:
     """Refuse parameters without a rule where built-in tables of names give all of them names that rules fit.
 
     Raises:
@@ -107,5 +107,5 @@ def check_named(rules: Rules, tensors: ModelTensors, config: Optional[str]) -> N
         )
 
 
-def _without_rule(rules: Rules, tensors: ModelTensors) -> list[str]:
+def _without_rule(rules: LayoutRules, tensors: ModelTensors) -> list[str]:
     return [name for name in tensors.weights if not any(rule.matches(name) for rule in rules.rules)]

@@ -26,7 +26,7 @@ from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import one_line, plural, quoted, some_numbers
 
 AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
-"""As in `reshard.strategies.rules.axis_names`, which is imported only where there are names."""
+"""As in `reshard.strategies.rules.shown`, which is imported only where there are names."""
 
 _MOST_PATTERNS = 40
 # So many are listed one by one.
@@ -181,14 +181,13 @@ def _axis_names(path: str, sizes: Any) -> AxisNames:
     """Names of axes: by sizes that are said, or as they are recorded of a strategy that was made."""
     if sizes is not None:
         from reshard.strategies.read import read_recorded
-        from reshard.strategies.rules.axis_names import names_by_sizes
-        from reshard.strategies.rules.shown import Source
+        from reshard.strategies.rules.shown import SourceRun, names_by_sizes
 
-        return names_by_sizes(Source(*read_recorded(path), sizes))
-    from reshard.strategies.made_record import record_paths
+        return names_by_sizes(SourceRun(*read_recorded(path), sizes))
+    from reshard.strategies.one_file import record_paths
 
     if any(map(exists, record_paths(path))):
-        from reshard.strategies.rules.axis_names import recorded_names
+        from reshard.strategies.rules.write import recorded_names
 
         return recorded_names(path) or _no_names
     return _no_names

@@ -17,7 +17,7 @@ from reshard.cli.output import alarming, echo_json, is_verbose, listener
 from reshard.cli.progress import progress_of
 from reshard.convert import usable_cpus
 from reshard.convert.ends import typed_strategy
-from reshard.convert.recorded import EDITS
+from reshard.convert.recorded import EDITS, merge_hint, was_merged
 from reshard.convert.verifying import against_manifest, of_ranks, verify_with_source
 from reshard.errors import TargetError, UsageError
 from reshard.forms.registry import counted_as, form_named, form_of
@@ -28,14 +28,13 @@ from reshard.text.messages import MOST_LINES, listing
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import plural, printable, quoted, rank_ranges
-from reshard.verification.crcs import RecordedCrcs
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
     verify_copies,
     verify_replicas,
 )
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 DIFFERENT = 4
 """Exit status where something is not as it should be."""
@@ -104,7 +103,7 @@ def verify(
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])
     found: list[Difference] = []
     unchecked: list[int] = []
-    noun = "rank"
+    noun, merged = "rank", False
     verdict = ""
     with FileHandles(decryption=decryption) as handles:
         progress = progress_of(typed["quiet"], typed["progress"])
@@ -116,7 +115,7 @@ def verify(
                     f"{out}: is of the form {form_of(out)}; --strategy and --file-suffix go with a rank tree",
                     hint="leave them out",
                 )
-            whole = Place(out, form_of(out), Strategy.none(), typed["step"])
+            whole = CheckpointPlace(out, form_of(out), Strategy.none(), typed["step"])
             differing, verdict = verify_copies(whole, filters, means, report, crcs)
             found += differing
         elif replicas:
@@ -146,7 +145,7 @@ def verify(
                     hint="OUT alone is compared with its manifest, file by file",
                 )
             manifest = of_ranks(read_manifest(out), ranks)
-            noun = counted_as(manifest.plan.form)
+            noun, merged = counted_as(manifest.plan.form), was_merged(out, manifest.plan)
             if headers_only:
                 without = tuple(file._replace(crc32=None) for file in manifest.files)
                 manifest = dataclasses.replace(manifest, files=without)
@@ -163,10 +162,11 @@ def verify(
         echo_json({"differences": [difference._asdict() for difference in found], "unchecked_ranks": unchecked})
     if unchecked and not found and not headers_only:
         # Whoever removes the source after this must not take a look at headers for one at contents.
+        with_source = f"reshard verify {shlex.quote(out)} --src SRC"
         raise UsageError(
             f"{out}: contents of {rank_ranges(unchecked, noun)} were not compared: the manifest has no checksums of "
-            "them; sizes and headers are as it says",
-            hint=f"to compare them with the source: reshard verify {shlex.quote(out)} --src SRC\n"
+            "them; sizes and headers match it",
+            hint=f"to compare them with the source: {merge_hint(out) if merged else with_source}\n"
             "add --headers-only if names and sizes are enough; convert --checksum crc32 records checksums",
         )
     tell_differences(found, typed["quiet"], not typed["as_json"], verdict)

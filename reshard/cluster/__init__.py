@@ -1,20 +1,17 @@
-"""A conversion's work on the workers of a Dask cluster that is there already.
+"""Conversions on the workers of a running Dask cluster.
 
 1. The conversion is planned and checked here, like any other (`transform.prepare`).
 2. Its target ranks are divided into items, several per worker thread, about equal in bytes; ranks that
    read the same rows stay together.
-3. A worker that takes an item runs an ordinary conversion of these ranks. Whatever makes many runs fill
-   one target directory together makes items safe too: an item that is lost with its worker and done
-   again on another goes on where it was.
-4. Items tell how far they are in events, and end when the file that stands for the client is gone.
+3. A worker runs an ordinary conversion of an item's ranks. Several runs may fill one target directory,
+   so a lost item can resume on another worker.
+4. Items report progress in events. They end when the file that represents the client is removed.
 
-Dask distributes the items, gives those of lost workers to others, and repeats those that failed for a
-reason that may pass.
+Dask distributes the items, moves those of lost workers, and retries temporary failures.
 
-`client` prepares and hands out, `running` follows the items, `tasks` runs on workers.
+`client` prepares and distributes, `running` follows the items, `tasks` runs on workers.
 """
 
-from reshard.cluster.address import scheduler_address
-from reshard.cluster.client import Cluster
+from reshard.cluster.client import Cluster, scheduler_address
 
 __all__ = ["Cluster", "scheduler_address"]

@@ -1,22 +1,25 @@
-"""The client's side: what the workers are to do, and whether they can."""
+"""The client: checks addresses and workers, and distributes the items."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pydoc
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Callable, Optional
 
-from distributed import Client
+from distributed import Client, Security
+from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.comm.core import FatalCommClosedError
+from distributed.comm.registry import get_backend
 
 from reshard._version import __version__
 from reshard.checkpoints import CheckpointIndex
-from reshard.cluster.address import check_address
-from reshard.cluster.running import ENDED_AFTER, LOST, Item, Running, Told, gone
+from reshard.cluster.running import LOST, MAX_END_SECONDS, Item, ItemProgress, Running, gone
 from reshard.cluster.tasks import INSTALL, Work, check_crc, not_seen, packed, unseen_paths, write_targets
 from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
@@ -26,25 +29,33 @@ from reshard.plan.groups import MOST_MEMBERS
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
 from reshard.plan.shares import bundles
-from reshard.storage import is_absolute
+from reshard.storage import UnfitError, exists, is_absolute, read_small, too_long
+from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 
+# A scheduler file of many workers has some hundred KB.
+_MAX_FILE = 64 << 20
+# Optional scheme, name or address (IPv6 in brackets), port.
+_ADDRESS = re.compile(
+    r"(?:[a-z][a-z0-9]{0,31}://)?(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,32})?\]):(\d{1,5})", re.ASCII
+)
+_ENCRYPTED = ("tls", "wss")
 _ITEMS_PER_THREAD = 4
-# Workers may come while it runs.
-_LEAST_ITEMS = 32
+# More workers may come during the run.
+_MIN_ITEMS = 32
 
 
 class Cluster:
-    """The workers of a Dask cluster, to carry out a prepared conversion; a context manager.
+    """The workers of a Dask cluster for a prepared conversion; a context manager.
 
-    Connects when there is something to do. Security is as Dask's configuration says.
+    Connects on the first request, with the security settings of Dask's configuration.
 
     Args:
         address: the scheduler's.
-        options: how the conversion is carried out; memory is that of one item.
+        options: of the conversion; memory is that of one item.
         jobs: CPUs of an item; by default the workers' threads are divided among the items.
-        report: told when there are no workers.
+        report: gets a warning if there are no workers.
     """
 
     def __init__(self, address: str, options: Options, jobs: Optional[int], report: Report) -> None:
@@ -61,19 +72,19 @@ class Cluster:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         if self._connected is not None:
-            # Where the scheduler is gone, that has been said.
+            # A lost scheduler was reported before.
             with contextlib.suppress(*LOST, RuntimeError):
-                self._connected.close(timeout=ENDED_AFTER)
+                self._connected.close(timeout=MAX_END_SECONDS)
 
     def check(self, plan: Plan) -> None:
-        """Connect, and see that everybody has this version of reshard, and workers the source files.
+        """Connect, and check the version of reshard everywhere and the source files on the workers.
 
         Raises:
-            UsageError: the address makes no sense to Dask.
+            UsageError: Dask cannot use the address.
             InputError: a worker lacks something.
             RetryableError: the scheduler cannot be reached.
         """
-        # Of the standard library, so that those without reshard can answer, too.
+        # A function of the standard library also runs where reshard is missing.
         question = (pydoc.locate, "reshard._version.__version__")
         with self._lost_if_silent():
             _check_version(self._client.run_on_scheduler(*question), "the Dask scheduler")
@@ -116,41 +127,40 @@ class Cluster:
             share=None,
         )
         run = os.urandom(8).hex()
-        handed = packed(Work(run, _elsewhere(plan), options, sources, sign, self._jobs is not None))
-        told = Told(items, progress)
+        work_bytes = packed(Work(run, _elsewhere(plan), options, sources, sign, self._jobs is not None))
+        reported = ItemProgress(items, progress)
         failures: dict[int, ReshardError] = {}
-        tasks = [(write_targets, handed, number, item.ranks) for number, item in enumerate(items)]
-        with Running(self._client, self._address, self._report, tasks, run, told.heard, sign) as running:
+        tasks = [(write_targets, work_bytes, number, item.ranks) for number, item in enumerate(items)]
+        with Running(self._client, self._address, self._report, tasks, run, reported.heard, sign) as running:
             for number, outcome in running.outcomes():
                 if not isinstance(outcome, ReshardError):
-                    told.finished(number, outcome)
+                    reported.finished(number, outcome)
                 elif outcome.status != 1 or isinstance(outcome, UnwritableError):
                     raise outcome
                 else:
                     failures[number] = outcome
         if failures:
             first = failures[min(failures)]
-            left = [rank for number in failures for rank in told.left(number)]
-            first.message += f"\nnot written: {rank_ranges(left, counted_as(plan.form.name))}"
+            missing = [rank for number in failures for rank in reported.missing(number)]
+            first.message += f"\nnot written: {rank_ranges(missing, counted_as(plan.form.name))}"
             raise first
 
     @property
     def _client(self) -> Client:
         if self._connected is None:
-            check_address(self._address)
+            _check_address(self._address)
             try:
                 self._connected = Client(self._address, name="reshard", set_as_default=False)
             except FatalCommClosedError as error:
                 raise UsageError(
                     f"the Dask scheduler at {self._address} and this machine do not agree on encryption: "
                     f"{error if str(error) else error.__cause__}",
-                    hint="certificates of one authority are needed everywhere; "
-                    "docs/many-machines.md tells how Dask is given them",
+                    hint="use certificates of one authority everywhere; docs/many-machines.md shows Dask's settings",
                 ) from error
             except LOST as error:
                 raise RetryableError(
                     f"the Dask scheduler at {self._address} cannot be reached: {error}",
-                    hint="check that it runs, and that its address can be reached from here",
+                    hint="check that it runs and that this machine can reach its address",
                 ) from error
         return self._connected
 
@@ -162,7 +172,7 @@ class Cluster:
             raise gone(self._address) from error
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """What every worker answers; those that are lost meanwhile do not."""
+        """The result of every worker that is not lost meanwhile."""
         with self._lost_if_silent():
             answers = self._client.run(function, *arguments, on_error="return")
         found = {worker: answer for worker, answer in answers.items() if not isinstance(answer, LOST)}
@@ -179,15 +189,15 @@ class Cluster:
 
 def _items(plan: Plan, work: Sequence[int], threads: int) -> list[Item]:
     sizes = plan.data_bytes(work)
-    # Better several workers read the same rows than that some have nothing to do.
+    # Idle workers cost more than several readers of the same rows.
     together = max(1, min(MOST_MEMBERS, len(work) // threads))
     groups = plan.reading_groups(work, together)
-    count = max(_LEAST_ITEMS, _ITEMS_PER_THREAD * threads)
+    count = max(_MIN_ITEMS, _ITEMS_PER_THREAD * threads)
     return [Item(ranks, sum(sizes[rank] for rank in ranks)) for ranks in bundles(groups, sizes, count)]
 
 
 def _elsewhere(plan: Plan) -> Request:
-    """The request as another process has to be given it; a step that is saved meanwhile changes nothing."""
+    """The request for another process: absolute paths, and the chosen step."""
     request = plan.request
     src = request.src
     return replace(
@@ -200,11 +210,68 @@ def _elsewhere(plan: Plan) -> Request:
 
 
 def _absolute(path: str) -> str:
-    """Not normalised, because links may make `a/..` something else."""
+    """The absolute path, not normalised: with links `a/..` may be another directory."""
     return path if is_absolute(path) else os.path.join(os.getcwd(), path)
 
 
 def _check_version(version: Optional[str], who: str) -> None:
     if version != __version__:
         has = "has no reshard" if version is None else f"has reshard {version}"
-        raise InputError(f"{who} {has}, here is {__version__}", hint=INSTALL)
+        raise InputError(f"{who} {has}, this machine has {__version__}", hint=INSTALL)
+
+
+def scheduler_address(typed: str) -> str:
+    """The address of a scheduler, typed or from its scheduler file.
+
+    Raises:
+        UsageError: it is neither an address nor a scheduler file.
+    """
+    if "://" in typed:
+        _check_form(typed)
+        return typed
+    if not exists(typed) and _ADDRESS.fullmatch(typed):
+        return typed
+    try:
+        address = Fields(parse_json(read_small(typed, _MAX_FILE)), "the file").text("address")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(typed) from error
+        raise UsageError(
+            f"{typed}: is no address such as tcp://host:8786, and cannot be read as a scheduler file: "
+            f"{error.strerror or error}",
+            file=typed,
+        ) from error
+    except (JsonError, UnfitError) as error:
+        raise UsageError(
+            f"{typed}: is not a scheduler file: {error}",
+            file=typed,
+            hint="dask scheduler --scheduler-file FILE writes one",
+        ) from error
+    _check_form(address, file=typed)
+    return address
+
+
+def _check_form(address: str, file: Optional[str] = None) -> None:
+    """Refuse anything but ``scheme://host:port`` before Dask parses it."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        shown = address if len(address) < 80 else f"{address[:80]}..."
+        where = "" if file is None else f"{file}: "
+        raise UsageError(
+            f"{where}Dask cannot use this address: {shown!r} is not of the form tcp://host:8786", file=file
+        )
+
+
+def _check_address(address: str) -> None:
+    """Refuse an address that Dask cannot use: a client with such an address would not close."""
+    try:
+        scheme, _ = parse_address(address)
+        get_backend(scheme)
+        get_address_host_port(address)
+        security = Security()
+        if scheme in _ENCRYPTED and security.get_connection_args("client").get("ssl_context") is None:
+            raise ValueError("Dask's configuration has no certificates for TLS")
+        if scheme not in _ENCRYPTED and security.require_encryption:
+            raise ValueError("Dask's configuration requires encryption (tls://)")
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        raise UsageError(f"{address}: Dask cannot use this address: {error}") from error

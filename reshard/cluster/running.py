@@ -1,4 +1,4 @@
-"""Tasks on a Dask cluster that are under way, and how far they are."""
+"""Running tasks on a Dask cluster, and their progress."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from reshard.storage import remove_file, store_of, unlinked
 from reshard.text.report import Report
 
 _RETRIES = 2
-# Seconds between looks at the cluster.
-_LOOK = 5.0
-# Seconds until items have noticed that they are to end.
-ENDED_AFTER = 10.0
+# Seconds between checks of the cluster.
+_CHECK_SECONDS = 5.0
+# Timeout for items to end.
+MAX_END_SECONDS = 10.0
 
-# Before Python 3.11 a timeout of asyncio is no OSError.
+# Before Python 3.11 a timeout of asyncio is not an OSError.
 LOST = (OSError, asyncio.TimeoutError)
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError)
 
@@ -40,16 +40,16 @@ class Item(NamedTuple):
 
 
 class Running:
-    """Tasks on a cluster, until all have ended, or something keeps them from it; a context manager.
+    """Tasks on a cluster until all have ended, or an error stops them; a context manager.
 
     Args:
         client: connected to the cluster.
         address: the scheduler's, for messages.
-        report: told when there are no workers.
-        tasks: functions and their arguments; the client's version goes before these.
-        run: which events are of these tasks.
-        heard: called with an event's task, by number, and the event.
-        sign: the file without which tasks that are under way end.
+        report: gets a warning if there are no workers.
+        tasks: functions and their arguments; the client's version is added before these.
+        run: name of the run in the tasks' events.
+        heard: called with an event's task number and the event.
+        sign: file that represents the client: running tasks end when it is removed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Running:
         self._heard = heard
         self._sign = sign
         self._futures: list[Future] = []
-        # Filled by Dask's threads: a future that has ended, or an event.
+        # Finished futures and events, from Dask's threads.
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def __enter__(self) -> Running:
@@ -98,12 +98,12 @@ class Running:
         """Number and result of every task as they end; the result may be a `ReshardError`.
 
         Raises:
-            ReshardError: no more can be expected.
+            ReshardError: the scheduler or the workers are lost.
         """
         numbers = {future.key: number for number, future in enumerate(self._futures)}
         looked = time.monotonic()
         while numbers:
-            if time.monotonic() - looked > _LOOK:
+            if time.monotonic() - looked > _CHECK_SECONDS:
                 self._look_around()
                 looked = time.monotonic()
             try:
@@ -121,7 +121,7 @@ class Running:
 
     def _look_around(self) -> None:
         if self._sign is not None:
-            # Untouched for long it would be taken for a dead run's, where locks tell nothing.
+            # Without locks, an old file counts as that of a dead run.
             with contextlib.suppress(OSError):
                 store_of(self._sign).touch(unlinked(self._sign))
         if self._client.status != "running":
@@ -144,16 +144,16 @@ class Running:
         if isinstance(error, KilledWorker):
             worker = getattr(error.last_worker, "address", error.last_worker)
             return RetryableError(
-                f"every worker that took the same ranks died, the last one was {worker}",
-                hint="see the workers' logs; where memory ran out, fewer threads per worker or a smaller --max-memory "
-                "help; then the same command goes on",
+                f"every worker that took the same ranks died; the last one was {worker}",
+                hint="see the workers' logs; if memory ran out, use fewer threads per worker or a smaller --max-memory;"
+                " then repeat the command",
             )
         if isinstance(error, ImportError):
             raise InputError(f"a Dask worker cannot load reshard: {error}", hint=INSTALL)
         raise error
 
     def _end(self) -> None:
-        """End the tasks that are under way, so that whoever comes next does not meet their last writes."""
+        """End running tasks, so that the next run does not meet their last writes."""
         assert self._sign is not None
         with contextlib.suppress(OSError):
             remove_file(unlinked(self._sign))
@@ -163,13 +163,13 @@ class Running:
             at_work = {key for keys in self._client.processing().values() for key in keys}
             under_way = [future for future in self._futures if future.key in at_work and not future.done()]
             self._client.cancel([future for future in self._futures if future not in under_way])
-            deadline = time.monotonic() + ENDED_AFTER
+            deadline = time.monotonic() + MAX_END_SECONDS
             while time.monotonic() < deadline and not all(future.done() for future in under_way):
                 time.sleep(0.05)
 
 
-class Told:
-    """What is known of how far items are; a task that is done anew does not count twice."""
+class ItemProgress:
+    """Progress of the items; a repeated task counts once."""
 
     def __init__(self, items: Sequence[Item], progress: Progress) -> None:
         self._items = items
@@ -178,7 +178,7 @@ class Told:
         self._committed: set[int] = set()
 
     def heard(self, number: int, message: Mapping[str, Any]) -> None:
-        """A task tells how many bytes it has written, and which ranks, with their files' sizes."""
+        """Add a task's event: written bytes, and committed ranks with their files' sizes."""
         self._wrote(number, message["bytes"])
         for name, count in message["overflows"].items():
             self._progress.overflowed(name, count)
@@ -191,8 +191,8 @@ class Told:
         for rank, size in sizes.items():
             self._commit(rank, size)
 
-    def left(self, number: int) -> list[int]:
-        """Ranks of an item that are not known to be written."""
+    def missing(self, number: int) -> list[int]:
+        """Ranks of an item that may not be written."""
         ranks = self._items[number].ranks
         return [rank for rank in ranks if rank not in self._committed] or list(ranks)
 
@@ -209,8 +209,8 @@ class Told:
 
 
 def gone(address: str) -> RetryableError:
-    """The error for a scheduler that says no more."""
+    """The error for a lost scheduler."""
     return RetryableError(
         f"the Dask scheduler at {address} is gone, or has dropped the work",
-        hint="when it is there again, the same command goes on",
+        hint="start it again and repeat the command",
     )

@@ -1,4 +1,4 @@
-"""What runs on the workers of a Dask cluster."""
+"""Functions that run on the workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from reshard.text.report import Report
 from reshard.text.wording import some_names
 
 TOPIC = "reshard"
-# Seconds between a task's words.
+# Seconds between a task's events.
 TICK = 0.5
-# Seconds until a file made elsewhere is seen here.
-_SEEN_AFTER = 5.0
+# Timeout for a new file of another machine to appear.
+_MAX_SEEN_SECONDS = 5.0
 
 INSTALL = "the scheduler and all workers need the version of reshard that is installed here"
 
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Work:
-    """What all items of a run have in common; paths are absolute.
+    """The common parameters of a run's items; paths are absolute.
 
     Attributes:
-        run: a name for the run.
-        request: what is converted to what.
-        options: how; its jobs are the CPUs of one item at the most.
+        run: name of the run.
+        request: the conversion.
+        options: its options; the jobs are the limit of one item.
         sources: see `convert.Part`.
-        sign: the file that is there while the client is.
-        fixed_jobs: the worker's number of threads does not bound the jobs.
+        sign: file that represents the client.
+        fixed_jobs: the worker's number of threads does not limit the jobs.
     """
 
     run: str
@@ -58,7 +58,7 @@ class Work:
 
 
 def packed(given: object) -> bytes:
-    """What tasks are handed; Dask is not to unpack it, which a worker with another version could not."""
+    """Bytes of a task's parameters: Dask must not unpack them, because another version of reshard could not."""
     return zlib.compress(pickle.dumps(given))
 
 
@@ -67,8 +67,8 @@ def _unpacked(given: bytes) -> Any:
 
 
 def unseen_paths(paths: Sequence[str]) -> list[str]:
-    """Those of these paths that do not exist here."""
-    deadline = time.monotonic() + _SEEN_AFTER
+    """The paths that do not exist on this machine."""
+    deadline = time.monotonic() + _MAX_SEEN_SECONDS
     while True:
         unseen = [path for path in paths if status_at(path) is None]
         if not unseen or time.monotonic() > deadline:
@@ -81,16 +81,16 @@ def not_seen(paths: Sequence[str], worker: str) -> InputError:
     return InputError(
         f"Dask worker {worker} does not see {some_names(paths, 1)}",
         file=paths[0],
-        hint="SRC, DST and the file of a key must be there under the same paths on all workers, and on this machine",
+        hint="SRC, DST and the key file need the same paths on all workers and on this machine",
     )
 
 
 def check_crc(version: str, packed: bytes, path: str, max_memory: int) -> Union[list[str], ReshardError]:
-    """Check a source file's CRC; returns what is to be noted, or the error where the file is damaged.
+    """Check a source file's CRC; returns notes, or the error if the file is damaged.
 
     Args:
         version: the client's.
-        packed: the key of encrypted files, if there is one.
+        packed: the key of encrypted files, or None.
         path: the file.
         max_memory: bytes for all buffers.
     """
@@ -103,7 +103,7 @@ def check_crc(version: str, packed: bytes, path: str, max_memory: int) -> Union[
                 raise error
         return report.notes
 
-    return _answer(version, check)
+    return _outcome(version, check)
 
 
 def write_targets(
@@ -116,21 +116,21 @@ def write_targets(
         worker = get_worker()
         if unseen_paths([os.path.dirname(work.sign)]):
             raise not_seen([os.path.dirname(work.sign)], worker.address)
-        telling = _Telling(work, number, worker.log_event)
-        telling.see_client()
+        reporter = _Reporter(work, number, worker.log_event)
+        reporter.check_client()
         jobs = work.options.jobs if work.fixed_jobs else min(work.options.jobs, worker.state.nthreads)
         options = replace(work.options, jobs=jobs, part=Part(frozenset(ranks), work.sources))
-        with prepare(work.request, options, progress=telling) as prepared:
-            # Planning may have taken long.
-            telling.see_client()
-            summary = prepared.carry_out(telling)
+        with prepare(work.request, options, progress=reporter) as prepared:
+            # The client may have ended while the worker planned.
+            reporter.check_client()
+            summary = prepared.carry_out(reporter)
         return {rank: store_of(path).status(path).size for rank, path in summary.target_files.items()}
 
-    return _answer(version, write)
+    return _outcome(version, write)
 
 
-def _answer(version: str, function: Callable[[], T]) -> Union[T, ReshardError]:
-    """What a function returns, or its error: raised where Dask is to try again, else returned."""
+def _outcome(version: str, function: Callable[[], T]) -> Union[T, ReshardError]:
+    """The result of a function, or its error: raised if Dask should retry, otherwise returned."""
     worker = get_worker().address
     if version != __version__:
         return InputError(f"Dask worker {worker} has reshard {__version__}, not {version}", hint=INSTALL)
@@ -146,11 +146,11 @@ def _answer(version: str, function: Callable[[], T]) -> Union[T, ReshardError]:
 
 
 class _ClientGone(Exception):
-    """Nobody wants the work any more; names the file that stood for the client."""
+    """The client has ended; the message is the file that represented it."""
 
 
-class _Telling(Progress):
-    """Tells the client how far an item is, and ends the work when the client is gone."""
+class _Reporter(Progress):
+    """Reports an item's progress to the client, and ends the work if the client has ended."""
 
     def __init__(self, work: Work, number: int, log_event: Callable[[str, Any], None]) -> None:
         self._work = work
@@ -162,34 +162,34 @@ class _Telling(Progress):
         self._last = time.monotonic()
 
     def wrote(self, count: int) -> None:
-        """Count, and tell now and then."""
+        """Add bytes, and report from time to time."""
         self._bytes += count
         if time.monotonic() - self._last > TICK:
-            self._tell()
+            self._report()
 
     def committed(self, rank: int, size: int) -> None:
-        """Tell."""
+        """Report."""
         self._committed.append((rank, size))
-        self._tell()
+        self._report()
 
     def overflowed(self, name: str, count: int) -> None:
-        """Count; it is told with the next file."""
+        """Add; the next file's report contains it."""
         self._overflows[name] += count
 
-    def see_client(self) -> None:
-        """See that the client is still there.
+    def check_client(self) -> None:
+        """Check that the client is running.
 
         Raises:
-            _ClientGone: it is not.
+            _ClientGone: it has ended.
         """
-        # Where it cannot be told, it is there.
+        # An unreachable file is no sign of an ended client.
         with contextlib.suppress(RetryableError, InputError):
             if status_at(self._work.sign) is None:
                 raise _ClientGone(self._work.sign)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._last = time.monotonic()
-        self.see_client()
+        self.check_client()
         message = {
             "run": self._work.run,
             "item": self._number,

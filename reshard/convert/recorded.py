@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -107,7 +109,11 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     except TargetError as error:
         report.warn(error.message)
         commands = []
-    problem = "no record says which, as of what merge-lora wrote"
+    if was_merged(out, plan):
+        raise UsageError(
+            f"{out}: was written by merge-lora, and verify --src has no adapter to add", hint=merge_hint(out)
+        )
+    problem = "no record lists them"
     for given in commands:
         said = " ".join(_words(given))
         try:
@@ -115,17 +121,35 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
             identities = () if edits is None else edits.possible_identities()
             digests = {short_digest(identity.encode()) for identity in identities}
         except ReshardError as error:
-            problem = f"it was given {said}: {error.message}"
+            problem = f"its options were {said}: {error.message}"
             continue
         if edits is not None and plan.edits in digests:
             if said:
                 report.note(f"compared with the names and types that are recorded: {said}")
             return edits
-        problem = f"it was given {said}, which says something else now"
+        problem = f"its options were {said}, and these rules have changed since"
     raise UsageError(
         f"{out}: was written with other names or types than its source has; {problem}",
-        hint=f"give the options of names and types that convert was given ({_OPTIONS}); after merge-lora give that "
-        "command again with --verify, which writes nothing anew; `reshard diff` shows what an adapter changed",
+        hint=f"add the options of names and types that convert had ({_OPTIONS}); if merge-lora wrote it: "
+        + merge_hint(out),
+    )
+
+
+def was_merged(out: str, plan: Identity) -> bool:
+    """Whether merge-lora wrote a directory, by its records: other commands record their options of names and types."""
+    if not plan.edits:
+        return False
+    with contextlib.suppress(TargetError):
+        ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
+        return bool(ledgers) and not any(_words(given) for ledger in ledgers for given in ledger.given())
+    return False
+
+
+def merge_hint(out: str) -> str:
+    """How the output of merge-lora is verified."""
+    return (
+        f"reshard merge-lora BASE ADAPTER {shlex.quote(out)} --verify, with all options of the first run; "
+        "complete files are not written again"
     )
 
 

@@ -163,7 +163,7 @@ class TargetDirectory:
         self._overwritten: set[int] = set()
         self._looked = 0.0
         # Of the targets that stood there when this run began, by name.
-        self._versions: Optional[dict[str, str]] = None
+        self._versions: dict[str, str] = {}
         self._run = short_digest(f"{identity.digest} {self.sources}".encode())
         self._last_headers: tuple[object, Optional[str]] = (None, None)
 
@@ -358,9 +358,9 @@ class TargetDirectory:
             if left:
                 yield left
 
-    def expected(self, target: TargetFile) -> Optional[Expected]:
+    def expected(self, target: TargetFile) -> Expected:
         """What stood in a target's place when this run began."""
-        return None if self._versions is None else Expected(self._versions.get(self._name(target.rank), ""), self._run)
+        return Expected(self._versions.get(self._name(target.rank), ""), self._run)
 
     def finished(self, target: TargetFile, status: FileStatus, crc: Optional[int], named: bool) -> None:
         """Record a target whose bytes are on disk.
@@ -381,8 +381,9 @@ class TargetDirectory:
         """
         if not named:
             self._ledger.insist()
-        # What has come there since this run began is not replaced in a store that has versions.
-        there = exists(target.path) if self._versions is None else self._name(target.rank) in self._versions
+        # What has come there since this run began is not replaced in a store with conditional writes.
+        conditional = store_of(target.path).conditional
+        there = self._name(target.rank) in self._versions if conditional else exists(target.path)
         if not named and there:
             if self._overwrite:
                 self._overwritten.add(target.rank)
@@ -506,18 +507,21 @@ class TargetDirectory:
                         _remove(mark)
         Manifest.remove(self._root)
 
-    def _finish(self) -> tuple[FinishingRecord, ...]:
+    def _finish(self) -> tuple[tuple[FinishingRecord, ...], tuple[str, ...]]:
         """Write what makes the directory a checkpoint of its form, in order; each whole or not at all.
 
         Returns:
-            What is to be known of these files; nothing of those in rank directories.
+            The records of these files, and the names of others that belong to the model; none in rank directories.
 
         Raises:
             RetryableError: something cannot be written.
         """
         marks = _marks(self._ledger.identity)
-        written = []
+        written: list[FinishingRecord] = []
+        beside: list[str] = []
         for file in self._plan.form.finishing():
+            if file.name not in marks and not self._plan.form.by_rank:
+                beside.append(file.name)
             path = os.path.join(self._root, file.name)
             try:
                 size = sum(map(len, file.make())) if file.size is None else file.size
@@ -534,7 +538,7 @@ class TargetDirectory:
             # Trainings go on writing in rank directories.
             if file.name in marks and not self._plan.form.by_rank:
                 written.append(FinishingRecord(file.name, size, f"{crc:08x}"))
-        return tuple(written)
+        return tuple(written), tuple(beside)
 
     def _write_manifest(self, found: Mapping[int, DoneRecord], computed: Mapping[DoneRecord, int]) -> str:
         files = []
@@ -544,11 +548,11 @@ class TargetDirectory:
                 self._ledger.record(record, flush=False)
             crc = None if record.crc is None else f"{record.crc:08x}"
             files.append(ManifestFile(rank, self._name(rank), record.size, record.headers, crc))
-        finishing = self._finish()
+        finishing, beside = self._finish()
         # Loaders have what they go by now. One of another form may be left of a conversion that was given up here.
         for path in {os.path.join(self._root, UNFINISHED), self._unfinished}:
             _remove(path)
-        return Manifest(self._ledger.identity, tuple(files), finishing).write(self._root)
+        return Manifest(self._ledger.identity, tuple(files), finishing, beside).write(self._root)
 
     def _lacking(self, found: Mapping[int, DoneRecord]) -> set[DoneRecord]:
         """Targets without a checksum, where this run or any that wrote a target asked for them.

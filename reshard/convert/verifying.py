@@ -25,12 +25,11 @@ from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.against_manifest import compare_with_manifest
-from reshard.verification.crcs import RecordedCrcs
 from reshard.verification.difference import Difference
 from reshard.verification.end_to_end import (
     Adapter,
     Converted,
-    Target,
+    ConvertedTarget,
     converted_files,
     recorded_plan,
     recorded_step,
@@ -38,7 +37,7 @@ from reshard.verification.end_to_end import (
     verify_conversion,
 )
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import CheckpointPlace, RecordedCrcs
 
 
 def verify_written(
@@ -59,11 +58,11 @@ def verify_written(
             files = {number: os.path.relpath(real(path), real(request.dst)) for number, path in files.items()}
         found = verify_conversion(
             Converted(
-                Place(request.src, request.form, request.source, step, request.file_suffix),
+                CheckpointPlace(request.src, request.form, request.source, step, request.file_suffix),
                 request.edits,
                 adapter=adapter,
             ),
-            Target(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
+            ConvertedTarget(request.dst, request.to, request.target, files, tuple(files) if by_rank else None),
             filters=request.filters,
             means=means,
             report=report,
@@ -138,8 +137,8 @@ def verify_with_source(
     between_ranks = by_rank and form_named(ends.form).options.by_rank and edits is None
     with told if between_ranks else contextlib.nullcontext():
         found += verify_conversion(
-            Converted(Place(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
-            Target(out, to, ends.target, files, ranks, ends.target.path == SAME),
+            Converted(CheckpointPlace(src, ends.form, ends.source, step, typed["file_suffix"]), edits, recorded),
+            ConvertedTarget(out, to, ends.target, files, ranks, ends.target.path == SAME),
             filters=filters,
             means=means,
             report=report,

@@ -10,24 +10,22 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Callable, NamedTuple, Optional, Union
 
 from reshard.errors import TargetError, UnwritableError, UsageError
 from reshard.forms.target import UNFINISHED
 from reshard.storage import (
     FileStatus,
-    directories,
     exists,
     for_each,
-    in_object_store,
     is_directory,
     is_regular_file,
     look_error,
     names_in,
     names_in_each,
     real,
-    remove_file,
+    same_store,
     status_at,
     status_of_each,
     store_of,
@@ -77,48 +75,33 @@ class Destination:
             if name.endswith(_CHECKPOINT_ENDINGS) and name != UNFINISHED
         )
 
-    def check(self, writing: Iterable[str]) -> Optional[dict[str, str]]:
+    def check(self, writing: Iterable[str]) -> dict[str, str]:
         """Refuse to write where something else stands, or through links.
 
         Args:
             writing: files that will be written, by name.
 
         Returns:
-            The versions of those that are there, by name, in a store that has versions; else None.
+            The versions of those that are there, by name; empty texts in a store that has none.
 
         Raises:
             TargetError: there is something that is no file, or a directory is a link that leads elsewhere.
         """
         names = list(writing)
-        paths = [os.path.join(self.path, name) for name in names]
-        if in_object_store(self.path):
-            found: dict[str, str] = {}
-            for name, path, status in zip(names, paths, status_of_each(paths, through_links=False)):
-                if status is not None and not status.regular:
-                    raise TargetError(
-                        f"{path} is a directory: keys of other objects begin so", file=path, hint="choose another DST"
-                    )
-                if status is not None:
-                    found[name] = status.version
-            return found
-        for path in paths:
-            if not self._inside(os.path.dirname(path)):
+        found: dict[str, str] = {}
+        for name, status in zip(names, status_of_each([self._path(name) for name in names], through_links=False)):
+            path = self._path(name)
+            if not self._inside(name):
                 raise TargetError(
                     f"{path}: its directory is a link that leads elsewhere",
                     file=path,
                     hint="remove the link, or choose another DST",
                 )
-            if exists(path) and not is_regular_file(path):
+            if status is not None and not status.regular and not is_regular_file(path):
                 raise TargetError(f"{path} is not a regular file", file=path, hint="remove it, or choose another DST")
-        return None
-
-    def holds(self, name: str, same: Callable[[FileStatus], bool]) -> bool:
-        """Whether a file is there, not through links, and its status is as expected.
-
-        Raises:
-            ReshardError: it cannot be looked at.
-        """
-        return any(same(status) for status in self.files([name]).values())
+            if status is not None:
+                found[name] = status.version
+        return found
 
     def files(self, names: Iterable[str]) -> dict[str, FileStatus]:
         """The status of those of some names, relative to it, that are files there, not through links.
@@ -126,36 +109,32 @@ class Destination:
         Raises:
             ReshardError: one cannot be looked at.
         """
-        inside: list[str] = []
-        for name in names:
-            if in_object_store(self.path) or self._inside(os.path.dirname(os.path.join(self.path, name))):
-                inside.append(name)
-        found = status_of_each([os.path.join(self.path, name) for name in inside], through_links=False)
+        inside = [name for name in names if self._inside(name)]
+        found = status_of_each([self._path(name) for name in inside], through_links=False)
         return {name: status for name, status in zip(inside, found) if status is not None and status.regular}
 
     def remove(self, name: str, same: Callable[[FileStatus], bool]) -> None:
-        """Remove a file if it `holds`, for good, and its directories that hold nothing else.
+        """Remove a file if its status is as expected, for good, and its directories that hold nothing else.
+
+        What lies behind a link stays.
 
         Raises:
             ReshardError: it cannot be removed.
         """
-        if not self.holds(name, same):
+        if not self._inside(name):
             return
-        path = os.path.join(self.path, name)
+        path = self._path(name)
+        store = store_of(path)
         try:
-            if in_object_store(path):
-                remove_file(path)
-                return
-            with directories.opened(os.path.dirname(path)) as directory_fd:
-                if same(FileStatus.of(os.lstat(os.path.basename(name), dir_fd=directory_fd))):
-                    os.unlink(os.path.basename(name), dir_fd=directory_fd)
-                directories.sync(directory_fd)
+            store.remove(path, if_same=lambda status: status.regular and same(status))
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             raise writing_error(path, error, "removed") from error
         directory = os.path.dirname(name)
         with contextlib.suppress(OSError):
             while directory:
-                store_of(self.path).remove_directory(os.path.join(self.path, directory))
+                store.remove_directory(self._path(directory))
                 directory = os.path.dirname(directory)
 
     def remove_dead_temporaries(self, directories: Iterable[str], complete: bool = False) -> None:
@@ -168,10 +147,13 @@ class Destination:
         places = [self.path, *(os.path.join(self.path, name) for name in directories if name)]
         for_each(lambda place: store_of(place).remove_dead(place, complete), places)
 
-    def _inside(self, directory: str) -> bool:
-        """Whether a directory of this name is, or will be, where its name says."""
-        wanted = os.path.join(os.path.realpath(self.path), os.path.relpath(directory, self.path))
-        return os.path.realpath(directory) == os.path.normpath(wanted)
+    def _path(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _inside(self, name: str) -> bool:
+        """Whether the directory of a file is, or will be, where its name says: on the way to it are no links."""
+        above = os.path.normpath(os.path.dirname(name) or os.curdir)
+        return above == os.curdir or real(self._path(above)) == os.path.join(real(self.path), above)
 
 
 def check_bucket(dst: str) -> None:
@@ -207,7 +189,7 @@ def check_disjoint(
         UsageError: they overlap.
         RetryableError: one of them cannot be looked at.
     """
-    if isinstance(src, str) and in_object_store(src) != in_object_store(dst):
+    if isinstance(src, str) and not same_store(src, dst):
         return
     target = real(dst)
     places = _Places()
@@ -218,7 +200,7 @@ def check_disjoint(
                 f"SRC {src} and DST {dst} overlap", file=dst, hint="choose a DST outside the source's directories"
             )
     rank_directories = isinstance(src, str) and "{rank}" in os.path.dirname(src)
-    held: dict[_Place, str] = {}
+    held: dict[Hashable, str] = {}
     for path in sources:
         place_of_file = real(path)
         if _contains(target, place_of_file) or places.contains(target, place_of_file):
@@ -261,22 +243,17 @@ def check_apart(target: str, sources: Iterable[str], strategies: Iterable[str]) 
     Destination(os.path.dirname(target)).check([os.path.basename(target)])
 
 
-_Place = Union[None, str, tuple[int, int]]
-
-
 class _Places:
-    """Where files and directories lie, by device and inode: the same place may have several names, as mounts have."""
+    """Where files and directories lie: the same place may have several names, as mounts have."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Place] = {}
+        self._known: dict[str, Optional[Hashable]] = {}
 
-    def of(self, path: str) -> _Place:
-        """The place of a path; None where there is nothing. In an object store that is the path."""
-        if in_object_store(path):
-            return path.rstrip("/")
+    def of(self, path: str) -> Optional[Hashable]:
+        """The place of a path; None where there is nothing."""
         if path not in self._known:
-            status = status_at(path)
-            self._known[path] = None if status is None else (status.device, status.inode)
+            with _asking(path):
+                self._known[path] = store_of(path).place(path)
         return self._known[path]
 
     def contains(self, directory: str, path: str) -> bool:
@@ -324,25 +301,17 @@ def space_for(needed: Iterable[tuple[str, int]]) -> list[Space]:
     """
     places: dict[int, str] = {}
     totals: Counter[int] = Counter()
-    devices: dict[str, int] = {}
     for directory, count in needed:
-        if in_object_store(directory):
-            continue
-        existing = os.path.abspath(directory)
-        while not is_directory(existing):
-            existing = os.path.dirname(existing)
-        if existing not in devices:
-            with _asking(existing):
-                devices[existing] = os.stat(existing).st_dev
-            places.setdefault(devices[existing], existing)
-        totals[devices[existing]] += count
+        with _asking(directory):
+            volume = store_of(directory).volume(directory)
+        if volume is not None:
+            device, place = volume
+            places.setdefault(device, place)
+            totals[device] += count
     found = []
     for device, place in places.items():
         with _asking(place):
-            status = os.statvfs(place)
-        # A file system that reports no blocks at all does not know.
-        free = status.f_bavail * status.f_frsize if status.f_blocks else None
-        found.append(Space(place, totals[device], free))
+            found.append(Space(place, totals[device], store_of(place).free(place)))
     return found
 
 

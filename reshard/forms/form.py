@@ -15,6 +15,7 @@ from reshard.checkpoints import FileHandles
 from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.target import TargetForm
+from reshard.layout import Layout
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
@@ -206,6 +207,28 @@ class Description(NamedTuple):
     unplaced: Optional[str] = None
 
 
+class SavedCut(Protocol):
+    """How the metadata of a checkpoint records that a tensor is cut.
+
+    Attributes:
+        layout: the layout; None where every file holds the whole tensor.
+        ranks: the ranks that the layout is over, in its order; without a layout, all that hold the tensor.
+        rank_of: the files that hold a slice, each with the rank whose slice it is; empty without a layout.
+    """
+
+    @property
+    def layout(self) -> Optional[Layout]:
+        """The layout."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that the layout is over."""
+
+    @property
+    def rank_of(self) -> Sequence[tuple[int, int]]:
+        """The files that hold a slice, each with the rank whose slice it is."""
+
+
 class Form(Protocol):
     """A form of checkpoint; `registry.FORMS` lists them.
 
@@ -245,6 +268,10 @@ class Form(Protocol):
         """
         raise CheckpointError(f"{checkpoint.place}: does not say how its tensors were laid out", file=checkpoint.place)
 
+    def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
+        """How metadata records that a tensor is cut; None where it does not list the tensor."""
+        return None
+
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """What a source's files contradict in its strategy without being refused for it.
 
@@ -276,6 +303,26 @@ class Form(Protocol):
 
         Yields:
             The name of a file relative to the directory, and what is wrong with it.
+        """
+        return iter(())
+
+    def check_beside(
+        self, directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
+    ) -> Iterator[tuple[str, str]]:
+        """Compare what lies beside the weights of a source with what was written beside them.
+
+        Args:
+            directory: the target directory.
+            written: the checkpoint in it.
+            source: the checkpoint that was converted.
+            cast: whether weights were cast, so that a configuration may name another type.
+            report: warned of files that differ.
+
+        Yields:
+            The name of a file that is missing, relative to the directory, and where the source has it.
+
+        Raises:
+            ReshardError: a file cannot be read.
         """
         return iter(())
 

@@ -32,8 +32,6 @@ FORMS: list[Form] = [
 ]
 """Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
 
-RANKS, CHECKPOINT2 = "ranks", "checkpoint2"
-
 
 def form_named(name: str) -> Form:
     """The form of a name, which is known to be one."""

@@ -1,1 +1,1 @@
-"""Looking at checkpoints, one file or a whole tree, from names, sizes and headers alone."""
+"""Inspection of checkpoints, one file or a whole tree, from names, sizes and headers alone."""

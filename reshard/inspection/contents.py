@@ -1,27 +1,30 @@
-"""What checkpoint files hold, added up from their headers, and what a conversion does with it."""
+"""One checkpoint file, and the contents of several, from their headers alone."""
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.checkpoints import CheckpointIndex, can_hold
+from reshard.checkpoints import CheckpointIndex, Decryption, FileHandles, can_hold, read_index
 from reshard.checkpoints.formats.dtypes import INT4, MAP_TENSOR, TEXT
+from reshard.errors import CheckpointError, ReshardError
 from reshard.text.messages import listing
 from reshard.text.names import KINDS, Total, kind_of
 
 
 class Finding(NamedTuple):
-    """Something that a user should know.
+    """A finding of an inspection.
 
     Attributes:
         kind: one word for scripts.
         text: one or a few lines.
         hint: what to do about it, or None.
-        step: the step concerned, or None.
-        refuses: whether a conversion that comes upon it refuses.
+        step: its step, or None.
+        refuses: whether conversions refuse such files.
     """
 
     kind: str
@@ -31,8 +34,8 @@ class Finding(NamedTuple):
     refuses: bool = False
 
 
-class Stored(NamedTuple):
-    """What the files that were read hold under one name.
+class InspectedTensor(NamedTuple):
+    """An entry of the files that were read, by name.
 
     Attributes:
         name: parameter name.
@@ -52,18 +55,18 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What some checkpoint files hold, from their headers.
+class InspectedContents:
+    """The entries of some checkpoint files, from their headers.
 
     Attributes:
-        stored: everything by name, in the order of the lowest rank's file.
-        sets: the sets of names that files hold, and the ranks whose files hold just these.
+        stored: all entries by name, in the order of the lowest rank's file.
+        sets: the sets of names that files hold, and the ranks of each set.
         formats: of the files, each once.
         with_crc: how many files record a CRC.
-        deduplicated: how many files say that they are of a de-duplicated save.
+        deduplicated: how many files are marked as de-duplicated.
     """
 
-    stored: tuple[Stored, ...]
+    stored: tuple[InspectedTensor, ...]
     sets: tuple[tuple[tuple[int, ...], frozenset[str]], ...]
     formats: tuple[str, ...]
     with_crc: int
@@ -79,7 +82,7 @@ class Contents:
         return {kind: found[kind] for kind in KINDS if kind in found}
 
     def unholdable(self, format: str) -> list[str]:
-        """Names of what a file of this format cannot hold; map tensors, which nothing holds, left out."""
+        """Names of entries that a file of this format cannot hold, map tensors aside, which no format holds."""
         return [
             item.name
             for item in self.stored
@@ -87,14 +90,14 @@ class Contents:
         ]
 
 
-def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
-    """What files hold together, given by rank."""
-    # Files that are built alike share their tensors, so that a thousand of them are one to add up.
+def contents_of(indexes: Mapping[int, CheckpointIndex]) -> InspectedContents:
+    """The entries of some files, given by rank."""
+    # Files with equal headers share their tensors and are counted once.
     alike: dict[int, list[int]] = {}
     for rank, index in sorted(indexes.items()):
         alike.setdefault(id(index.tensors), []).append(rank)
     sets: dict[frozenset[str], list[int]] = defaultdict(list)
-    found: dict[str, Stored] = {}
+    found: dict[str, InspectedTensor] = {}
     known = {name for ranks in alike.values() for name in indexes[ranks[0]].tensors}
     for ranks in alike.values():
         tensors = indexes[ranks[0]].tensors
@@ -104,7 +107,7 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
             other = found.get(tensor.name)
             if other is None:
                 kind = kind_of(tensor.name, tensor.elements, known)
-                made = Stored(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
+                made = InspectedTensor(tensor.name, (tensor.dtype,), (tensor.shape,), len(ranks), size, kind)
             else:
                 made = other._replace(
                     dtypes=other.dtypes if tensor.dtype in other.dtypes else (*other.dtypes, tensor.dtype),
@@ -113,7 +116,7 @@ def contents_of(indexes: Mapping[int, CheckpointIndex]) -> Contents:
                     nbytes=other.nbytes + size,
                 )
             found[tensor.name] = made
-    return Contents(
+    return InspectedContents(
         tuple(found.values()),
         tuple(sorted((tuple(sorted(ranks)), names) for names, ranks in sets.items())),
         tuple(sorted({index.format for index in indexes.values()})),
@@ -130,15 +133,16 @@ def _totals(items: Iterator[tuple[str, int]]) -> dict[str, Total]:
     return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
 
 
-def conversion_findings(contents: Contents) -> Iterator[Finding]:
-    """What conversions do with tensors that are not like any other."""
+def conversion_findings(contents: InspectedContents) -> Iterator[Finding]:
+    """How conversions treat text, Int4, map tensors and other special entries."""
     of: dict[str, list[str]] = defaultdict(list)
     for item in contents.stored:
         for dtype in item.dtypes:
             of[dtype].append(item.name)
     if of[TEXT]:
-        does = "text, which .ckpt targets get as it is and .safetensors cannot hold"
-        yield Finding("text", listing(of[TEXT], 3) + f": {does}")
+        yield Finding(
+            "text", listing(of[TEXT], 3) + ": text, which .ckpt targets get as it is and .safetensors cannot hold"
+        )
     if of[INT4]:
         yield Finding("int4", listing(of[INT4], 3) + ": Int4, two values a byte; shapes count the packed bytes")
     if of[MAP_TENSOR]:
@@ -155,3 +159,53 @@ def conversion_findings(contents: Contents) -> Iterator[Finding]:
             yield Finding("type", listing(names, 3) + f": {does}")
     if contents.deduplicated:
         yield Finding("remove_redundancy", "de-duplicated (remove_redundancy True): each slice is on one rank only")
+
+
+@dataclass(frozen=True)
+class InspectedFile:
+    """A checkpoint file.
+
+    Attributes:
+        index: its header.
+        contents: its entries.
+        findings: how conversions treat them.
+    """
+
+    index: CheckpointIndex
+    contents: InspectedContents
+    findings: tuple[Finding, ...]
+
+
+def inspect_file(path: str, decryption: Optional[Decryption] = None) -> InspectedFile:
+    """Inspect a checkpoint file, from its headers.
+
+    Args:
+        path: the file.
+        decryption: the key, where it is encrypted.
+
+    Raises:
+        InputError: it is damaged, or no checkpoint; the message names its kind if that is recognised.
+        RetryableError: reading failed.
+    """
+    with FileHandles(decryption=decryption) as handles:
+        try:
+            index = read_index(handles, path)
+        except CheckpointError as error:
+            raise told_by_name(path) or error from error
+    contents = contents_of({0: index})
+    return InspectedFile(index, contents, tuple(conversion_findings(contents)))
+
+
+def told_by_name(path: str) -> Optional[CheckpointError]:
+    """The error for a file that is no checkpoint but that another command reads."""
+    from reshard.strategies import read_group_info, read_strategy_file
+
+    with suppress(ReshardError):
+        read_group_info(path)
+        hint = f"`reshard group-info inspect {shlex.quote(path)}` reads it"
+        return CheckpointError(f"{path}: is a group_info file, not a checkpoint", file=path, hint=hint)
+    with suppress(ReshardError):
+        read_strategy_file(path)
+        hint = f"`reshard strategy show {shlex.quote(path)}` reads it"
+        return CheckpointError(f"{path}: is a strategy file, not a checkpoint", file=path, hint=hint)
+    return None

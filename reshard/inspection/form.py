@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any form but rank directories, from names, metadata and headers alone."""
+"""Inspection of a checkpoint of any form but rank directories, from names, metadata and headers alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.errors import InputError
 from reshard.forms.form import Description, Reading, SavedStep
 from reshard.forms.registry import form_named
-from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
+from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import asks_once, is_directory, names_in, status_at
 from reshard.text.names import kind_of
 from reshard.text.report import Report
@@ -25,7 +25,7 @@ class FormFile(NamedTuple):
         number: as `--ranks` counts it; None where the checkpoint cannot be read.
         path: the file.
         nbytes: its size.
-        names: how many entries it has; None where that is not known.
+        names: how many entries it has; None if unknown.
     """
 
     number: Optional[int]
@@ -43,7 +43,7 @@ class LaidOut(NamedTuple):
         shape: shape of the full tensor.
         kind: one of `reshard.text.names.KINDS`.
         cuts: slices per dimension.
-        ranks: how many ranks it is laid out over; None where the form says nothing of ranks.
+        ranks: how many ranks it is laid out over; None if the form has no ranks.
         files: how many files hold a slice of it.
         lost: how many slices are in no readable file.
     """
@@ -63,18 +63,18 @@ class InspectedForm:
     """A checkpoint.
 
     Attributes:
-        path: as it was named.
+        path: as typed.
         form: its form.
-        step: the iteration that is shown; None where there are none, or nothing tells.
+        step: the iteration that is shown; None if there are none, or it is unknown.
         complete: whether everything in it can be read whole.
         iterations: all of a root, oldest first.
         files: its files of weights.
-        tensors: what is laid out, in the order of the names.
-        values: names of what is copied as it is.
-        contents: what the files hold; None where none could be read.
+        tensors: tensors with a layout, sorted by name.
+        values: names of entries that are copied unchanged.
+        contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
         others: files beside the weights that belong to the model.
-        findings: what a user should know.
+        findings: notes and problems.
     """
 
     path: str
@@ -85,7 +85,7 @@ class InspectedForm:
     files: list[FormFile] = field(default_factory=list)
     tensors: list[LaidOut] = field(default_factory=list)
     values: tuple[str, ...] = ()
-    contents: Optional[Contents] = None
+    contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
@@ -98,7 +98,7 @@ class InspectedForm:
 
 @asks_once
 def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
-    """What is in a checkpoint.
+    """Inspect a checkpoint.
 
     Args:
         path: a directory, or the index or map in one.
@@ -107,7 +107,7 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
 
     Raises:
         UsageError: ``step`` is no iteration, or there are none in this form.
-        InputError: there is no such iteration, or nothing to look at.
+        InputError: there is no such iteration, or no checkpoint.
         RetryableError: reading failed in a way that may pass.
     """
     found = InspectedForm(path, form)

@@ -1,9 +1,8 @@
-"""What is in a rank tree, from names, sizes and headers alone.
+"""Inspection of a rank tree, from names, sizes and headers alone.
 
-Names and sizes are looked at for the whole tree; headers are read for one step only, the newest, or
-the one asked for. Where the strategy is at hand, steps are judged as a conversion judges them, by the
-same code, from the newest to the first that is complete. What would make a conversion refuse is told
-here as a finding.
+Names and sizes are read for the whole tree, headers for one step: the newest, or the one that is named. With a
+strategy, steps are checked by the code of conversions, from the newest to the first complete one. Everything that a
+conversion would refuse is a finding here.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from reshard.forms.ranks.selection import Incomplete, StepSelector
 from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.ranks.steps import saved_at_fault
 from reshard.forms.ranks.tree import find_rank, passed_over
-from reshard.inspection.contents import Contents, Finding, contents_of, conversion_findings
-from reshard.inspection.file import told_by_name
+from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, told_by_name
 from reshard.records.ledger import ledgers_in
 from reshard.records.manifest import MANIFEST_NAME
 from reshard.storage import absolute, asked_once, exists, is_directory, names_in, storage_of, store_of
@@ -40,13 +38,13 @@ from reshard.text.names import CURRENT_RANK
 from reshard.text.report import Report
 from reshard.text.wording import plural, rank_ranges, some_names
 
-# Files of a directory without checkpoints that are looked at to tell what it is.
+# Files that are opened to recognise a directory without checkpoints.
 _MOST_TRIED = 8
 # Sets of names that are compared with each other; a de-duplicated save has one per rank.
 _MOST_SETS = 64
 # Of names, in a line.
 _MOST_PATTERNS = 6
-# Asking network storage for sizes is waiting, whatever the number of CPUs.
+# Concurrent requests for sizes: network storage is slow whatever the number of CPUs.
 _IN_FLIGHT = 16
 
 
@@ -59,13 +57,13 @@ class InspectedStep:
         files: path and size of every file, by rank and path.
         absent: ranks of the tree, or of the strategy, that have no file of it.
         ambiguous: whether some rank has several files of it.
-        saved_at: ``"breakpoint"`` or ``"ttp"`` where the names say so, ``"end of life"`` where headers do.
+        saved_at: ``"breakpoint"`` or ``"ttp"`` by the names, ``"end of life"`` by the headers.
         one_per_group: with a strategy, whether just one rank of each replica group has a file.
         damaged: why a rank's file counts as absent, by rank, where headers were read.
-        contents: what the files hold, where headers were read.
-        complete: whether a conversion would take it; None where it was not judged.
+        contents: the entries of the files, where headers were read.
+        complete: whether a conversion would take it; None if that was not checked.
         missing: why not, a line each.
-        lost: parameters of which a slice is nowhere.
+        lost: parameters of which a slice is in no file.
         not_saved: parameters of the strategy that no file holds.
         full_bytes: size of all parameters together, each whole and once; None where not known.
     """
@@ -77,7 +75,7 @@ class InspectedStep:
     saved_at: Optional[str] = None
     one_per_group: Optional[bool] = None
     damaged: dict[int, str] = field(default_factory=dict)
-    contents: Optional[Contents] = None
+    contents: Optional[InspectedContents] = None
     complete: Optional[bool] = None
     missing: Sequence[str] = ()
     lost: Sequence[Lost] = ()
@@ -100,13 +98,13 @@ class InspectedTree:
     """A rank tree.
 
     Attributes:
-        path: as it was named.
+        path: as typed.
         ranks: ranks that have a directory or a file, ascending.
         steps: newest first; names without a step last.
-        findings: what a user should know.
-        one_rank: it is the directory of one rank, which is looked at alone.
-        strategy: the strategy's path, ``none``, or None where there was none to judge by.
-        latest: the step that ``latest`` takes; None where it was not asked for or there is none.
+        findings: notes and problems.
+        one_rank: it is the directory of one rank.
+        strategy: the strategy's path, ``none``, or None if no strategy was named.
+        latest: the step that ``latest`` takes; None if a step was named or there is none.
     """
 
     path: str
@@ -335,7 +333,7 @@ class _Inspection:
             step.saved_at = step.saved_at or "end of life"
         return step
 
-    def _guess_lacking(self, step: InspectedStep, contents: Contents) -> None:
+    def _guess_lacking(self, step: InspectedStep, contents: InspectedContents) -> None:
         """Files that hold less than others do, where stages or a de-duplicated save do not explain it."""
         for ranks, names in contents.sets if len(contents.sets) <= _MOST_SETS else ():
             for others, more in contents.sets:

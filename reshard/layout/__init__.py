@@ -1,15 +1,14 @@
 """Layout algebra: device matrices, tensor maps, slices and how two layouts overlap.
 
-This room knows nothing of files, dtypes or bytes. `Layout` says how one parameter is cut over the
-devices of a stage; `Grid` is the geometry of it, for a tensor of a given shape; `Overlap` says which
-source slices a target slice is made of; `View` is a tensor made of strided boxes of others.
+Without files, dtypes and bytes. `Layout` cuts a parameter over the devices of a stage; `Grid` is its geometry for a
+tensor of a given shape; `Overlap` lists the source slices of a target slice; `View` is a tensor of strided boxes of
+others, and `ViewOverlap` lists their source slices.
 """
 
 from reshard.layout.boxes import Covering, covering
 from reshard.layout.grid import Box, Grid, inside, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
-from reshard.layout.overlap import Cell, Overlap, stand_in_shape
-from reshard.layout.view_overlap import ViewOverlap
+from reshard.layout.overlap import Cell, Overlap, ViewOverlap, stand_in_shape
 from reshard.layout.views import ZEROS, Loop, Region, View
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""All ways in which a stage's devices can hold the slices of a tensor whose layout nobody recorded.
+"""All possible layouts of a tensor without a recorded layout.
 
-What is known of such a tensor is its full shape and the shape of a rank's slice: so into how many
-slices each dimension is cut. Which rank holds which slice then follows from a device matrix, the axes
-that each dimension is split over, and an optimizer shard; all of them are tried.
+The full shape and the shape of a rank's slice give the number of slices per dimension. The slices of the ranks depend
+on a device matrix, the axes of each dimension, and an optimizer shard; all combinations are tried.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from reshard.errors import LayoutError
 from reshard.layout.layout import Layout
 
 MAX_CANDIDATES = 20_000
-"""Layouts that are tried at the most."""
+"""Limit of layouts to try."""
 
 
 def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> Optional[tuple[int, ...]]:
-    """Into how many equal slices every dimension is cut; None where it is not cut so.
+    """The number of equal slices per dimension; None if slices are not equal.
 
     Args:
         shape: of the full tensor.
@@ -33,18 +32,18 @@ def cuts_of(shape: Sequence[int], slice_shape: Sequence[int]) -> Optional[tuple[
 
 
 def possible_holders(device_count: int, cuts: tuple[int, ...]) -> Optional[list[tuple[int, ...]]]:
-    """Every way in which devices can hold slices: which slice each of them has, in C order of ``cuts``.
+    """All distributions of slices over devices: the slice number of each device, in C order of ``cuts``.
 
     Args:
         device_count: devices of the stage.
         cuts: slices per dimension, optimizer shards included.
 
     Returns:
-        Each way once; None where there are too many layouts to try.
+        Distinct distributions; None if there are too many layouts to try.
     """
     if device_count % math.prod(cuts):
         return []
-    # Counted first: too many of thousands of devices each would take half a minute until they are given up.
+    # Counted first: creating layouts of thousands of devices takes half a minute.
     if sum(1 for _ in islice(_layouts(device_count, cuts), MAX_CANDIDATES + 1)) > MAX_CANDIDATES:
         return None
     return list(dict.fromkeys(tuple(layout.slice_of_rank.tolist()) for layout in _layouts(device_count, cuts)))
@@ -65,7 +64,7 @@ def _layouts(device_count: int, cuts: tuple[int, ...]) -> Iterator[Layout]:
 def _maps(
     matrix: tuple[int, ...], cuts: tuple[int, ...], free: frozenset[int]
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Tensor maps over axes that are free, which cut every dimension into so many slices."""
+    """Tensor maps over free axes with this number of slices per dimension."""
     if not cuts:
         yield ()
         return

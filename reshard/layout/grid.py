@@ -1,8 +1,8 @@
-"""How a tensor is cut into boxes: the geometry of a layout, without anybody who holds the boxes.
+"""Cutting a tensor into boxes: the geometry of a layout, without ranks.
 
-A box is an interval per dimension, in elements of the full tensor, so that what is cut in two ways needs
-no common origin. A grid cuts every dimension by itself; its boxes are numbered in C order. It comes from
-a `Layout` and a shape, or from the offsets that a file's metadata states.
+A box is an interval per dimension, in elements of the full tensor, so boxes of different grids are comparable. A grid
+cuts every dimension separately; its boxes are numbered in C order. It is created from a `Layout` and a shape, or from
+the offsets in a file's metadata.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Optional
 
 Box = tuple[tuple[int, int], ...]
-"""Per dimension where it begins and ends; () is the one element of a scalar."""
+"""Start and stop per dimension; () is the one element of a scalar."""
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Optional[Box]:
-    """The common part of two boxes, or None where it has no elements."""
+    """The common part of two boxes, or None if it is empty."""
     common = []
     for (start, stop), (first, last) in zip(one, other):
         low, high = max(start, first), min(stop, last)
@@ -49,11 +49,11 @@ def inside(box: Box, around: Box) -> tuple[slice, ...]:
 
 
 def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
-    """The position along every dimension of what counts in C order.
+    """The position of a box along every dimension.
 
     Args:
-        number: which.
-        cuts: how many there are along every dimension.
+        number: of the box, in C order.
+        cuts: boxes per dimension.
     """
     place = []
     for count in reversed(cuts):
@@ -64,11 +64,11 @@ def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """How a tensor is cut.
+    """A tensor cut into boxes.
 
     Attributes:
-        edges: per dimension the ascending positions where a box begins or ends, from 0 to its size; a
-            dimension that is whole has two. Equal neighbours are a box without elements.
+        edges: per dimension the ascending edges of boxes, from 0 to its size; a dimension that is not cut has two.
+            Equal neighbours are an empty box.
     """
 
     edges: tuple[tuple[int, ...], ...]

@@ -1,16 +1,15 @@
-"""How one parameter is cut over the devices of one pipeline stage.
+"""The layout of one parameter over the devices of one pipeline stage.
 
-A stage's devices form a row-major grid, the *device matrix*. The *tensor map* says, per tensor
-dimension, over which axes of that grid the dimension is split; *optimizer sharding* cuts the
+A stage's devices form a row-major grid, the *device matrix*. The *tensor map* lists, per tensor
+dimension, the axes of that grid that split the dimension; *optimizer sharding* cuts the
 resulting slice once more along dimension 0 among the ranks that hold the same slice.
 
 Everything here is local to a stage: ranks are local ranks ``0 .. device_count - 1``, axes are
 counted from the **right** as MindSpore counts them, and a dimension split over several axes names
-the most significant axis first. Nothing here knows of files, dtypes or bytes.
+the most significant axis first. This module is independent of files, dtypes and bytes.
 
 A slice is always a box: one cut per dimension. `Layout.cuts` gives the slices per dimension,
-`Layout.slice_of_rank` which of them each rank holds, and `Layout.grid` where they lie in a tensor of a
-given shape.
+`Layout.slice_of_rank` the slice of each rank, and `Layout.grid` their places in a tensor of a given shape.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class Layout:
         tensor_map: per tensor dimension the axes it is split over, counted from the right, most
             significant first; an empty tuple is a dimension that is not split.
         shard_size: optimizer shards per shard group; 0 is none, -1 the whole replica group.
-        shard_step: the recorded distance of a shard group's members; only checked, and only where
-            it is not lossy. 0 leaves it unchecked.
-        uneven: sizes of dimension 0's slices where the table is split by hand, else None.
+        shard_step: the recorded distance of a shard group's members; only checked, and only if it is unambiguous.
+            0 is not checked.
+        uneven: sizes of dimension 0's slices of a table that is split by hand, else None.
         recorded_shape: full shape as recorded (JSON only), one entry per entry of ``tensor_map``.
-        expandable: True where ``tensor_map`` may be the JSON writer's expanded form, in which a
-            dimension split over several axes takes one entry per axis.
+        expandable: True if ``tensor_map`` may be the JSON writer's expanded form, with one entry per axis of a
+            dimension that is split over several axes.
 
     Raises:
         LayoutError: the layout contradicts itself.
@@ -165,11 +164,11 @@ class Layout:
 
     @cached_property
     def slice_of_rank(self) -> IntArray:
-        """Which slice every local rank holds, shape (device_count,); slices count in C order of `cuts`."""
+        """The slice of every local rank, shape (device_count,); slices are numbered in C order of `cuts`."""
         if self.shards == 1:
             return self._tensor_slices
         before = self._tensor_slices
-        # Replicas in ascending order; their position within a shard group is the shard they hold.
+        # Replicas in ascending order; their position within a shard group is the number of their shard.
         order = np.argsort(before, kind="stable")
         position = np.empty(self.device_count, dtype=np.int64)
         position[order] = np.arange(self.device_count) % self.replica_count % self.shards
@@ -201,7 +200,7 @@ class Layout:
         return order[starts[slice_number] : starts[slice_number + 1]]
 
     def is_empty_by_hand(self, local_rank: int) -> bool:
-        """Whether the table is split by hand so that a local rank's slice has no rows."""
+        """Whether the table is split by hand and a local rank's slice has no rows."""
         if self.uneven is None:
             return False
         return not self.uneven[self.slice_index(int(self.slice_of_rank[local_rank]))[0]]
@@ -211,7 +210,7 @@ class Layout:
         return place_of(slice_number, self.cuts)
 
     def boundaries(self, dimension: int, size: int) -> tuple[int, ...]:
-        """Where a dimension of ``size`` elements is cut: ``cuts[dimension] + 1`` ascending positions.
+        """The edges of slices in a dimension of ``size`` elements: ``cuts[dimension] + 1`` ascending positions.
 
         Raises:
             LayoutError: the dimension does not divide by its slices.
@@ -222,7 +221,7 @@ class Layout:
         return tuple(part * position for position in range(self.cuts[dimension] + 1))
 
     def check_size(self, dimension: int, size: int) -> None:
-        """See that a dimension of ``size`` elements can be cut so.
+        """Check that a dimension of ``size`` elements divides by its slices.
 
         Raises:
             LayoutError: it does not divide by its slices.
@@ -230,7 +229,7 @@ class Layout:
         self.interval(dimension, size, 0)
 
     def interval(self, dimension: int, size: int, position: int) -> tuple[int, int]:
-        """Where one slice of a dimension of ``size`` elements begins and ends.
+        """Start and stop of one slice of a dimension of ``size`` elements.
 
         Raises:
             LayoutError: the dimension does not divide by its slices.
@@ -259,7 +258,7 @@ class Layout:
         return (0, *itertools.accumulate(self.uneven or ()))
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
-        """How a tensor of ``shape`` is cut.
+        """The grid of a tensor of ``shape``.
 
         Raises:
             LayoutError: the tensor has another number of dimensions, or one does not divide by its slices.
@@ -272,14 +271,14 @@ class Layout:
         return Grid(tuple(self.boundaries(dimension, size) for dimension, size in enumerate(shape)))
 
     def slice_box(self, shape: tuple[int, ...], slice_number: int) -> Box:
-        """The interval of every dimension that a slice covers in a tensor of ``shape``."""
+        """The box of a slice in a tensor of ``shape``."""
         return tuple(
             self.interval(dimension, shape[dimension], position)
             for dimension, position in enumerate(self.slice_index(slice_number))
         )
 
     def full_shape(self, slice_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor of which every rank holds a slice of ``slice_shape``.
+        """The shape of the full tensor with slices of ``slice_shape``.
 
         Raises:
             LayoutError: the slice has another number of dimensions than the layout.
@@ -301,14 +300,13 @@ class Layout:
     def regroupings(self) -> list[Layout]:
         """Every layout that the JSON writer may have expanded to this one, this one first.
 
-        An expanded dimension takes one entry per axis: all but its last entry have the size of
-        their axis. Entries that meet this may as well be dimensions of their own, so the tensor's
-        own number of dimensions has to decide.
+        An expanded dimension has one entry per axis: all but its last entry have the size of their axis. Separate
+        dimensions may have these sizes, too, so the tensor's number of dimensions must decide.
         """
         if not self.expandable or self.recorded_shape is None:
             return [self]
         sizes = self.device_matrix[::-1]
-        # Each partial result: the groups of entries so far.
+        # Per partial result the groups of entries so far.
         partial: list[list[list[int]]] = [[]]
         for entry, axes in enumerate(self.tensor_map):
             joins = (
@@ -345,5 +343,5 @@ class Layout:
 
 @lru_cache(maxsize=64)
 def whole(dimensions: int) -> Layout:
-    """The layout of a tensor that one device holds whole."""
+    """The layout of an unsharded tensor on one device."""
     return Layout((), ((),) * dimensions)

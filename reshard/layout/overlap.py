@@ -1,4 +1,4 @@
-"""Which source slices a target slice is made of.
+"""The source slices of a target slice.
 
 1. Along every dimension, merge the edges of all source grids into one ascending list: the *common
    refinement*. Between two neighbouring edges, every source grid has exactly one slice.
@@ -7,8 +7,10 @@
 3. Slices are boxes and grids are separable, so the outer product of these intervals is the
    target slice, cut into *cells* that each lie in one slice of each source grid.
 
-There are several source grids where stages share a parameter (tied embeddings): a cell can then
-be taken from any of them. No pair of ranks is ever compared; the cost is that of the edges.
+Several source grids exist if stages share a parameter (tied embeddings); a cell can be read from any of them. The cost
+is linear in the edges: pairs of ranks are never compared.
+
+Regions of a view are cut in the same way: by the box of a target slice, and by the edges of all grids of their source.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Optional
 
 from reshard.errors import LayoutError
 from reshard.layout.grid import Box, Grid
 from reshard.layout.layout import Layout
-from reshard.layout.views import Region
+from reshard.layout.views import ZEROS, Region, View
 
 
 class Cell(NamedTuple):
@@ -31,7 +33,7 @@ class Cell(NamedTuple):
     Attributes:
         box: interval per dimension, in elements of the full tensor.
         slices: slice number per source grid, in the order they were given.
-        region: where it comes from, of a tensor that is a view of others; the grids are those of its source.
+        region: its source, for a view of other tensors; the grids are those of this source.
     """
 
     box: Box
@@ -40,14 +42,14 @@ class Cell(NamedTuple):
 
 
 class Overlap:
-    """The cells of every target slice of one tensor; made once per kind of parameter.
+    """The cells of every target slice of one tensor; created once per kind of parameter.
 
     Args:
-        sources: one grid per way in which the tensor is held.
-        target: the grid to cut it into.
+        sources: one grid per sharding of the tensor.
+        target: the target's grid.
 
     Raises:
-        LayoutError: the grids are not of one shape.
+        LayoutError: the grids differ in shape.
     """
 
     def __init__(self, sources: Sequence[Grid], target: Grid) -> None:
@@ -68,7 +70,7 @@ class Overlap:
         return (first, bisect_left(edges, stop)) if stop > start else (first, first)
 
     def cells(self, target_slice: int) -> tuple[Cell, ...]:
-        """The cells of a target slice in C order; none where the slice is empty."""
+        """The cells of a target slice in C order; none for an empty slice."""
         found = self._cells.get(target_slice)
         if found is None:
             found = self._cells[target_slice] = tuple(self._find_cells(target_slice))
@@ -100,6 +102,66 @@ class Overlap:
         return cells
 
 
+class ViewOverlap:
+    """The cells of every target slice of one view; created once per kind of tensor.
+
+    Args:
+        sources: per source of the view its grids, one per sharding.
+        view: the regions of the tensor.
+        target: the target's grid.
+
+    Raises:
+        LayoutError: the target's grid does not have the view's shape.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Grid]], view: View, target: Grid) -> None:
+        if view.shape != target.shape:
+            raise LayoutError(f"tensors of shapes {list(view.shape)} and {list(target.shape)} are not one tensor")
+        self.view = view
+        self.target = target
+        self._grids = [tuple(grids) for grids in sources]
+        self._refined = [refined(grids, grids[0].shape) for grids in sources]
+        self._cells: dict[int, tuple[Cell, ...]] = {}
+
+    def cells(self, target_slice: int) -> tuple[Cell, ...]:
+        """The cells of a target slice, by region; those of zeros have no slices."""
+        found = self._cells.get(target_slice)
+        if found is None:
+            box = self.target.slice_box(target_slice)
+            parts = (part for region in self.view.regions for part in region.within_box(box))
+            found = self._cells[target_slice] = tuple(cell for part in parts for cell in self._cells_of(part))
+        return found
+
+    def _cells_of(self, region: Region) -> Iterable[Cell]:
+        if region.source == ZEROS:
+            return [Cell(region.box, (), region)]
+        edges, positions = self._refined[region.source]
+        # Regions with the number of the refined interval that they lie in, per dimension so far.
+        parts: list[tuple[Region, tuple[int, ...]]] = [(region, ())]
+        for dimension, bounds in enumerate(edges):
+            cut = []
+            for part, intervals in parts:
+                first, stop = part.source_box[dimension]
+                begin, end = bisect_right(bounds, first) - 1, bisect_right(bounds, stop - 1) - 1
+                if begin == end:
+                    cut.append((part, (*intervals, begin)))
+                    continue
+                for number in range(begin, end + 1):
+                    inside = part.within_source(dimension, bounds[number], bounds[number + 1])
+                    cut += ((each, (*intervals, number)) for each in inside)
+            parts = cut
+        return [Cell(part.box, self._slices(region.source, positions, at), part) for part, at in parts]
+
+    def _slices(self, source: int, positions: Sequence[Sequence[Sequence[int]]], at: Sequence[int]) -> tuple[int, ...]:
+        slices = []
+        for number, grid in enumerate(self._grids[source]):
+            slice_number = 0
+            for dimension, interval in enumerate(at):
+                slice_number = slice_number * grid.cuts[dimension] + positions[dimension][number][interval]
+            slices.append(slice_number)
+        return tuple(slices)
+
+
 def refined(grids: Sequence[Grid], shape: Sequence[int]) -> tuple[list[list[int]], list[list[list[int]]]]:
     """The common refinement of grids over one tensor.
 
@@ -118,10 +180,10 @@ def refined(grids: Sequence[Grid], shape: Sequence[int]) -> tuple[list[list[int]
 
 
 def stand_in_shape(sources: Sequence[Layout], target: Layout) -> tuple[int, ...]:
-    """The smallest shape that all layouts divide evenly, for planning without any file.
+    """The smallest shape that all layouts divide evenly, for planning without files.
 
-    Even cuts of a tensor overlap alike whatever its size, so a tensor of this shape needs the
-    same source slices as the real one, whose shape strategy files need not tell.
+    Even cuts overlap in the same way for every size, so a tensor of this shape needs the same source slices as the
+    real one, whose shape strategy files may not contain.
 
     Raises:
         LayoutError: the layouts have different numbers of dimensions.

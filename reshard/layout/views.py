@@ -1,10 +1,9 @@
 """Tensors made of others without arithmetic: strided boxes of numbered source tensors.
 
 Concatenation, splitting, interleaving of rows, stacking, grouping of query heads, transposition and
-reshaping only move elements. Whatever chain of them makes a tensor, each element of it is one element of one
-source, and elements that belong together form few *regions*: nests of loops that step evenly through the
-tensor and through a source. So a view never holds elements or indices, however large the tensors, and where a
-layout cuts it, or cuts its sources, the parts are regions again.
+reshaping only move elements. After any chain of them, each element is one element of one source. Elements form few
+*regions*: nested loops with constant steps through the tensor and through a source. So a view contains no elements or
+indices, for tensors of any size. A layout cuts regions of the view or its sources into regions.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from reshard.errors import LayoutError
 from reshard.layout.grid import Box
 
 ZEROS = -1
-"""In place of a source's number: elements that no source has, all zero."""
+"""Source number of zeros: elements without a source."""
 
 
 class Loop(NamedTuple):
-    """Elements that follow each other evenly, in the view and in the source.
+    """Elements with constant steps in the view and in the source.
 
     Attributes:
-        length: how many, at least 2.
-        dimension: along which dimension of the view.
-        step: from one to the next there, at least 1.
-        source_dimension: along which dimension of the source.
-        source_step: from one to the next there, at least 1.
+        length: number of elements, at least 2.
+        dimension: of the view.
+        step: distance in the view, at least 1.
+        source_dimension: of the source.
+        source_step: distance in the source, at least 1.
     """
 
     length: int
@@ -41,16 +40,15 @@ class Loop(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A nest of loops through a view and through one of its sources.
+    """Nested loops through a view and through one of its sources.
 
-    Along a dimension, on either side, the steps are nested: what lies within one step of a loop is all that
-    the loops of smaller steps reach.
+    Invariant, along each dimension of both: the loops of smaller steps stay within one step of a larger loop.
 
     Attributes:
         source: number of the source, or ``ZEROS``.
         origin: the first element, per dimension of the view.
-        source_origin: where the source has it, per dimension.
-        loops: by dimension of the view, and the largest step first.
+        source_origin: the first element, per dimension of the source.
+        loops: sorted by dimension of the view, then largest step first.
     """
 
     source: int
@@ -80,7 +78,7 @@ class Region(NamedTuple):
         return tuple(zip(self.source_origin, stops))
 
     def within(self, dimension: int, start: int, stop: int) -> Iterator[Region]:
-        """Those parts that lie between two positions along a dimension of the view."""
+        """The parts between two positions along a dimension of the view."""
         first = self.origin[dimension]
         places = [place for place, loop in enumerate(self.loops) if loop.dimension == dimension]
         # Loops are sorted by step already.
@@ -89,7 +87,7 @@ class Region(NamedTuple):
             yield self._part(places, ranges)
 
     def within_source(self, dimension: int, start: int, stop: int) -> Iterator[Region]:
-        """Those parts that lie between two positions along a dimension of the source."""
+        """The parts between two positions along a dimension of the source."""
         first = self.source_origin[dimension]
         places = [place for place, loop in enumerate(self.loops) if loop.source_dimension == dimension]
         places.sort(key=lambda place: -self.loops[place].source_step)
@@ -98,7 +96,7 @@ class Region(NamedTuple):
             yield self._part(places, ranges)
 
     def within_box(self, box: Box) -> Iterator[Region]:
-        """Those parts that lie in a box of the view."""
+        """The parts in a box of the view."""
         found: Iterable[Region] = [self]
         for dimension, ((start, stop), (low, high)) in enumerate(zip(box, self.box)):
             if start > low or stop < high:
@@ -106,11 +104,11 @@ class Region(NamedTuple):
         yield from found
 
     def moved(self, offsets: Sequence[int]) -> Region:
-        """The same elements elsewhere in the view."""
+        """The same elements at other positions of the view."""
         return self._replace(origin=tuple(start + offset for start, offset in zip(self.origin, offsets)))
 
     def _part(self, places: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Region:
-        """The elements that some loops have from ``first`` on, ``count`` of them each."""
+        """The elements ``first`` to ``first + count`` of some loops."""
         loops, origin, source_origin = list(self.loops), list(self.origin), list(self.source_origin)
         for place, (first, count) in zip(places, ranges):
             loop = loops[place]
@@ -121,7 +119,7 @@ class Region(NamedTuple):
         return _region(self.source, origin, source_origin, loops)
 
     def _split(self, dimension: int, inner: int) -> list[Region]:
-        """The regions where a dimension becomes two, of which the second has ``inner`` elements."""
+        """The regions after a dimension is split in two; the second has ``inner`` elements."""
         outer, low = divmod(self.origin[dimension], inner)
         crossing = [loop for loop in self.loops if loop.dimension == dimension and loop.step % inner]
         span = sum((loop.length - 1) * loop.step for loop in crossing)
@@ -130,7 +128,7 @@ class Region(NamedTuple):
         widest = max(crossing, key=lambda loop: loop.step)
         others = span - (widest.length - 1) * widest.step
         if widest.step > inner or inner % widest.step or low % widest.step + others >= widest.step:
-            # Row by row of the new outer dimension: nothing that the built-in operations make comes here.
+            # Row by row of the new outer dimension. The built-in operations need no such case.
             touched = range(outer, (self.box[dimension][1] - 1) // inner + 1)
             parts = (part for row in touched for part in self.within(dimension, row * inner, (row + 1) * inner))
             return [region for part in parts for region in part._split(dimension, inner)]
@@ -175,7 +173,7 @@ class View:
 
     Attributes:
         shape: elements per dimension.
-        regions: what it is made of; together they are all of it, and no element is in two.
+        regions: disjoint; together they cover the view.
     """
 
     shape: tuple[int, ...]
@@ -183,14 +181,14 @@ class View:
 
     @classmethod
     def whole(cls, source: int, shape: Sequence[int]) -> View:
-        """A source as it is."""
+        """An unchanged source."""
         zeros = (0,) * len(shape)
         loops = [Loop(size, dimension, 1, dimension, 1) for dimension, size in enumerate(shape)]
         return cls(tuple(shape), (_region(source, zeros, zeros, loops),) if math.prod(shape) else ())
 
     @classmethod
     def zeros(cls, shape: Sequence[int]) -> View:
-        """Elements that no source has."""
+        """A view of zeros."""
         return View.whole(ZEROS, shape)
 
     @classmethod
@@ -201,7 +199,7 @@ class View:
             LayoutError: there are none, or they differ in another dimension.
         """
         if not views:
-            raise LayoutError("nothing is to be joined")
+            raise LayoutError("there are no tensors to join")
         first = views[0].shape
         _check_dimension(dimension, first)
         regions: list[Region] = []
@@ -217,10 +215,10 @@ class View:
         return cls((*first[:dimension], offset, *first[dimension + 1 :]), tuple(regions))
 
     def part(self, dimension: int, start: int, stop: int) -> View:
-        """What lies between two positions along a dimension.
+        """The part between two positions along a dimension.
 
         Raises:
-            LayoutError: it is not within the tensor.
+            LayoutError: a position is outside the tensor.
         """
         _check_dimension(dimension, self.shape)
         if not 0 <= start <= stop <= self.shape[dimension]:
@@ -237,13 +235,13 @@ class View:
         """The same elements with the dimensions in another order.
 
         Args:
-            order: which dimension each dimension of the result is.
+            order: the old dimension of each new one.
 
         Raises:
-            LayoutError: that is no order of the dimensions.
+            LayoutError: it is not a permutation of the dimensions.
         """
         if sorted(order) != list(range(len(self.shape))):
-            raise LayoutError(f"{list(order)} is no order of the dimensions of a tensor of shape {list(self.shape)}")
+            raise LayoutError(f"{list(order)} is not a permutation of the dimensions of shape {list(self.shape)}")
         place = {dimension: number for number, dimension in enumerate(order)}
         regions = (
             _region(
@@ -260,14 +258,14 @@ class View:
         """The same elements in C order, as a tensor of another shape.
 
         Raises:
-            LayoutError: it has another number of elements.
+            LayoutError: the number of elements differs.
         """
         if math.prod(shape) != math.prod(self.shape) or any(size < 0 for size in shape):
             raise LayoutError(f"a tensor of shape {list(self.shape)} cannot get shape {list(shape)}")
         if not math.prod(shape):
             return View(tuple(shape), ())
         regions = list(self.regions)
-        # From behind, so that the numbers of the dimensions before stay.
+        # From the last group on, so that the numbers of earlier dimensions stay valid.
         for first, count, sizes in reversed(list(_regrouped(self.shape, shape))):
             if not sizes:
                 regions = [_without(region, first, count) for region in regions]
@@ -279,11 +277,11 @@ class View:
         return View(tuple(shape), tuple(regions))
 
     def is_all_of(self, shape: Sequence[int]) -> bool:
-        """Whether it is the first source as it is, given that one's shape."""
+        """Whether it equals the first source, which has this shape."""
         return self.shape == tuple(shape) and self.regions == View.whole(0, shape).regions
 
     def keeps_rows(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether what is next to each other along the last dimension of a source stays so, or is cut between runs.
+        """Whether neighbours along the last dimension of a source stay neighbours, apart from cuts between runs.
 
         Args:
             shapes: of the sources.
@@ -302,7 +300,7 @@ class View:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether elements of it are in no source."""
+        """Whether some elements are zeros without a source."""
         return any(region.source == ZEROS for region in self.regions)
 
     def __hash__(self) -> int:
@@ -310,12 +308,12 @@ class View:
 
     @cached_property
     def _hash(self) -> int:
-        # A layer's views are looked up for every layer, and may have a region per expert.
+        # Cached, because views are dictionary keys per layer and may have a region per expert.
         return hash((self.shape, self.regions))
 
 
 def _region(source: int, origin: Sequence[int], source_origin: Sequence[int], loops: Iterable[Loop]) -> Region:
-    """A region in normal form: loops of one element left out, those that go on evenly joined, all sorted."""
+    """A region in normal form: sorted loops, without loops of one element, contiguous loops joined."""
     ordered = sorted(
         (loop for loop in loops if loop.length > 1),
         key=lambda loop: (loop.dimension, -loop.step, loop.source_dimension),
@@ -337,7 +335,7 @@ def _region(source: int, origin: Sequence[int], source_origin: Sequence[int], lo
 
 
 def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The parts of nested loops that reach positions from ``low`` to ``high``.
+    """The parts of nested loops with positions from ``low`` to ``high``.
 
     Args:
         steps: (count, step) of every loop, the largest step first; they begin at position 0.
@@ -345,7 +343,7 @@ def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[t
         high: one past the last.
 
     Yields:
-        Per loop the first of its elements and how many.
+        Per loop its first element and the number of elements.
     """
     span = sum((count - 1) * step for count, step in steps)
     if low <= 0 and span < high:
@@ -356,7 +354,7 @@ def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[t
     (count, step), inner = steps[0], steps[1:]
     inner_span = span - (count - 1) * step
     begin, end = max(0, -(-(low - inner_span) // step)), min(count - 1, (high - 1) // step)
-    # Of these everything is inside, of the others some.
+    # Elements first to last are completely inside, the others partly.
     first, last = max(0, -(-low // step)), min(count - 1, (high - 1 - inner_span) // step)
     number = begin
     while number <= end:
@@ -370,7 +368,7 @@ def _ranges(steps: Sequence[tuple[int, int]], low: int, high: int) -> Iterator[t
 
 
 def _joined(region: Region, first: int, sizes: Sequence[int]) -> Region:
-    """The region where several dimensions become one.
+    """The region after several dimensions are joined to one.
 
     Args:
         region: the region.
@@ -392,7 +390,7 @@ def _joined(region: Region, first: int, sizes: Sequence[int]) -> Region:
 
 
 def _without(region: Region, first: int, count: int) -> Region:
-    """The region without some dimensions of one element."""
+    """The region after dimensions of one element are removed."""
     loops = [
         loop._replace(dimension=loop.dimension - count) if loop.dimension >= first else loop for loop in region.loops
     ]
@@ -401,10 +399,10 @@ def _without(region: Region, first: int, count: int) -> Region:
 
 
 def _regrouped(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """Which dimensions become which, in the smallest groups that have equally many elements.
+    """Groups of old and new dimensions with equal numbers of elements, as small as possible.
 
     Yields:
-        The first old dimension of a group, how many there are, and the new sizes. Dimensions of one element
+        The first old dimension of a group, the number of old dimensions, and the new sizes. Dimensions of one element
         stay beside their neighbours.
     """
     at = to = 0

@@ -1,4 +1,4 @@
-"""An adapter as the plan knows it: what it adds to which weight."""
+"""An adapter for the plan: the products that it adds to weights, and other tensors that it shares with the base."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from reshard.lora.pairs import Pair, is_matrix, module_of, pairs_of, weight_of, 
 from reshard.lora.scale import Scale
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.text.messages import listing
+from reshard.text.names import is_weight
 from reshard.text.wording import quoted
 
-# Bytes of matrices that are held for other tiles of their weights, and of a block that is read of one.
+# Cache of matrices for other tiles of their weights, and one block of a matrix, in bytes.
 _HELD_BYTES = 32 << 20
 _BLOCK_BYTES = 4 << 20
 MAX_RANK = 4096
-"""The largest rank of an adapter: what a tile needs of its two matrices then takes 17 MiB."""
-# Of their products, tiles of which other blocks need the rest.
+"""Largest rank of an adapter: the parts of the two matrices for one tile then take 17 MiB."""
+# Cache of product tiles that are only partly used, in bytes.
 _TILE_BYTES = 16 << 20
 
 
 class Adapter:
-    """What an adapter adds; see `edits.Additions`.
+    """The additions of an adapter; see `edits.Additions`.
 
     Args:
         tensors: the adapter's, opened.
-        place: where they lie, for messages.
+        place: its path, for messages.
         pairs: its matrices.
-        scale: what their products are multiplied with.
-        overflowed: told of elements that become infinite.
+        scale: the factor of their products.
+        overflowed: called with the number of elements that become infinite.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Adapter:
         self.paths = frozenset().union(*map(self._paths, pairs))
 
     def fit(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, Addition]:
-        """What is added to each weight.
+        """The addition to each weight.
 
         Args:
             tensors: the base's.
@@ -88,17 +89,16 @@ class Adapter:
             name = weight_of(pair, tensors.keys())
             if name in found:
                 raise CheckpointError(
-                    f"{self._place}: several pairs of matrices belong to {quoted(name)}, one is {quoted(pair.down)}",
+                    f"{self._place}: several pairs of matrices belong to {quoted(name)}; one is {quoted(pair.down)}",
                     file=self._place,
                     parameter=pair.down,
                 )
             found[name] = self._addition(pair, tensors[name])
-        # The same weights may lie beside the matrices, as where a base is its own adapter.
+        # The base may be its own adapter: then its weights are beside the matrices.
         others = [name for name in whole_weights(self._tensors.keys()) if name not in weights]
         if others:
             raise CheckpointError(
-                f"{self._place}: holds weights that the base does not have, and that are no matrices: "
-                + listing(others),
+                f"{self._place}: contains weights that the base lacks: " + listing(others),
                 file=self._place,
                 parameter=others[0],
                 hint="is it the adapter of another model?",
@@ -106,7 +106,7 @@ class Adapter:
         return found
 
     def other_alphas(self) -> dict[float, list[str]]:
-        """The modules whose alpha is another than that of the adapter, by theirs."""
+        """The modules with their own alpha, by alpha."""
         found: dict[float, list[str]] = {}
         for pair in self._pairs:
             alpha = self._scale.alpha_of(pair.stem)
@@ -122,7 +122,7 @@ class Adapter:
         """The rank of a pair.
 
         Raises:
-            CheckpointError: the shapes of its matrices are not those of a pair, or too large.
+            CheckpointError: the shapes of its matrices do not match, or the rank is too large.
         """
         down, up = self._tensors[pair.down], self._tensors[pair.up]
         if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
@@ -152,15 +152,17 @@ class Adapter:
         shape = weight.shape[::-1] if self._scale.transposed else weight.shape
         if (*up.shape[:1], *down.shape[1:]) != shape:
             raise CheckpointError(
-                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} is "
-                f"not of the shape {list(weight.shape)} of {quoted(weight.name)}",
+                f"{quoted(pair.up)} of shape {list(up.shape)} times {quoted(pair.down)} of shape {list(down.shape)} "
+                f"does not have the shape {list(weight.shape)} of {quoted(weight.name)}",
                 file=self._place,
                 parameter=pair.down,
                 hint="is it the adapter of another model, or a strategy wrong?",
             )
         for name, dtype in ((weight.name, weight.dtype), (pair.down, down.dtype_name), (pair.up, up.dtype_name)):
             if dtype not in (CAST_TO if name == weight.name else CASTABLE):
-                raise CheckpointError(f"{quoted(name)} is {dtype}, to which nothing can be added", parameter=name)
+                raise CheckpointError(
+                    f"{quoted(name)} is {dtype}; merge-lora supports {', '.join(sorted(CAST_TO))}", parameter=name
+                )
         return LowRank(
             weight.name,
             (weight.shape[0], weight.shape[1]),
@@ -173,16 +175,16 @@ class Adapter:
         )
 
     def _matrices(self, pair: Pair, rows: Span, columns: Span) -> tuple[Matrix, Matrix]:
-        """Of the two matrices whose product has a weight's shape, some rows of the first, columns of the second."""
+        """Some rows of the first and some columns of the second of two matrices whose product has a weight's shape."""
         if self._scale.transposed:
             return self._part(pair.down, 1, rows).T, self._part(pair.up, 0, columns).T
         return self._part(pair.up, 0, rows), self._part(pair.down, 1, columns)
 
     def _part(self, name: str, dimension: int, span: Span) -> Matrix:
-        """Some rows or columns of a matrix, in Float32, out of the block that they lie in."""
+        """Some rows or columns of a matrix in Float32, read with their whole block."""
         tensor = self._tensors[name]
         length, rank = tensor.shape[dimension], tensor.shape[1 - dimension]
-        # No tile lies in two blocks.
+        # A multiple of the tile size, so that no tile crosses a block.
         block = max(1, _BLOCK_BYTES // (4 * rank * LARGEST_SIDE)) * LARGEST_SIDE
         number = span[0] // block
         with self._lock:
@@ -212,16 +214,58 @@ class Adapter:
 
 
 def read_adapter(tensors: OpenedCheckpoint, place: str, scale: Scale, overflowed: Overflowed) -> Adapter:
-    """An adapter of what lies somewhere.
+    """Open an adapter for merging.
 
     Args:
         tensors: its tensors, opened.
-        place: where they lie, for messages.
-        scale: what the products are multiplied with.
-        overflowed: told of elements that become infinite.
+        place: its path, for messages.
+        scale: the factor of the products.
+        overflowed: called with the number of elements that become infinite.
 
     Raises:
-        CheckpointError: there is none, or it is of a kind that cannot be merged.
-        ReshardError: it cannot be read.
+        CheckpointError: there is no adapter, or its kind is not supported.
+        ReshardError: a file cannot be read.
     """
     return Adapter(tensors, place, pairs_of(tensors.keys(), place), scale, overflowed)
+
+
+def check_beside(adapter: OpenedCheckpoint, place: str, base: OpenedCheckpoint) -> None:
+    """Compare the tensors that an adapter and its base share, element by element.
+
+    Training may save the whole model beside the matrices. Merging ignores other trained weights, and matrices of
+    another adapter in the base, so both must be refused.
+
+    Args:
+        adapter: the adapter's tensors.
+        place: its path, for messages.
+        base: the base's tensors.
+
+    Raises:
+        CheckpointError: some differ, or the base has matrices that the adapter lacks.
+        ReshardError: a file cannot be read.
+    """
+    matrices = [name for name in base if is_weight(name, base) and is_matrix(name)]
+    others = [name for name in matrices if name not in adapter or not _same(adapter[name], base[name])]
+    if others:
+        raise CheckpointError(
+            f"the base contains matrices of another adapter than {place}: " + listing(others),
+            parameter=others[0],
+            hint="merge them first, with this base as BASE and as ADAPTER, or skip them with "
+            "`reshard convert --exclude '*lora_*'`",
+        )
+    shared = [name for name in whole_weights(adapter.keys()) if name in base]
+    differing = [name for name in shared if not _same(adapter[name], base[name])]
+    if differing:
+        raise CheckpointError(
+            f"{place}: contains weights that differ from the base's: " + listing(differing),
+            file=place,
+            parameter=differing[0],
+            hint="merge-lora only merges matrices; if this checkpoint is the whole model, pass it as BASE, too",
+        )
+
+
+def _same(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have one type and shape and the same bytes."""
+    if (one.dtype_name, one.shape) != (other.dtype_name, other.shape):
+        return False
+    return all(mine.tobytes() == theirs.tobytes() for mine, theirs in zip(one.blocks(), other.blocks()))

@@ -1,8 +1,7 @@
 """Adding the product of two thin matrices to a weight, tile by tile.
 
-A block of a weight that is being written may begin and end anywhere, and which blocks there are depends on threads
-and memory. Tiles do not: they lie at multiples of their size, each is computed whole, and so every element
-comes out the same whoever writes it.
+The blocks of a weight depend on threads and memory. Tiles do not: they begin at multiples of their size and are
+computed completely, so every element is the same in every run.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from reshard.layout import Box, inside, intersection
 
 Matrix = npt.NDArray[np.float32]
 Span = tuple[int, int]
-"""The first of some rows or columns, and the one behind the last."""
+"""First row or column, and the one after the last."""
 
 _ROWS, _COLUMNS = 64, 1024
 LARGEST_SIDE = 1024
@@ -27,10 +26,10 @@ LARGEST_SIDE = 1024
 
 
 class Products:
-    """Tiles of products that were used in part: where blocks are small, the next ones need the same again.
+    """Cache of partly used tiles: small neighbouring blocks need the same tile.
 
     Args:
-        most: bytes that are held.
+        most: size in bytes.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,7 +39,7 @@ class Products:
         self._lock = threading.Lock()
 
     def find(self, name: str, tile: Box) -> Optional[Matrix]:
-        """A tile of a weight's product, if it is held."""
+        """A cached tile of a weight's product."""
         with self._lock:
             found = self._held.get((name, tile))
             if found is not None:
@@ -48,7 +47,7 @@ class Products:
             return found
 
     def hold(self, name: str, tile: Box, product: Matrix) -> None:
-        """Hold one, and let go of those that were not used for longest."""
+        """Cache a tile and drop the least recently used ones."""
         with self._lock:
             if (name, tile) not in self._held:
                 self._held[name, tile] = product
@@ -64,11 +63,11 @@ class LowRank:
         name: of the weight.
         shape: rows and columns of the weight.
         dtype: its type.
-        matrices: reads some rows of ``up``, which has one for each of the weight's, and some columns of ``down``.
-        scale: what the product is multiplied with.
-        overflowed: told of elements that become infinite.
-        products: where tiles are held that are not used whole.
-        paths: the files that the matrices are read from.
+        matrices: reads some rows of ``up`` and some columns of ``down``.
+        scale: factor of the product.
+        overflowed: called with the number of elements that become infinite.
+        products: cache of partly used tiles.
+        paths: files of the matrices.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class LowRank:
                 self._cast.put(wide.view("u4"), here)
 
     def _product(self, tile: Box, alone: bool) -> Matrix:
-        """A tile of what is added, which no other block needs if it is used alone."""
+        """A tile of the addition; cached unless one block uses all of it."""
         found = self._products.find(self._name, tile)
         if found is None:
             rows, columns = tile

@@ -1,7 +1,7 @@
 r"""Keys of alpha_pattern and rank_pattern, matched as PEFT matches them, but in bounded time.
 
 PEFT takes the first key for which ``re.match(rf"(.*\.)?({key})$", module)`` succeeds. Python's `re` backtracks: some
-keys take longer than anybody waits. Here all ways to match advance together, one character of the name at a time.
+keys take exponential time. Here all possible matches advance together, one character of the name at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from reshard.text.wording import quoted
 MAX_KEY_LENGTH = 1000
 """Characters of a key."""
 MAX_STATES = 5000
-"""States of a key's automaton; a counted repetition has a copy of its states for each count."""
+"""States of a key's automaton; a counted repetition copies its states."""
 MAX_DEPTH = 30
-"""Groups within groups."""
+"""Depth of nested groups."""
 MAX_STEPS = 20_000_000
-"""States that are visited for all keys and modules together: some seconds."""
+"""Visited states of all keys and modules: some seconds."""
 
-# A key without any of these can match in one way only, which `re` finds without backtracking.
+# Without these characters `re` does not backtrack.
 _BRANCHING = frozenset("*+?{[(|\\")
-# Characters that `re` compares in about the time of one step here.
+# `re` compares about so many characters in the time of one step.
 _CHARACTERS_PER_STEP = 1024
 _COUNTED = re.compile(r"\{(?!\})([0-9]*)(,?)([0-9]*)\}")
 _ESCAPES = frozenset(string.punctuation + " dDwWsS")
@@ -39,7 +39,7 @@ _Test = Union[str, "re.Pattern[str]"]
 
 
 class KeyPatternError(ValueError):
-    """A key that is no expression, or one that is not supported."""
+    """A key is not a regular expression, or not a supported one."""
 
 
 class _Node(NamedTuple):
@@ -48,10 +48,10 @@ class _Node(NamedTuple):
     Attributes:
         kind: ``_ONE`` character, ``_BEGIN`` or ``_END`` of the name, ``_SPLIT`` into alternatives, or ``_MATCH`` for a
             sequence, which may be repeated.
-        test: of one character.
+        test: a character, or an expression for one.
         parts: of alternatives and sequences.
-        least: how often it is there at least.
-        most: how often at the most; None for any number.
+        least: minimum number of repetitions.
+        most: maximum number; None for any number.
     """
 
     kind: int
@@ -73,31 +73,33 @@ class KeyPattern:
     """One key.
 
     Args:
-        key: as the configuration has it.
+        key: the text in the configuration.
 
     Raises:
-        KeyPatternError: it is no expression, or not a supported one.
+        KeyPatternError: it is not a supported regular expression.
     """
 
     def __init__(self, key: str) -> None:
         self.key = key
         if len(key) > MAX_KEY_LENGTH:
             raise KeyPatternError(f"{quoted(key)} is longer than {MAX_KEY_LENGTH} characters")
-        # PEFT's text, so that unbalanced parentheses mean the same.
+        # The expression of PEFT, so that unbalanced parentheses have the same effect.
         text = rf"(.*\.)?({key})$"
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compiled = re.compile(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise KeyPatternError(f"{quoted(key)} is no regular expression: {getattr(error, 'msg', error)}") from error
+            raise KeyPatternError(
+                f"{quoted(key)} is not a regular expression: {getattr(error, 'msg', error)}"
+            ) from error
         self._plain = None if _BRANCHING & set(key) else compiled
         self._states = [_State(_MATCH, "", ())]
         self._built = 0
         self._first = 0 if self._plain is not None else self._build(_Parser(key, text).parse(), 0)
 
     def matches(self, module: str) -> tuple[bool, int]:
-        """Whether a module's name fits, and how many steps it took to see this."""
+        """Whether a module's name matches, and the number of steps."""
         if self._plain is not None:
             return self._plain.match(module) is not None, 1 + len(module) * len(self.key) // _CHARACTERS_PER_STEP
         here = self._reached([self._first], module, 0)
@@ -115,7 +117,7 @@ class KeyPattern:
         return 0 in here, steps
 
     def _reached(self, numbers: list[int], text: str, place: int) -> set[int]:
-        """The states that some lead to without another character."""
+        """The states that are reachable without another character."""
         found: set[int] = set()
         while numbers:
             number = numbers.pop()
@@ -133,7 +135,7 @@ class KeyPattern:
         return len(self._states) - 1
 
     def _build(self, node: _Node, following: int) -> int:
-        """Add the states of a node that lead to another state; the first of them."""
+        """Add the states of a node before another state; returns the first."""
         first = following
         if node.most is None:
             first = self._add(_SPLIT, "", ())
@@ -174,7 +176,7 @@ class _Parser:
         self._depth = 0
 
     def parse(self) -> _Node:
-        """The expression up to its end, or that of the group that it is in."""
+        """The expression up to the end of the text or group."""
         ways = [self._sequence()]
         while self._next("|"):
             ways.append(self._sequence())
@@ -187,7 +189,7 @@ class _Parser:
         return _Node(_MATCH, parts=tuple(parts))
 
     def _next(self, text: str) -> bool:
-        """Whether this comes next; then it is passed."""
+        """Skip this text if it comes next, and return whether it did."""
         there = self._text.startswith(text, self._place)
         self._place += len(text) if there else 0
         return there
@@ -207,7 +209,7 @@ class _Parser:
                 raise self._unsupported()
             return self._test(self._text[self._place : self._place + 2])
         if character in ".[":
-            # A bracket that comes first in a class is a member of it.
+            # A first closing bracket is a member of the class.
             end = re.compile(r"\.|\[\^?\]?(?:[^]\\]|\\.)*\]", re.DOTALL).match(self._text, self._place)
             assert end is not None
             return self._test(end[0])
@@ -215,14 +217,14 @@ class _Parser:
         return _Node({"^": _BEGIN, "$": _END}.get(character, _ONE), character)
 
     def _test(self, text: str) -> _Node:
-        """One of several characters, by Python's own expression."""
+        """A class of characters, tested by `re`."""
         self._place += len(text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _Node(_ONE, re.compile(text))
 
     def _repeated(self, node: _Node) -> _Node:
-        """A node with the counts that follow it."""
+        """A node with its repetition."""
         counts: tuple[int, Optional[int]]
         counted = _COUNTED.match(self._text, self._place)
         if counted is not None:
@@ -234,14 +236,14 @@ class _Parser:
             if sign is None:
                 return node
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-        # Whether it takes few or many makes no difference to whether a name fits.
+        # Lazy repetitions match the same names as greedy ones.
         self._next("?")
         if self._next("+"):
             raise self._unsupported()
         return _Node(_MATCH, parts=(node,), least=counts[0], most=counts[1])
 
     def _unsupported(self) -> KeyPatternError:
-        return KeyPatternError(f"{quoted(self._key)} is an expression that merge-lora does not support: {_SUPPORTED}")
+        return KeyPatternError(f"{quoted(self._key)}: merge-lora does not support this expression; {_SUPPORTED}")
 
 
 class KeyPatterns:
@@ -261,20 +263,20 @@ class KeyPatterns:
         self._keys: dict[str, Optional[str]] = {}
 
     def value(self, module: str) -> Optional[float]:
-        """The value for a module: that of the first key that it fits; None where it fits none.
+        """The value of the first key that matches a module; None without a match.
 
         Raises:
             KeyPatternError: matching takes too long.
         """
         if module not in self._keys:
-            # PEFT looks a name up as it is where it fits no expression.
+            # Without a matching expression PEFT looks up the name itself.
             known = module if module in self._values else None
             self._keys[module] = next((each.key for each in self._patterns if self._fits(each, module)), known)
         key = self._keys[module]
         return None if key is None else self._values[key]
 
     def unused(self, modules: Iterable[str]) -> list[str]:
-        """The keys that no module fits.
+        """The keys without a matching module.
 
         Raises:
             KeyPatternError: matching takes too long.
@@ -293,5 +295,5 @@ class KeyPatterns:
         found, steps = pattern.matches(module)
         self._steps += steps
         if self._steps > MAX_STEPS:
-            raise KeyPatternError(f"{quoted(pattern.key)} and the others take too long to match: write simpler ones")
+            raise KeyPatternError(f"{quoted(pattern.key)} and the other keys take too long to match: simplify them")
         return found

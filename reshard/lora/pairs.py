@@ -1,4 +1,4 @@
-"""The names of adapters' matrices: which two belong together, and which weight they change."""
+"""Names of an adapter's matrices: their pairs, and the weights that they change."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from reshard.text.names import is_weight
 from reshard.text.near_names import near_names
 from reshard.text.wording import quoted
 
-# What PEFT puts before every name of the model.
+# Prefix of PEFT before every name of the model.
 _PEFT = "base_model.model."
-# PEFT's names, with or without that of the adapter; MindFormers' and MindPet's.
+# Names of PEFT, with or without the adapter's name, of MindFormers and of MindPet.
 _MATRIX = re.compile(
     r"(?P<stem>.+)\.(?P<before>lora_|mindpet_delta_lora_)"
     r"(?:(?P<upper>[AB])(?P<adapter>\.[^.]+)?\.weight|(?P<lower>[ab]))",
@@ -25,7 +25,7 @@ _UNKNOWN = {
     "lora_embedding_": "LoRA of an embedding",
     "lora_": "a kind of LoRA",
 }
-# Where the weight may lie beside the matrices: of a linear layer, of one that was wrapped.
+# Names of the weight: of a linear layer, and of wrapped ones.
 _WEIGHTS = ("{stem}.weight", "{stem}.base_layer.weight", "{stem}.layer.weight", "{stem}")
 
 
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     """Two matrices of an adapter.
 
     Attributes:
-        stem: what their names begin with; the module that they belong to.
+        stem: prefix of their names: the module.
         down: name of A, which has a row for each of the ranks.
         up: name of B, which has a column for each.
     """
@@ -44,12 +44,12 @@ class Pair(NamedTuple):
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a tensor is one of an adapter's, by its name."""
+    """Whether a name is that of an adapter's matrix."""
     return _MATRIX.fullmatch(name) is not None
 
 
 def module_of(stem: str) -> str:
-    """The module that a pair belongs to, as PEFT matches it with patterns: without what it puts before all names."""
+    """The module of a pair as PEFT matches it with patterns: without PEFT's prefix."""
     return stem[len(_PEFT) :] if stem.startswith(_PEFT) else stem
 
 
@@ -58,14 +58,14 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
 
     Args:
         names: of all tensors.
-        place: where they lie, for messages.
+        place: path of the adapter, for messages.
 
     Raises:
-        CheckpointError: there is none, one is alone, or they are of several adapters or of an unknown kind.
+        CheckpointError: there is no pair, a matrix has no partner, or there are several adapters or unknown kinds.
     """
     found: dict[str, dict[str, str]] = {}
     others = []
-    # The first matrix of each adapter: all that its names have beside module and side.
+    # First matrix of each adapter, by the parts of its name other than module and side.
     adapters: dict[tuple[str, ...], str] = {}
     known = frozenset(names)
     for name in sorted(known):
@@ -82,21 +82,23 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
                 f"{place}: {quoted(name)} and {quoted(found[match['stem']][side])} are both matrices of one adapter",
                 file=place,
                 parameter=name,
-                hint="merge one adapter after the other, each from a place of its own",
+                hint="merge one adapter after the other, each from its own directory",
             )
         found[match["stem"]][side] = name
     for name in others:
         for sign, what in _UNKNOWN.items():
             if sign in name:
                 raise CheckpointError(
-                    f"{place}: {quoted(name)} is of {what}, which cannot be merged here", file=place, parameter=name
+                    f"{place}: {quoted(name)} is of {what}, which merge-lora does not support",
+                    file=place,
+                    parameter=name,
                 )
     if len(adapters) > 1:
         raise CheckpointError(
-            f"{place}: holds matrices of {len(adapters)} adapters: " + listing(sorted(adapters.values())),
+            f"{place}: contains matrices of {len(adapters)} adapters: " + listing(sorted(adapters.values())),
             file=place,
             parameter=min(adapters.values()),
-            hint="merge one adapter after the other, each from a place of its own",
+            hint="merge one adapter after the other, each from its own directory",
         )
     alone = [name for sides in found.values() if len(sides) < 2 for name in sides.values()]
     if alone:
@@ -105,14 +107,14 @@ def pairs_of(names: Iterable[str], place: str) -> list[Pair]:
         )
     if not found:
         raise CheckpointError(
-            f"{place}: holds no matrices of an adapter, such as model.layers.0.self_attn.q_proj.lora_A.weight",
+            f"{place}: contains no matrices of an adapter, such as model.layers.0.self_attn.q_proj.lora_A.weight",
             file=place,
         )
     return [Pair(stem, sides["A"], sides["B"]) for stem, sides in sorted(found.items())]
 
 
 def whole_weights(names: Iterable[str]) -> list[str]:
-    """Weights among an adapter's tensors that are no matrices of pairs, sorted."""
+    """Weights of an adapter other than its matrices, sorted."""
     known = frozenset(names)
     return sorted(name for name in known if is_weight(name, known) and not is_matrix(name))
 
@@ -125,7 +127,7 @@ def weight_of(pair: Pair, weights: Collection[str]) -> str:
         weights: names of the base's tensors.
 
     Raises:
-        CheckpointError: there is none, or it cannot be told which.
+        CheckpointError: there is none, or there are several.
     """
     stems = list(dict.fromkeys([pair.stem, module_of(pair.stem)]))
     wanted = [form.format(stem=stem) for stem in stems for form in _WEIGHTS]
@@ -134,14 +136,14 @@ def weight_of(pair: Pair, weights: Collection[str]) -> str:
         return found[0]
     if found:
         raise CheckpointError(
-            f"{quoted(pair.down)} belongs to one of {' and '.join(map(quoted, found))}, and nothing tells which",
+            f"{quoted(pair.down)} may belong to {' or '.join(map(quoted, found))}",
             parameter=pair.down,
         )
     expected = f"{stems[-1]}.weight"
     near = " or ".join(map(quoted, near_names(expected, weights)))
-    cure = f"the base has {near}" if near else "`reshard convert --rename OLD=NEW` gives other names"
+    cure = f"the base has {near}" if near else "`reshard convert --rename OLD=NEW` renames tensors"
     raise CheckpointError(
         f"{quoted(pair.down)} belongs to {quoted(expected)}, which the base does not have",
         parameter=pair.down,
-        hint=f"is the adapter of another model, or named otherwise? {cure}",
+        hint=f"is it the adapter of another model, or are names different? {cure}",
     )

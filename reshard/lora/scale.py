@@ -1,4 +1,4 @@
-"""What the product of an adapter's matrices is multiplied with, by what lies beside them or was typed."""
+"""The factor of an adapter's products, from its configuration or from --alpha."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from reshard.text.wording import quoted
 
 _PEFT_CONFIG, _MINDFORMERS_CONFIG = "adapter_config.json", "mindformers_adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 22
-_ALPHA = "give it with --alpha"
+_ALPHA = "pass --alpha"
 MIN_ALPHA, MAX_ALPHA = 1e-9, 1e9
-"""Between these is the size of every alpha: smaller ones vanish in Float32, larger ones overflow 16-bit weights."""
-# Initialisations that subtract from the weights what the matrices begin with.
+"""Limits of every alpha: smaller ones vanish in Float32, larger ones overflow 16-bit weights."""
+# Initialisations that subtract the initial product from the weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SAME_BASE = ("gaussian", "orthogonal", "eva")
-# What PEFT writes that does not change which product is added to which weight, or is looked at here.
+# Keys of PEFT that do not change the products, or that are read here.
 _UNDERSTOOD = frozenset(
     (
         *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
@@ -41,14 +41,14 @@ _UNSUPPORTED = frozenset(("use_dora", "use_qalora", "lora_bias", "layer_replicat
 
 @dataclass(frozen=True)
 class Scale:
-    """How strongly an adapter counts.
+    """The scale of an adapter: alpha / rank.
 
     Attributes:
-        path: where it was read; for messages.
-        alpha: divided by the rank it is the scale.
-        alphas: other values for some modules.
-        rank: of the matrices; None where nothing says so.
-        ranks: other values for some modules.
+        path: its file, for messages.
+        alpha: of modules without a key in ``alphas``.
+        alphas: values of other modules.
+        rank: of the matrices; None if the file does not contain it.
+        ranks: values of other modules.
         by_root: alpha is divided by the root of the rank instead.
         transposed: weights have a row for each input.
     """
@@ -62,22 +62,22 @@ class Scale:
     transposed: bool = False
 
     def alpha_of(self, stem: str) -> float:
-        """The alpha of a module, by what the names of its matrices begin with."""
+        """The alpha of the module with this stem."""
         alpha = self.alphas.value(module_of(stem))
         return self.alpha if alpha is None else alpha
 
     def of(self, stem: str, rank: int) -> float:
-        """The scale of a pair of so many ranks, of a module."""
+        """The scale of a module's pair of this rank."""
         return self.alpha_of(stem) / (math.sqrt(rank) if self.by_root else rank)
 
     def check(self, ranks: Mapping[str, int]) -> None:
-        """Refuse a configuration that is not that of these matrices.
+        """Refuse a configuration of other matrices.
 
         Args:
-            ranks: of all pairs, by what their names begin with.
+            ranks: of all pairs, by stem.
 
         Raises:
-            CheckpointError: a key matches none of them, or a rank is another.
+            CheckpointError: a key matches none of them, or a rank differs.
         """
         modules = [module_of(stem) for stem in ranks]
         try:
@@ -106,15 +106,15 @@ class Scale:
 
 
 def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
-    """The scale that is typed, or that lies beside an adapter.
+    """The scale from --alpha or from the configuration beside an adapter.
 
     Args:
         adapter: its directory or file.
-        alpha: what was typed, if anything.
-        report: warned of what the base has to be.
+        alpha: the value of --alpha.
+        report: gets a warning if the adapter needs another base.
 
     Raises:
-        CheckpointError: nothing tells it, or what does cannot be understood.
+        CheckpointError: there is no configuration, or it is not supported.
         RetryableError: reading failed.
     """
     place = adapter if is_directory(adapter) else os.path.dirname(adapter)
@@ -127,7 +127,7 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
             if "{" not in adapter and not exists(adapter):
                 raise CheckpointError(f"{adapter}: does not exist", file=adapter, hint=path_meant(adapter))
             raise CheckpointError(
-                f"{adapter}: has no {_PEFT_CONFIG} or {_MINDFORMERS_CONFIG} beside it, so nothing tells alpha",
+                f"{adapter}: has no {_PEFT_CONFIG} or {_MINDFORMERS_CONFIG} beside it, so alpha is unknown",
                 file=adapter,
                 hint=_ALPHA,
             )
@@ -155,10 +155,10 @@ def scale_of(adapter: str, alpha: Optional[float], report: Report) -> Scale:
 
 
 def _check_understood(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration of which something is not understood, since it may change what is to be added.
+    """Refuse unknown keys of a configuration, because they may change the products.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: there are some.
     """
     unknown = {
         key: value
@@ -175,12 +175,12 @@ def _check_understood(path: str, config: Mapping[str, Any]) -> None:
     if isinstance(start, str) and not start.lower().startswith((*_OTHER_BASE, *_SAME_BASE)):
         unknown["init_lora_weights"] = start
     if unknown:
-        said = ", ".join(f"{key} = {quoted(json.dumps(value))}" for key, value in unknown.items())
+        settings = ", ".join(f"{key} = {quoted(json.dumps(value))}" for key, value in unknown.items())
         raise CheckpointError(
-            f"{path}: has {said}, which merge-lora does not support",
+            f"{path}: has {settings}, which merge-lora does not support",
             file=path,
-            hint="merge it with PEFT (merge_and_unload); a key that changes nothing of the product may be removed from "
-            "a copy of the file",
+            hint="merge it with PEFT (merge_and_unload); if a key does not change the product, remove it from a copy "
+            "of the file",
         )
 
 
@@ -188,11 +188,11 @@ def _patterns(path: str, name: str, config: Mapping[str, Any]) -> KeyPatterns:
     """The values of modules.
 
     Raises:
-        CheckpointError: they cannot be understood.
+        CheckpointError: they are invalid.
     """
     values = config.get(name) or {}
     if not isinstance(values, Mapping):
-        raise CheckpointError(f"{path}: {name} is no object", file=path)
+        raise CheckpointError(f"{path}: {name} is not a JSON object", file=path)
     try:
         return KeyPatterns({key: _number(path, f"{name} of {quoted(key)}", value) for key, value in values.items()})
     except KeyPatternError as error:
@@ -209,8 +209,8 @@ def _config(path: str) -> Mapping[str, Any]:
     except OSError as error:
         raise RetryableError(f"{path}: cannot be read: {error.strerror or error}", file=path) from error
     if not isinstance(config, Mapping):
-        raise CheckpointError(f"{path}: holds no object", file=path)
-    # MindFormers' own has it one level below.
+        raise CheckpointError(f"{path}: contains no JSON object", file=path)
+    # MindFormers nests it in lora_config.
     inner = config.get("lora_config")
     return inner if isinstance(inner, Mapping) else config
 

@@ -4,9 +4,9 @@
 which elements. Nothing here knows of files of tensors, dtypes or layouts.
 """
 
-from reshard.names.apply import Applied, AppliedStep, Made, apply_rules, warning_of
+from reshard.names.apply import Applied, AppliedStep, MadeView, apply_rules, warning_of
 from reshard.names.frameworks import plain_names, possible_plain_names, trainer_keys, trainer_names
-from reshard.names.model import Rules
+from reshard.names.model import NameRules
 from reshard.names.operations import SizedOperation
 from reshard.names.options import possible_options
 from reshard.names.sizes import Configuration
@@ -17,8 +17,8 @@ __all__ = [
     "Applied",
     "AppliedStep",
     "Configuration",
-    "Made",
-    "Rules",
+    "MadeView",
+    "NameRules",
     "SizedOperation",
     "apply_rules",
     "builtin_names",

@@ -1,4 +1,4 @@
-"""Rules applied to the tensors of a checkpoint: which of their elements make which tensors of the other naming."""
+"""Rules applied to the tensors of a checkpoint: the tensors of the other naming, as views of the source."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.layout.views import ZEROS, View
-from reshard.names.completeness import check_complete
-from reshard.names.direction import side_of
-from reshard.names.matching import Instance, Key, Side, SidedRule
-from reshard.names.model import Rules
+from reshard.names.matching import Instance, InstanceKey, Side, SidedRule
+from reshard.names.misfits import Misfits, check_complete
+from reshard.names.model import NameRules
 from reshard.names.operations import TAKE, Shape, SizedOperation
-from reshard.names.options import Settled, settle
+from reshard.names.options import Settled, settle, side_of
 from reshard.names.pattern import SizedPattern
-from reshard.names.problems import Problems
 from reshard.names.views import views_of
 from reshard.text.messages import listing
 from reshard.text.names import OTHER, WEIGHTS, kind_of, state_prefix
 from reshard.text.products import SizeError
 
 
-class Made(NamedTuple):
+class MadeView(NamedTuple):
     """A tensor in the other naming.
 
     Attributes:
         name: its name.
-        sources: names of the tensors that its view numbers.
-        view: which of their elements it is made of.
+        sources: names of the tensors that the view is made of, in the view's numbering.
+        view: the elements.
     """
 
     name: str
@@ -37,11 +35,11 @@ class Made(NamedTuple):
 
 
 class AppliedStep(NamedTuple):
-    """What was made together, in a form that somebody who knows nothing of views can do again.
+    """One application of a rule, as operations that can be repeated without views.
 
     Attributes:
-        rule: which rule, for messages.
-        operations: what to do with the list of sources, one after the other; none where it is but another name.
+        rule: the rule, for messages.
+        operations: the operations on the list of sources, in order; none where only the name changes.
         sources: names of the tensors taken, in order.
         targets: names of the tensors made, in order.
     """
@@ -54,23 +52,23 @@ class AppliedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Applied:
-    """What rules make of a checkpoint.
+    """The result of rules on a checkpoint.
 
     Attributes:
-        reversed: whether they were read from right to left.
-        steps: what is made, in the order of the rules and of the numbers in names.
+        reversed: whether the rules were read from right to left.
+        steps: the steps, in the order of the rules and of the numbers in names.
         made: the tensors made, by name, in the order of `steps`.
-        dropped: names that a rule leaves out.
-        unspoken: optimizer state that was not asked for, or whose weight no rule speaks of.
-        tied: pairs of source tensors of which the first is taken, and which should be equal.
-        notes: what is to be told.
-        assumed: options of the table that nothing stated, as they were taken: ``gate_up=interleaved``.
-        options: all options of the table, whether stated, told or assumed.
+        dropped: names that a rule skips.
+        unspoken: optimizer state that was not requested, or whose weight matches no rule.
+        tied: pairs of source tensors that should be equal; the first of each is used.
+        notes: notes for the user.
+        assumed: options at their default because nothing states them: ``gate_up=interleaved``.
+        options: all options of the table with their values.
     """
 
     reversed: bool
     steps: tuple[AppliedStep, ...]
-    made: Mapping[str, Made]
+    made: Mapping[str, MadeView]
     dropped: tuple[str, ...]
     unspoken: tuple[str, ...]
     tied: tuple[tuple[str, str], ...]
@@ -80,28 +78,28 @@ class Applied:
 
 
 def apply_rules(
-    rules: Rules,
+    rules: NameRules,
     shapes: Mapping[str, Shape],
     config: Optional[Mapping[str, object]] = None,
     reverse: Optional[bool] = None,
     optimizer: bool = False,
 ) -> Applied:
-    """Find out what rules make of the tensors of a checkpoint.
+    """Apply rules to the names and shapes of a checkpoint.
 
     Args:
         rules: the table.
         shapes: of all tensors of the source: weights, optimizer state, values.
-        config: what config.json says, if there is one.
-        reverse: whether the source is on the right side; None: whichever side fits.
-        optimizer: whether optimizer state and gradients follow their weights; where the table keeps what no rule
-            speaks of, they do so in any case.
+        config: the content of config.json, if there is one.
+        reverse: whether the source is on the right side; None: the side that fits.
+        optimizer: whether optimizer state and gradients follow their weights. They always do in a table that keeps
+            names without a rule.
 
     Raises:
         NamesError: rules and source do not fit, a size is missing or contradicts a shape.
     """
     settled = settle(rules, config, shapes)
     side = side_of(rules, settled, shapes, reverse)
-    run = _Run(rules, side, shapes, optimizer, settled)
+    run = _Application(rules, side, shapes, optimizer, settled)
     run.sort()
     check_complete(side, run.instances, run.problems, rules.keeps_others)
     run.check_used()
@@ -110,29 +108,29 @@ def apply_rules(
     return run.applied()
 
 
-def warning_of(rules: Rules, applied: Applied) -> Optional[str]:
-    """What to warn of where options were taken for what is usual; None where all are stated or told.
+def warning_of(rules: NameRules, applied: Applied) -> Optional[str]:
+    """A warning about options at their default; None if all are stated.
 
-    The other choice has the same names and shapes, and a model that computes nonsense.
+    The other value gives the same names and shapes, and a model that computes nonsense.
     """
     if not applied.assumed:
         return None
     said = ",".join(applied.assumed)
     stated = ",".join([rules.path, *(f"{name}={value}" for name, value in rules.chosen), said])
     return (
-        f"the rules {rules.path} are read with {said}, as is usual, because neither they nor a configuration say so: "
+        f"the rules {rules.path} are applied with the default {said}: neither --names nor a configuration states it; "
         f"state it with --names {stated}"
     )
 
 
 class _Class(NamedTuple):
-    """What a rule makes of tensors of certain shapes.
+    """A rule on tensors of certain shapes.
 
     Attributes:
         operations: in numbers.
-        views: of each tensor that it makes, the sources that it needs and the view of these.
-        notes: what is to be told.
-        error: what keeps it from being done.
+        views: per target its sources and the view of them.
+        notes: notes for the user.
+        error: the problem, if it cannot be applied.
     """
 
     operations: tuple[SizedOperation, ...]
@@ -142,33 +140,33 @@ class _Class(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _Application:
     """One application of rules."""
 
-    rules: Rules
+    rules: NameRules
     side: Side
     shapes: Mapping[str, Shape]
     optimizer: bool
     settled: Settled
-    problems: Problems = field(init=False)
-    instances: dict[Key, Instance] = field(default_factory=dict)
+    problems: Misfits = field(init=False)
+    instances: dict[InstanceKey, Instance] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     unspoken: list[str] = field(default_factory=list)
     steps: list[AppliedStep] = field(default_factory=list)
-    made: dict[str, Made] = field(default_factory=dict)
+    made: dict[str, MadeView] = field(default_factory=dict)
     tied: list[tuple[str, str]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         side = self.rules.sides[self.side.reverse]
-        self.problems = Problems(
+        self.problems = Misfits(
             self.rules.path, side, self.side.reverse, self.side.patterns(), self.settled.values, self.shapes
         )
         self._classes: dict[tuple[int, tuple[Shape, ...]], _Class] = {}
 
     def sort(self) -> None:
-        """Put every name where it belongs."""
+        """Assign every name to a rule, or to the names that are kept, dropped or refused."""
         for name, shape in self.shapes.items():
             prefix = state_prefix(name, self.shapes)
             base = name[len(prefix) :]
@@ -196,7 +194,7 @@ class _Run:
             (self.kept if self.rules.keeps_others else self.unspoken).append(name)
 
     def _matched(self, name: str, fitting: str, prefix: str) -> bool:
-        """Whether a name fits a rule; then it is put there, or it is wrong that it fits several."""
+        """Assign a name to the rule that it matches; False if it matches none. Several rules are a misfit."""
         matches = self.side.matches(fitting, prefix)
         if not matches:
             return False
@@ -216,7 +214,7 @@ class _Run:
         return True
 
     def make(self) -> None:
-        """Make everything whose sources are there."""
+        """Make all targets whose sources are complete."""
         for key in self._in_order():
             sided = self.side.sided[key.rule]
             names = self._sources(key, sided)
@@ -236,15 +234,15 @@ class _Run:
             self._in_source_order()
 
     def check_used(self) -> None:
-        """Where names that no rule speaks of are kept, one that was mistyped in a rule would go unnoticed."""
+        """Note unused rules of a table that keeps other names, where a mistyped rule would have no effect."""
         if self.rules.keeps_others:
             used = {key.rule for key in self.instances}
             for number, sided in enumerate(self.side.sided):
                 if number not in used and not (sided.rule.optional or sided.rule.drops):
                     self.problems.note_unused(sided)
 
-    def _sources(self, key: Key, sided: SidedRule) -> Optional[tuple[str, ...]]:
-        """The names that a rule takes; None where some are missing, which is noted."""
+    def _sources(self, key: InstanceKey, sided: SidedRule) -> Optional[tuple[str, ...]]:
+        """The names that a rule needs; None if some are missing, which is noted."""
         here = self.instances[key].names
         count = 1
         if sided.stacked is not None:
@@ -262,7 +260,9 @@ class _Run:
                     self.problems.missing.append(_named(key, sided, pattern, value, sided.stacked))
         return tuple(found) if complete else None
 
-    def _targets(self, key: Key, sided: SidedRule, made: int, names: tuple[str, ...]) -> Optional[tuple[str, ...]]:
+    def _targets(
+        self, key: InstanceKey, sided: SidedRule, made: int, names: tuple[str, ...]
+    ) -> Optional[tuple[str, ...]]:
         each, rest = divmod(made, len(sided.targets))
         wanted = 1 if sided.unstacked is None else self.side.counts.get(sided.unstacked)
         if rest or (wanted is not None and each != wanted):
@@ -274,7 +274,7 @@ class _Run:
         )
 
     def _class(self, number: int, sided: SidedRule, shapes: tuple[Shape, ...]) -> _Class:
-        """What a rule makes of tensors of these shapes; thousands of layers and experts share it."""
+        """A rule on tensors of these shapes; thousands of layers and experts share one."""
         found = self._classes.get((number, shapes))
         if found is None:
             try:
@@ -313,10 +313,10 @@ class _Run:
             if target in self.made:
                 others = (*self.problems.twice.get(target, self.made[target].sources[:1]), *sources[:1])
                 self.problems.twice[target] = tuple(dict.fromkeys(others))
-            self.made[target] = Made(target, sources, view)
+            self.made[target] = MadeView(target, sources, view)
 
-    def _in_order(self) -> Iterator[Key]:
-        """Everything found, in the order of the rules; those of a layer stand together."""
+    def _in_order(self) -> Iterator[InstanceKey]:
+        """All instances in the order of the rules, those of a layer together."""
         block: list[int] = []
         blocks, last = [block], None
         for number, sided in enumerate(self.side.sided):
@@ -333,7 +333,7 @@ class _Run:
         )
 
     def _in_source_order(self) -> None:
-        """Let tensors stand where their sources do, since nothing but names changes."""
+        """Order the targets as their sources: only names change."""
         place = {name: number for number, name in enumerate(self.shapes)}
         self.steps.sort(key=lambda step: place[step.sources[0]])
         self.made = {target: self.made[target] for step in self.steps for target in step.targets}
@@ -342,7 +342,7 @@ class _Run:
         """The result."""
         notes: list[str] = [listing(names) + f": {note}" for note, names in self.notes.items()]
         notes += [
-            f"how many {number} there are is taken from the names: no configuration tells it"
+            f"the number of {number}s is taken from the names: no configuration gives it"
             for number, count in self.side.counts.items()
             if count is None and any(number in sided.free for sided in self.side.sided)
         ]
@@ -359,7 +359,7 @@ class _Run:
         )
 
 
-def _named(key: Key, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
+def _named(key: InstanceKey, sided: SidedRule, pattern: SizedPattern, value: int, number: Optional[str]) -> str:
     values = dict(zip(sided.free, key.values))
     if number is not None:
         values[number] = value
@@ -367,8 +367,8 @@ def _named(key: Key, sided: SidedRule, pattern: SizedPattern, value: int, number
 
 
 def _needed(view: View, sources: int) -> tuple[Optional[tuple[int, ...]], View]:
-    """The sources that a view needs, None for all, and the view with them numbered anew."""
-    # What has no elements, or zeros alone, still has the type of something.
+    """The sources that a view needs, None for all, and the view with these renumbered."""
+    # A view without elements, or of zeros only, still takes its type from a source.
     needed = sorted({region.source for region in view.regions} - {ZEROS}) or [0]
     if len(needed) == sources:
         return None, view

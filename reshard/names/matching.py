@@ -1,4 +1,4 @@
-"""Which names of a checkpoint fit which names of rules, on which side, and what is there of every rule."""
+"""Names of a checkpoint matched with the names of rules: the rule, the side, and the numbers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from reshard.names.model import Number, Rule
+from reshard.names.model import NameRule, Number
 from reshard.names.pattern import Fit, Pattern, PatternIndex, SizedPattern
-from reshard.names.sizes import Sizes
+from reshard.names.sizes import ModelSizes
 
 
-class Key(NamedTuple):
-    """What is converted together.
+class InstanceKey(NamedTuple):
+    """The names that are converted together.
 
     Attributes:
         rule: number of the rule.
-        prefix: what stands before all its names: of optimizer state.
+        prefix: the prefix of all its names, for optimizer state.
         values: of the numbers that both sides have, in the order of `SidedRule.free`.
-        stars: what stars stand for.
+        stars: the texts that stars match.
     """
 
     rule: int
@@ -27,16 +27,16 @@ class Key(NamedTuple):
     stars: tuple[str, ...]
 
 
-class Match(NamedTuple):
-    """A name that fits a rule.
+class NameMatch(NamedTuple):
+    """A name that matches a rule.
 
     Attributes:
-        key: what it is converted with.
-        column: which of the rule's names it fits.
+        key: the names that it is converted with.
+        column: the index of the rule's name that it matches.
         value: of the number that is stacked; 0 where none is.
     """
 
-    key: Key
+    key: InstanceKey
     column: int
     value: int
 
@@ -46,15 +46,15 @@ class SidedRule:
     """A rule read from one of its sides.
 
     Attributes:
-        rule: it.
+        rule: the rule.
         sources: the names that it reads.
-        targets: those that it makes.
-        free: the numbers that both have, in the order in which the first name has them.
+        targets: the names that it makes.
+        free: the numbers that both have, in the order of the first name.
         stacked: the number that sources alone have.
         unstacked: the number that targets alone have.
     """
 
-    rule: Rule
+    rule: NameRule
     sources: tuple[SizedPattern, ...]
     targets: tuple[SizedPattern, ...]
     free: tuple[str, ...]
@@ -67,15 +67,15 @@ class Side:
     """One side of a table, as the side that a checkpoint has.
 
     Args:
-        rules: the rules that hold.
+        rules: the rules that apply.
         numbers: the numbers in names.
-        sizes: the model's.
-        reverse: whether it is the right side.
+        sizes: of the model.
+        reverse: whether this is the right side.
     """
 
-    rules: Sequence[Rule]
+    rules: Sequence[NameRule]
     numbers: Sequence[Number]
-    sizes: Sizes
+    sizes: ModelSizes
     reverse: bool
     sided: list[SidedRule] = field(init=False)
     counts: dict[str, Optional[int]] = field(init=False)
@@ -87,11 +87,11 @@ class Side:
             (number, column) for number, each in enumerate(self.sided) for column in range(len(each.sources))
         ]
         self._index = PatternIndex(pattern for each in self.sided for pattern in each.sources)
-        # Names are asked for when the side is chosen, and again when it is used.
-        self._asked: dict[str, list[Match]] = {}
+        # Cache: names are matched when the side is chosen, and again when it is used.
+        self._asked: dict[str, list[NameMatch]] = {}
 
-    def matches(self, name: str, prefix: str = "") -> list[Match]:
-        """How a name fits: in no way, one, or several."""
+    def matches(self, name: str, prefix: str = "") -> list[NameMatch]:
+        """The ways in which a name matches: none, one, or several."""
         found = self._asked.get(name)
         if found is None:
             fits = self._index.fits(name)
@@ -102,7 +102,7 @@ class Side:
         return [match._replace(key=match.key._replace(prefix=prefix)) for match in found]
 
     def beyond(self, name: str) -> Optional[str]:
-        """The number of a name that is too large for the model, where it fits but for that."""
+        """The number in a name that is too large for the model, if the name matches otherwise."""
         for _, fit in self._index.fits(name):
             number = self._out_of_range(fit)
             if number is not None:
@@ -110,7 +110,7 @@ class Side:
         return None
 
     def patterns(self) -> list[str]:
-        """All names that it knows."""
+        """The names of all rules."""
         return list(dict.fromkeys(each.pattern.text for sided in self.sided for each in sided.sources))
 
     def _out_of_range(self, fit: Fit) -> Optional[str]:
@@ -120,14 +120,14 @@ class Side:
                 return number
         return None
 
-    def _match(self, number: int, fit: Fit) -> Match:
+    def _match(self, number: int, fit: Fit) -> NameMatch:
         rule, column = self._places[number]
         sided = self.sided[rule]
         values = tuple(fit.values[name] for name in sided.free)
         value = fit.values[sided.stacked] if sided.stacked is not None else 0
-        return Match(Key(rule, "", values, fit.stars), column, value)
+        return NameMatch(InstanceKey(rule, "", values, fit.stars), column, value)
 
-    def _sided(self, rule: Rule) -> SidedRule:
+    def _sided(self, rule: NameRule) -> SidedRule:
         sources, targets = rule.side(self.reverse), rule.side(not self.reverse)
         mine = sources[0].numbers if sources else frozenset()
         theirs = targets[0].numbers if targets else frozenset()
@@ -143,7 +143,7 @@ class Side:
 
 @dataclass
 class Instance:
-    """What is there of a rule for some values of its numbers.
+    """The names of a rule for some values of its numbers.
 
     Attributes:
         names: per column and value of the number that is stacked, the name.
@@ -152,8 +152,8 @@ class Instance:
     names: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def count(self) -> int:
-        """How many values of the stacked number there must be for the greatest that is there."""
+        """The number of values of the stacked number, from its largest value."""
         return max(value for _, value in self.names) + 1
 
 
-Instances = Mapping[Key, Instance]
+Instances = Mapping[InstanceKey, Instance]

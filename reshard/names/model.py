@@ -1,4 +1,4 @@
-"""What rules of names say: which names on one side make which names on the other, and how."""
+"""Rules of names: which names on one side make which names on the other, and by which operations."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Optional
 
 from reshard.names.operations import Operation, Stack, Unstack
 from reshard.names.pattern import Pattern
-from reshard.names.sizes import Size, config_value
+from reshard.names.sizes import ModelSize, config_value
 from reshard.text.products import Product
 
 EITHER, FORWARD = "either", "forward"
-"""Which way a table may be read without being asked: whichever fits, or from left to right alone."""
+"""The directions of a table without --reverse: the one that fits, or left to right only."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that names have.
+    """A number in names.
 
     Attributes:
-        name: what it counts.
-        count: how many values it has, from 0; without it, those that are there.
+        name: its name in patterns, such as ``layer``.
+        count: the number of its values, from 0; without it, the values found.
         may_miss: whether it may have fewer values, or none.
     """
 
@@ -31,17 +31,17 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Option:
+class TableOption:
     """A choice that the user or the configuration makes.
 
     Attributes:
         name: its name.
-        values: what it can be; any number where there are none.
-        default: what it is unless it is said.
-        key: the key of config.json that says it, if one does.
-        told: what values of that key mean, as JSON spells them; those of `values` mean themselves.
-        seen: names that tell it where a checkpoint has them, on either side; the first holds.
-        about: what it is, in a sentence.
+        values: the allowed values; any number if empty.
+        default: the value if nothing states it.
+        key: the key of config.json that states it, if any.
+        told: the option's value per value of that key, as JSON spells it; `values` need no entry.
+        seen: the option's value per name that a checkpoint may have, on either side; the first match wins.
+        about: a description, one sentence.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """An option that must have one of some values for a rule to hold.
+class OptionCondition:
+    """An option and the values of it for which a rule applies.
 
     Attributes:
         option: its name.
@@ -67,17 +67,17 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """Names that are converted together.
 
     Attributes:
-        where: which rule it is, for messages.
-        left: the patterns of its names on the left; none if what is on the right is dropped.
-        right: those on the right; none if what is on the left is dropped.
-        operations: what makes the right of the left; none where it is but another name.
+        where: the rule in words, for messages.
+        left: the patterns of its names on the left; none if names on the right are skipped.
+        right: the patterns on the right; none if names on the left are skipped.
+        operations: the operations from left to right; none where only the name changes.
         when: conditions, all of which must hold.
-        optional: whether a model may be without its names.
-        choice: of the rules with the same choice, those of one ``case`` are there, for each value of their numbers.
+        optional: whether a model may lack its names.
+        choice: of the rules with the same choice, those of exactly one ``case`` apply, per value of their numbers.
         case: see ``choice``.
     """
 
@@ -85,14 +85,14 @@ class Rule:
     left: tuple[Pattern, ...]
     right: tuple[Pattern, ...]
     operations: tuple[Operation, ...] = ()
-    when: tuple[Condition, ...] = ()
+    when: tuple[OptionCondition, ...] = ()
     optional: bool = False
     choice: Optional[str] = None
     case: Optional[str] = None
 
     @property
     def drops(self) -> bool:
-        """Whether what it matches is left out."""
+        """Whether matching names are skipped."""
         return not self.left or not self.right
 
     def side(self, right: bool) -> tuple[Pattern, ...]:
@@ -101,7 +101,7 @@ class Rule:
 
     @property
     def stacked(self) -> frozenset[str]:
-        """Numbers that one side alone has."""
+        """Numbers that only one side has."""
         found = set()
         for operation in self.operations:
             if isinstance(operation, Stack):
@@ -111,35 +111,35 @@ class Rule:
         return frozenset(found)
 
     def way(self, reverse: bool) -> tuple[Operation, ...]:
-        """The operations in the order in which they are done."""
+        """The operations in execution order."""
         return tuple(each.inverse() for each in reversed(self.operations)) if reverse else self.operations
 
 
 @dataclass(frozen=True)
-class Rules:
+class NameRules:
     """A table of rules.
 
     Attributes:
         path: the file, or the name of a built-in table.
-        title: what it is for, in a line.
-        sides: what its left and right are called.
+        title: its purpose, one line.
+        sides: the names of its left and right side.
         rules: the rules.
-        sizes: what it calls sizes of the model.
+        sizes: the sizes of the model that it uses.
         numbers: the numbers in its names.
-        options: what is to be chosen.
+        options: its options.
         chosen: values of options that were stated.
         direction: ``EITHER`` or ``FORWARD``.
-        keeps_others: whether names that no rule speaks of stay as they are, instead of being an error.
-        text: the file.
+        keeps_others: whether names without a rule stay unchanged, instead of being an error.
+        text: the content of the file.
     """
 
     path: str
     title: str
     sides: tuple[str, str]
-    rules: tuple[Rule, ...]
-    sizes: tuple[Size, ...] = ()
+    rules: tuple[NameRule, ...]
+    sizes: tuple[ModelSize, ...] = ()
     numbers: tuple[Number, ...] = ()
-    options: tuple[Option, ...] = ()
+    options: tuple[TableOption, ...] = ()
     chosen: tuple[tuple[str, str], ...] = ()
     direction: str = EITHER
     keeps_others: bool = False
@@ -149,11 +149,11 @@ class Rules:
         """The values in a configuration from which the table takes sizes.
 
         Args:
-            config: what config.json says, if there is one.
+            config: the content of config.json, if there is one.
 
         Returns:
-            Values by key, as JSON has them; nothing of keys that are absent or null.
+            Values by key, as in JSON; keys that are absent or null are left out.
         """
         keys = {key for size in self.sizes for one in size.told_by for key in one.names}
-        said = {key: config_value(config, key) for key in sorted(keys)}
-        return {key: value for key, value in said.items() if value is not None}
+        values = {key: config_value(config, key) for key in sorted(keys)}
+        return {key: value for key, value in values.items() if value is not None}

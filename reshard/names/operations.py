@@ -1,7 +1,7 @@
-"""What a rule does with tensors: operations as they are written, and with the sizes that they have for real tensors.
+"""Operations of rules on tensors: as rules have them, and with the sizes of real tensors.
 
-An operation takes a list of tensors and gives another. Tensors of a rule stand in *columns*, one per name of the
-rule; a column is one tensor, or those of all values of a number that is stacked, in their order.
+An operation takes a list of tensors and returns another. The tensors of a rule are in *columns*, one per name of the
+rule; a column is one tensor, or one per value of a stacked number, in order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from reshard.names.sizes import Sizes, solved
+from reshard.names.sizes import ModelSizes, solved
 from reshard.text.products import Product, SizeError
 
 Shape = tuple[int, ...]
@@ -32,17 +32,17 @@ class SizedOperation:
       tensors, then ``sizes[1]`` of the second, and so on, each tensor's elements in their order.
     * ``cut``: the inverse. The result has ``k`` columns of ``n`` tensors each.
     * ``stack``: the list is columns of ``c`` tensors each, which are stacked along a new dimension ``dimension``.
-    * ``unstack``: the inverse; each tensor becomes ``c`` tensors that stand where it stood.
+    * ``unstack``: the inverse; each tensor is replaced by ``c`` tensors in its place.
     * ``transpose``: dimension ``order[i]`` of each tensor becomes its dimension ``i``.
     * ``reshape``: each tensor gets shape ``shape``, in C order.
     * ``pad``: each tensor grows with zeros at the end of ``dimension`` from ``sizes[0]`` to ``sizes[1]`` elements.
-    * ``unpad``: each tensor loses what lies at the end of ``dimension``: of ``sizes[0]`` elements, ``sizes[1]`` stay.
+    * ``unpad``: each tensor is cut at the end of ``dimension``, from ``sizes[0]`` to ``sizes[1]`` elements.
     * ``copy``: the list, ``c`` times one after the other.
     * ``take``: the list is ``c`` columns that should be equal, of ``n // c`` tensors each; the first column stays.
 
     Attributes:
         kind: one of these words.
-        dimension: which dimension, from 0.
+        dimension: the dimension, from 0.
         groups: see ``join``.
         sizes: elements.
         order: see ``transpose``.
@@ -59,13 +59,13 @@ class SizedOperation:
     count: int = 1
 
 
-class Sized(NamedTuple):
+class SizedStep(NamedTuple):
     """An operation on real tensors.
 
     Attributes:
-        operation: in numbers; None where it has nothing to do.
-        shapes: of the tensors that it gives.
-        note: what is to be told of it, if anything.
+        operation: in numbers; None if it changes nothing.
+        shapes: of the results.
+        note: a note for the user, if any.
     """
 
     operation: Optional[SizedOperation]
@@ -78,19 +78,19 @@ class Operation(ABC):
 
     @abstractmethod
     def inverse(self) -> Operation:
-        """What undoes it."""
+        """The inverse operation."""
 
     @abstractmethod
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """The operation for tensors of these shapes.
 
         Args:
             shapes: of the tensors that it takes.
-            sizes: the model's.
+            sizes: of the model.
 
         Raises:
-            SizeError: it cannot be done with them.
-            NamesError: a size that it needs is not told.
+            SizeError: it does not fit these shapes.
+            NamesError: a size is unknown.
         """
 
 
@@ -99,11 +99,11 @@ class Join(Operation):
     """Several tensors become one: concatenated, or in groups that alternate.
 
     Attributes:
-        dimension: along which dimension.
-        count: how many tensors.
-        parts: how many elements each has along it, None for one that has the rest; without parts all have equally many.
-        groups: how many groups; one where nothing is said.
-        block: instead of ``groups``, how many elements of each tensor a group has.
+        dimension: the dimension.
+        count: number of tensors.
+        parts: elements of each along the dimension, None for the rest; equal parts by default.
+        groups: number of groups; one by default.
+        block: instead of ``groups``, the elements of each tensor in a group.
     """
 
     dimension: int
@@ -112,11 +112,11 @@ class Join(Operation):
     groups: Optional[Product] = None
     block: Optional[Product] = None
 
-    def inverse(self) -> Cut:
-        """What cuts the tensors out again."""
-        return Cut(self)
+    def inverse(self) -> Split:
+        """The split into the same tensors."""
+        return Split(self)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         per_column = len(shapes) // self.count
         made = []
@@ -125,68 +125,73 @@ class Join(Operation):
             joined = shapes[number::per_column]
             _dimension(self.dimension, joined[0])
             if len({_without(shape, self.dimension) for shape in joined}) != 1:
-                raise SizeError(f"shapes {_some(joined)} differ in another dimension than {self.dimension}")
+                raise SizeError(f"shapes {_some(joined)} differ in a dimension other than {self.dimension}")
             here = tuple(shape[self.dimension] for shape in joined)
             if lengths not in (None, here):
-                raise SizeError(f"shapes {_some(shapes)} are not alike")
+                raise SizeError(f"shapes {_some(shapes)} differ")
             lengths = here
             made.append(_with(joined[0], self.dimension, sum(here)))
         assert lengths is not None
         self._check(lengths, shapes, sizes)
-        return Sized(self._operation(JOIN, lengths, sizes), made)
+        return SizedStep(self._operation(JOIN, lengths, sizes), made)
 
-    def lengths(self, total: int, sizes: Sizes) -> tuple[int, ...]:
-        """How many elements each tensor has, of how many they have together."""
+    def lengths(self, total: int, sizes: ModelSizes) -> tuple[int, ...]:
+        """The elements of each tensor, given their sum."""
         if self.parts is not None:
             told = [None if part is None else sizes.value(part) for part in self.parts]
             rest = total - sum(length or 0 for length in told)
             if rest < 0:
                 raise SizeError(
-                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}, by which there are "
-                    f"{self.said(told)}"
+                    f"{total} elements along dimension {self.dimension} contradict {sizes.source}: {self.said(told)}"
                 )
             return tuple(rest if length is None else length for length in told)
         if total % self.count:
-            raise SizeError(f"{total} elements along dimension {self.dimension} are not {self.count} equal parts")
+            raise SizeError(
+                f"{total} elements along dimension {self.dimension} do not divide into {self.count} equal parts"
+            )
         return (total // self.count,) * self.count
 
     def said(self, told: Sequence[Optional[int]]) -> str:
         """The parts in words."""
         return ", ".join(f"{part.text} = {length}" for part, length in zip(self.parts or (), told) if part is not None)
 
-    def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: Sizes) -> None:
+    def _check(self, lengths: Sequence[int], shapes: Sequence[Shape], sizes: ModelSizes) -> None:
         wanted = self.lengths(sum(lengths), sizes) if self.parts is not None or len(set(lengths)) == 1 else None
         if wanted is None:
             raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.dimension}, and no parts are stated")
         if tuple(lengths) != wanted:
             assert self.parts is not None
             said = self.said(wanted)
-            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}, by which they have {said}")
+            raise SizeError(f"shapes {_some(shapes)} contradict {sizes.source}: {said}")
 
-    def _operation(self, kind: str, lengths: Sequence[int], sizes: Sizes) -> SizedOperation:
+    def _operation(self, kind: str, lengths: Sequence[int], sizes: ModelSizes) -> SizedOperation:
         groups = 1
         if self.groups is not None:
             groups = sizes.value(self.groups)
         elif self.block is not None:
             block = sizes.value(self.block)
             if not block or lengths[0] % block:
-                raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} are no blocks of {block}")
+                raise SizeError(
+                    f"{lengths[0]} elements along dimension {self.dimension} do not divide into blocks of {block}"
+                )
             groups = lengths[0] // block
-        # Where nothing is to be cut, any number of groups does.
+        # Without elements, any number of groups is right.
         if not groups and any(lengths):
-            raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} are not 0 groups")
+            raise SizeError(f"{lengths[0]} elements along dimension {self.dimension} do not divide into 0 groups")
         groups = groups or 1
         if any(length % groups for length in lengths):
-            raise SizeError(f"{list(lengths)} elements along dimension {self.dimension} are not {groups} equal groups")
+            raise SizeError(
+                f"{list(lengths)} elements along dimension {self.dimension} do not divide into {groups} equal groups"
+            )
         return SizedOperation(kind, self.dimension, groups, tuple(length // groups for length in lengths))
 
 
 @dataclass(frozen=True)
-class Cut(Operation):
+class Split(Operation):
     """The inverse of a `Join`.
 
     Attributes:
-        join: it.
+        join: the `Join`.
     """
 
     join: Join
@@ -195,21 +200,19 @@ class Cut(Operation):
         """The `Join`."""
         return self.join
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         dimension = self.join.dimension
         _dimension(dimension, shapes[0])
         total = shapes[0][dimension]
         if any(shape[dimension : dimension + 1] != (total,) for shape in shapes):
-            raise SizeError(f"shapes {_some(shapes)} are not alike")
+            raise SizeError(f"shapes {_some(shapes)} differ")
         lengths = self.join.lengths(total, sizes)
         if sum(lengths) != total:
             said = self.join.said(lengths)
-            raise SizeError(
-                f"shape {list(shapes[0])} contradicts {sizes.source}, by which dimension {dimension} has {said}"
-            )
+            raise SizeError(f"shape {list(shapes[0])} contradicts {sizes.source}: dimension {dimension} has {said}")
         made = [_with(shape, dimension, length) for length in lengths for shape in shapes]
-        return Sized(self.join._operation(CUT, lengths, sizes), made)
+        return SizedStep(self.join._operation(CUT, lengths, sizes), made)
 
 
 @dataclass(frozen=True)
@@ -217,9 +220,9 @@ class Stack(Operation):
     """Tensors of all values of a number become one, along a new dimension.
 
     Attributes:
-        number: what the number counts.
+        number: the name of the number.
         dimension: the new dimension.
-        columns: how many tensors there are afterwards.
+        columns: number of results.
     """
 
     number: str
@@ -227,20 +230,20 @@ class Stack(Operation):
     columns: int
 
     def inverse(self) -> Unstack:
-        """What takes them apart again."""
+        """The inverse operation."""
         return Unstack(self)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         count = len(shapes) // self.columns
         made = []
         for column in range(self.columns):
             shape = shapes[column * count]
             if any(other != shape for other in shapes[column * count : (column + 1) * count]):
-                raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike, so they cannot be stacked")
+                raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ, so they cannot be stacked")
             _dimension(self.dimension, (*shape, 0))
             made.append((*shape[: self.dimension], count, *shape[self.dimension :]))
-        return Sized(SizedOperation(STACK, self.dimension, count=count), made)
+        return SizedStep(SizedOperation(STACK, self.dimension, count=count), made)
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ class Unstack(Operation):
     """The inverse of a `Stack`.
 
     Attributes:
-        stack: it.
+        stack: the `Stack`.
     """
 
     stack: Stack
@@ -257,16 +260,16 @@ class Unstack(Operation):
         """The `Stack`."""
         return self.stack
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         for shape in shapes:
             _dimension(self.stack.dimension, shape)
         counts = {shape[self.stack.dimension] for shape in shapes}
         if len(counts) != 1:
-            raise SizeError(f"shapes {_some(shapes)} are not alike along dimension {self.stack.dimension}")
+            raise SizeError(f"shapes {_some(shapes)} differ along dimension {self.stack.dimension}")
         count = counts.pop()
         made = [_without(shape, self.stack.dimension) for shape in shapes for _ in range(count)]
-        return Sized(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
+        return SizedStep(SizedOperation(UNSTACK, self.stack.dimension, count=count), made)
 
 
 @dataclass(frozen=True)
@@ -274,24 +277,24 @@ class Transpose(Operation):
     """Dimensions in another order.
 
     Attributes:
-        order: which dimension each becomes; none turns all of them round.
+        order: the source dimension of each; None reverses all.
     """
 
     order: Optional[tuple[int, ...]] = None
 
     def inverse(self) -> Transpose:
-        """What turns them back."""
+        """The inverse order."""
         if self.order is None:
             return self
         return Transpose(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)))
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         order = tuple(reversed(range(len(shapes[0])))) if self.order is None else self.order
         if any(len(shape) != len(order) for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} have not {len(order)} dimensions")
+            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} do not have {len(order)} dimensions")
         made = [tuple(shape[dimension] for dimension in order) for shape in shapes]
-        return Sized(SizedOperation(TRANSPOSE, order=order), made)
+        return SizedStep(SizedOperation(TRANSPOSE, order=order), made)
 
 
 @dataclass(frozen=True)
@@ -299,41 +302,41 @@ class Reshape(Operation):
     """The same elements in another shape.
 
     Attributes:
-        before: what its shape is; names that are no sizes follow from it.
-        after: what it becomes.
+        before: the shape; names that are not sizes are computed from it.
+        after: the new shape.
     """
 
     before: tuple[Product, ...]
     after: tuple[Product, ...]
 
     def inverse(self) -> Reshape:
-        """What gives it its shape back."""
+        """The inverse operation."""
         return Reshape(self.after, self.before)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         if any(shape != shapes[0] for shape in shapes):
-            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} are not alike")
+            raise SizeError(f"shapes {_some(dict.fromkeys(shapes))} differ")
         told = {name: sizes[name] for one in (*self.before, *self.after) for name in one.names if name in sizes}
         found = solved(self.before, shapes[0], told)
         for one in self.after:
             for name in one.names:
                 if name not in found and name not in told:
                     said = ", ".join(each.text for each in self.before)
-                    raise SizeError(f"[{said}] does not tell {name}")
+                    raise SizeError(f"{name} does not follow from [{said}]")
         all_sizes = {**told, **found}
         made = tuple(one.whole(all_sizes) for one in self.after)
         if math.prod(made) != math.prod(shapes[0]):
-            raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}, which has other elements")
-        return Sized(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
+            raise SizeError(f"shape {list(shapes[0])} cannot become {list(made)}: the numbers of elements differ")
+        return SizedStep(SizedOperation(RESHAPE, shape=made), [made] * len(shapes))
 
 
 @dataclass(frozen=True)
 class Check(Operation):
-    """Nothing but a look at the shape.
+    """A check of the shape, which changes nothing.
 
     Attributes:
-        shape: what it must be.
+        shape: the expected shape.
     """
 
     shape: tuple[Product, ...]
@@ -342,12 +345,12 @@ class Check(Operation):
         """The same."""
         return self
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         told = {name: sizes[name] for one in self.shape for name in one.names if name in sizes}
         for shape in shapes:
             solved(self.shape, shape, told)
-        return Sized(None, [*shapes])
+        return SizedStep(None, [*shapes])
 
 
 @dataclass(frozen=True)
@@ -355,9 +358,9 @@ class Pad(Operation):
     """Zeros at the end of a dimension, up to a multiple.
 
     Attributes:
-        dimension: which.
-        size: the true size.
-        multiple: of what the padded size is the least multiple.
+        dimension: the dimension.
+        size: the size without padding.
+        multiple: the padded size is the least multiple of this.
     """
 
     dimension: int
@@ -365,46 +368,46 @@ class Pad(Operation):
     multiple: Product
 
     def inverse(self) -> Unpad:
-        """What leaves the zeros out."""
+        """The inverse operation."""
         return Unpad(self)
 
-    def both(self, shape: Shape, sizes: Sizes) -> Optional[tuple[int, int]]:
-        """The true and the padded size; None where they are one, whatever it is."""
+    def both(self, shape: Shape, sizes: ModelSizes) -> Optional[tuple[int, int]]:
+        """The size without and with padding; None if they are equal and unknown."""
         _dimension(self.dimension, shape)
         multiple = sizes.value(self.multiple)
         if not multiple:
-            raise SizeError(f"{self.multiple.text} is 0, which nothing is a multiple of")
+            raise SizeError(f"{self.multiple.text} is 0, and must be at least 1")
         true = sizes.value_if_known(self.size)
         if true is None and multiple == 1:
             return None
         true = sizes.value(self.size)
         return true, -(-true // multiple) * multiple
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         return self._sized(PAD, shapes, sizes)
 
-    def _sized(self, kind: str, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def _sized(self, kind: str, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         found = self.both(shapes[0], sizes)
         if found is None:
-            return Sized(None, [*shapes])
+            return SizedStep(None, [*shapes])
         before, after = found if kind == PAD else found[::-1]
         for shape in shapes:
             _dimension(self.dimension, shape)
             if shape[self.dimension] != before:
                 padded = "" if found[0] == found[1] else f", padded to {found[1]}"
                 raise SizeError(
-                    f"shape {list(shape)} contradicts {sizes.source}, by which dimension {self.dimension} has "
+                    f"shape {list(shape)} contradicts {sizes.source}: dimension {self.dimension} has "
                     f"{self.size.text} = {found[0]} elements{padded}"
                 )
         if before == after:
-            return Sized(None, [*shapes])
+            return SizedStep(None, [*shapes])
         made = [_with(shape, self.dimension, after) for shape in shapes]
         if kind == PAD:
             note = f"padded with zeros along dimension {self.dimension} from {before} to {after}"
         else:
-            note = f"what pads dimension {self.dimension} from {after} to {before} is left out"
-        return Sized(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
+            note = f"padding of dimension {self.dimension} removed: {before} to {after}"
+        return SizedStep(SizedOperation(kind, self.dimension, sizes=(before, after)), made, note)
 
 
 @dataclass(frozen=True)
@@ -412,7 +415,7 @@ class Unpad(Operation):
     """The inverse of a `Pad`.
 
     Attributes:
-        pad: it.
+        pad: the `Pad`.
     """
 
     pad: Pad
@@ -421,50 +424,50 @@ class Unpad(Operation):
         """The `Pad`."""
         return self.pad
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         return self.pad._sized(UNPAD, shapes, sizes)
 
 
 @dataclass(frozen=True)
-class Copy(Operation):
+class Repeat(Operation):
     """One tensor becomes several equal ones.
 
     Attributes:
-        count: how many.
+        count: the number of tensors.
     """
 
     count: int
 
-    def inverse(self) -> Take:
-        """What takes one of them."""
-        return Take(self.count)
+    def inverse(self) -> TakeFirst:
+        """The inverse operation."""
+        return TakeFirst(self.count)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
-        return Sized(SizedOperation(COPY, count=self.count), [*shapes] * self.count)
+        return SizedStep(SizedOperation(COPY, count=self.count), [*shapes] * self.count)
 
 
 @dataclass(frozen=True)
-class Take(Operation):
+class TakeFirst(Operation):
     """One of several tensors that should be equal.
 
     Attributes:
-        count: how many.
+        count: the number of tensors.
     """
 
     count: int
 
-    def inverse(self) -> Copy:
-        """What makes several of it again."""
-        return Copy(self.count)
+    def inverse(self) -> Repeat:
+        """The inverse operation."""
+        return Repeat(self.count)
 
-    def sized(self, shapes: Sequence[Shape], sizes: Sizes) -> Sized:
+    def sized(self, shapes: Sequence[Shape], sizes: ModelSizes) -> SizedStep:
         """See `Operation`."""
         each = len(shapes) // self.count
         if any(shape != shapes[number % each] for number, shape in enumerate(shapes)):
-            raise SizeError(f"shapes {_some(shapes)} are not alike, so the tensors are not equal")
-        return Sized(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
+            raise SizeError(f"shapes {_some(shapes)} differ, so the tensors are not equal")
+        return SizedStep(SizedOperation(TAKE, count=self.count), [*shapes[:each]])
 
 
 def _dimension(dimension: int, shape: Shape) -> None:

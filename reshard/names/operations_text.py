@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
-from reshard.names.operations import Check, Copy, Join, Operation, Pad, Reshape, Stack, Take, Transpose
-from reshard.names.toml_values import RuleFile
+from reshard.names.operations import Check, Join, Operation, Pad, Repeat, Reshape, Stack, TakeFirst, Transpose
+from reshard.names.pattern import PatternError
+from reshard.names.sizes import product
+from reshard.storage.toml_tables import TomlFile, TomlKey, did_you_mean
 from reshard.text.near_names import near_names
-from reshard.text.products import Product
+from reshard.text.products import ExpressionError, Product
 from reshard.text.wording import quoted
+
+Parsed = TypeVar("Parsed")
 
 _MOST_DIMENSIONS = 16
 _MOST_TENSORS = 4096
 _ONE = "1"
-# A part that has what the others leave.
+# The mark of a part that has the remaining elements.
 _REST = "rest"
+
+
+class RuleFile(TomlFile):
+    """A file of rules of names, with the values that are special to it."""
+
+    def word(self, name: str, where: str) -> str:
+        """A name that products and patterns may use."""
+        if not name.replace("_", "a").isalnum() or not name.isascii() or name != name.lower() or name[0].isdigit():
+            raise self.wrong(where, f"{quoted(name)} must be a name of small letters, digits and _")
+        return name
+
+    def parsed(self, parse: Callable[[str], Parsed], text: str, where: str) -> Parsed:
+        """The value of a text."""
+        try:
+            return parse(text)
+        except (PatternError, ExpressionError) as error:
+            raise self.wrong(where, str(error)) from error
+
+    def product(self, said: Any, where: str) -> Product:
+        """A product of sizes, or a number."""
+        if type(said) is int and said >= 0:
+            said = str(said)
+        if not isinstance(said, str):
+            raise self.wrong(where, f"{said!r} is not a product of sizes such as heads*head_dim")
+        return self.parsed(product, said, where)
+
+    def products(self, said: Any, where: str) -> tuple[Product, ...]:
+        """One product or a list of them."""
+        found = said if isinstance(said, list) else [said]
+        if not found:
+            raise self.wrong(where, "is empty")
+        return tuple(self.product(each, where) for each in found)
 
 
 class OperationReader:
@@ -24,9 +60,9 @@ class OperationReader:
     Args:
         file: the file, for messages.
         where: the rule, for messages.
-        left: how many names it has on the left.
-        right: how many on the right.
-        sizes: the sizes that the table names.
+        left: number of its names on the left.
+        right: number of its names on the right.
+        sizes: the names of sizes.
     """
 
     def __init__(self, file: RuleFile, where: str, left: int, right: int, sizes: set[str]) -> None:
@@ -37,66 +73,64 @@ class OperationReader:
         self._sizes = sizes
 
     def operations(self, said: Sequence[Any]) -> tuple[Operation, ...]:
-        """The operations, each checked against how many tensors come to it.
+        """The operations, each checked against the number of tensors that it gets.
 
         Raises:
-            NamesError: something is wrong with them.
+            NamesError: an operation is unknown, or does not fit the number of tensors.
         """
         found = tuple(map(self._operation, said))
         if self._columns != self._right:
             made = f"{self._columns} tensor{'s' if self._columns > 1 else ''}"
-            raise self._wrong(f"makes {made}, and to has {self._right} names; an operation is missing or too much")
+            raise self._wrong(f"makes {made}, and to has {self._right} names: add or remove an operation")
         return found
 
     def _operation(self, said: Any) -> Operation:
         table = {said: None} if isinstance(said, str) else said
         if not isinstance(table, dict) or not table:
-            raise self._wrong(f'do: {said!r} is no operation such as "transpose" or {{ concat = 1 }}')
+            raise self._wrong(f'do: {said!r} is not an operation such as "transpose" or {{ concat = 1 }}')
         known = [kind for kind in _OPERATIONS if kind in table]
         if not known:
             near = [found for key in table for found in near_names(str(key), _OPERATIONS)]
             meant = f". Did you mean {near[0]}?" if near else f"; known: {', '.join(_OPERATIONS)}"
             raise self._wrong(f"do: there is no operation {quoted(str(next(iter(table))))}{meant}")
         make, keys = _OPERATIONS[known[0]]
-        self._file.keys(table, (known[0], *keys), f"{self._where}: do")
+        self._file.values(table, dict.fromkeys((known[0], *keys), TomlKey("any")), f"{self._where}: do")
         return make(self, table[known[0]], table)
 
     def _wrong(self, problem: str) -> Exception:
         return self._file.wrong(self._where, problem)
 
     def _dimension(self, said: Any) -> int:
-        """A dimension; the first where none is said."""
+        """A dimension; 0 by default."""
         if said is None:
             return 0
         if type(said) is not int or not 0 <= said < _MOST_DIMENSIONS:
-            raise self._wrong(f"do: {said!r} is no dimension, which are numbered from 0")
+            raise self._wrong(f"do: {said!r} is not a dimension: they are numbered from 0")
         return said
 
     def _product(self, said: Any, default: Optional[str] = None) -> Product:
-        """A product of sizes that the table names."""
+        """A product of known sizes."""
         found = self._file.product(default if said is None else said, self._where)
         for name in found.names:
             if name not in self._sizes:
-                near = near_names(name, self._sizes)
-                meant = f". Did you mean {near[0]}?" if near else "; [sizes] names them"
-                raise self._wrong(f"do: {name} is no size{meant}")
+                raise self._wrong(f"do: {name} is not a size{did_you_mean(name, self._sizes)}")
         return found
 
     def _parts(self, said: Any, count: int) -> Optional[tuple[Optional[Product], ...]]:
         if said is None:
             return None
         if not isinstance(said, list) or len(said) != count or said.count(_REST) > 1:
-            raise self._wrong(f'do: parts is no list of {count} sizes, one of which may be "{_REST}"')
+            raise self._wrong(f'do: parts must be a list of {count} sizes, one of which may be "{_REST}"')
         return tuple(None if part == _REST else self._product(part) for part in said)
 
     def _join(self, kind: str, dimension: Any, table: dict[str, Any]) -> Join:
-        """What joins the tensors that there are, or those that it is the inverse of."""
+        """A join of the tensors at hand, or the join whose inverse splits the one at hand."""
         inverse = kind in ("split", "deinterleave", "ungroup_qkv")
         count = self._into(kind, table) if inverse else self._columns
         if inverse and self._columns != 1:
             raise self._wrong(f"do: {kind} takes one tensor, not {self._columns}")
         if count < 2:
-            raise self._wrong(f"do: {kind} is of one tensor alone")
+            raise self._wrong(f"do: {kind} needs several tensors")
         self._columns = count if inverse else 1
         along = self._dimension(dimension)
         if kind in ("interleave", "deinterleave"):
@@ -104,7 +138,7 @@ class OperationReader:
         if kind in ("concat", "split"):
             return Join(along, count, self._parts(table.get("parts"), count))
         if count != 3:
-            raise self._wrong(f"do: {kind} is of three tensors: q, k and v")
+            raise self._wrong(f"do: {kind} needs three tensors: q, k and v")
         heads = self._product(table.get("heads"), "heads")
         groups = self._product(table.get("groups"), "groups")
         size = table.get("size", "head_dim")
@@ -114,18 +148,18 @@ class OperationReader:
         return Join(along, count, rows, groups)
 
     def _into(self, kind: str, table: dict[str, Any]) -> int:
-        """How many tensors a cut makes: as many as parts are stated, or names."""
+        """The number of results of a split: the parts stated, or the names."""
         parts = table.get("parts")
         said = len(parts) if isinstance(parts, list) else table.get("into", self._right)
         if kind == "ungroup_qkv":
             return 3
         if type(said) is not int or not 1 <= said <= _MOST_TENSORS:
-            raise self._wrong(f"do: {kind}: {said!r} is no number of tensors")
+            raise self._wrong(f"do: {kind}: {said!r} is not a number of tensors")
         return said
 
     def _stack(self, kind: str, number: Any, table: dict[str, Any]) -> Operation:
         if not isinstance(number, str) or not number:
-            raise self._wrong(f'do: {kind} says no number such as "expert"')
+            raise self._wrong(f'do: {kind} needs a number such as "expert"')
         stack = Stack(number, self._dimension(table.get("dimension")), self._columns)
         return stack if kind == "stack" else stack.inverse()
 
@@ -133,45 +167,47 @@ class OperationReader:
         if order is None:
             return Transpose()
         if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(len(order)))):
-            raise self._wrong(f"do: transpose = {order!r} is no order of dimensions such as [1, 0]")
+            raise self._wrong(f"do: transpose = {order!r} is not an order of dimensions such as [1, 0]")
         return Transpose(tuple(order))
 
     def _reshape(self, before: Any, table: dict[str, Any]) -> Reshape:
         if not isinstance(before, list) or not isinstance(table.get("to"), list):
-            raise self._wrong('do: reshape is written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }')
+            raise self._wrong(
+                'do: reshape must be written { reshape = ["experts", "h", "w"], to = ["experts*h", "w"] }'
+            )
         first, second = (
             tuple(self._file.product(each, self._where) for each in said) for said in (before, table["to"])
         )
-        # Either way round, the one has to tell the other.
+        # In both directions, one shape must give the names in the other.
         names = [{name for one in side for name in one.names if name not in self._sizes} for side in (first, second)]
         if names[0] != names[1]:
             alone = ", ".join(sorted(names[0] ^ names[1]))
-            raise self._wrong(f"do: reshape: {alone} is no size, and in one shape alone")
+            raise self._wrong(f"do: reshape: {alone} is not a size and is in only one shape")
         return Reshape(first, second)
 
     def _check(self, said: Any) -> Check:
         if not isinstance(said, list):
-            raise self._wrong('do: check is written { check = ["heads*head_dim", "w"] }')
+            raise self._wrong('do: check must be written { check = ["heads*head_dim", "w"] }')
         return Check(tuple(self._file.product(each, self._where) for each in said))
 
     def _pad(self, kind: str, dimension: Any, table: dict[str, Any]) -> Operation:
         for key in ("size", "multiple"):
             if key not in table:
-                raise self._wrong(f"do: {kind} says no {key}")
+                raise self._wrong(f"do: {kind} needs {key}")
         pad = Pad(self._dimension(dimension), self._product(table["size"]), self._product(table["multiple"]))
         return pad if kind == "pad" else pad.inverse()
 
-    def _copy(self) -> Copy:
+    def _copy(self) -> Repeat:
         if self._columns != 1 or self._right < 2:
-            raise self._wrong("do: copy makes several tensors of one")
+            raise self._wrong("do: copy needs one tensor and several names in to")
         self._columns = self._right
-        return Copy(self._right)
+        return Repeat(self._right)
 
-    def _take(self) -> Take:
+    def _take(self) -> TakeFirst:
         if self._columns < 2 or self._columns != self._left:
-            raise self._wrong("do: take makes one tensor of several equal ones, all of which have names")
+            raise self._wrong("do: take needs several tensors, all of them names in from")
         count, self._columns = self._columns, 1
-        return Take(count)
+        return TakeFirst(count)
 
 
 def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str, Any]], Operation]:
@@ -183,7 +219,7 @@ def _joins(kind: str, inverse: bool) -> Callable[[OperationReader, Any, dict[str
 
 
 _Make = Callable[[OperationReader, Any, "dict[str, Any]"], Operation]
-# Per operation what reads it, and what it may say besides its own key.
+# Per operation its reader, and its further keys.
 _OPERATIONS: dict[str, tuple[_Make, tuple[str, ...]]] = {
     "concat": (_joins("concat", False), ("parts",)),
     "split": (_joins("split", True), ("parts", "into")),

@@ -1,18 +1,22 @@
-"""Options of a table: what the user states, what config.json says, or what is usual."""
+"""The options of a table, and the side that a checkpoint is on: stated, given by config.json or names, or default."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Optional
 
 from reshard.errors import NamesError, UsageError
-from reshard.names.model import Condition, Option, Rule, Rules
+from reshard.names.matching import Side
+from reshard.names.model import FORWARD, NameRule, NameRules, OptionCondition, TableOption
+from reshard.names.operations import Shape
 from reshard.names.pattern import SizedPattern
-from reshard.names.sizes import Sizes, config_value
-from reshard.text.near_names import near_names
+from reshard.names.sizes import ModelSizes, config_value
+from reshard.storage.toml_tables import did_you_mean
+from reshard.text.names import WEIGHTS, kind_of
 from reshard.text.wording import quoted
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -20,75 +24,72 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 @dataclass(frozen=True)
 class Settled:
-    """A table whose options are settled.
+    """A table whose options have values.
 
     Attributes:
-        rules: those that hold.
-        sizes: the model's.
-        values: per option what it is.
-        assumed: choices that nothing tells, so that they are what is usual.
+        rules: the rules whose conditions hold.
+        sizes: of the model.
+        values: per option its value.
+        assumed: options with values to choose from that have their default.
     """
 
-    rules: tuple[Rule, ...]
-    sizes: Sizes
+    rules: tuple[NameRule, ...]
+    sizes: ModelSizes
     values: Mapping[str, str]
     assumed: tuple[str, ...]
 
 
-def with_options(rules: Rules, stated: Mapping[str, str]) -> Rules:
+def with_options(rules: NameRules, stated: Mapping[str, str]) -> NameRules:
     """A table with options stated.
 
     Raises:
-        UsageError: it has no such option, or the option no such value.
+        UsageError: the option or the value is unknown.
     """
     options = {option.name: option for option in rules.options}
     for name, value in stated.items():
         option = options.get(name)
         if option is None:
-            near = near_names(name, options)
-            known = f"; known: {', '.join(options)}" if options else "; it has none"
-            meant = f". Did you mean {near[0]}?" if near else known
-            raise UsageError(f"{rules.path}: the rules have no option {quoted(name)}{meant}")
+            raise UsageError(f"{rules.path}: the rules have no option {quoted(name)}{did_you_mean(name, options)}")
         if option.values and value not in option.values:
-            raise UsageError(f"{rules.path}: {name} is one of {', '.join(option.values)}, not {quoted(value)}")
+            raise UsageError(f"{rules.path}: {name} must be one of {', '.join(option.values)}, not {quoted(value)}")
         if not option.values and not _NUMBER.fullmatch(value):
-            raise UsageError(f"{rules.path}: {name} is a number, not {quoted(value)}")
+            raise UsageError(f"{rules.path}: {name} must be a number, not {quoted(value)}")
     return replace(rules, chosen=tuple({**dict(rules.chosen), **stated}.items()))
 
 
-def settle(rules: Rules, config: Optional[Mapping[str, object]], names: Container[str]) -> Settled:
-    """The rules that hold for a model.
+def settle(rules: NameRules, config: Optional[Mapping[str, object]], names: Container[str]) -> Settled:
+    """The rules that apply to a model.
 
     Args:
         rules: the table.
-        config: what config.json says, if there is one.
-        names: those of the checkpoint.
+        config: the content of config.json, if there is one.
+        names: of the checkpoint.
 
     Raises:
-        NamesError: an option is neither stated nor told, or the configuration says something else.
+        NamesError: an option has no value, or the configuration gives an unknown one.
     """
     stated = dict(rules.chosen)
-    sizes = Sizes(rules.sizes, config)
+    sizes = ModelSizes(rules.sizes, config)
     told = {
         option.name: _told(option, stated, config, rules) or _seen(option, sizes, names) for option in rules.options
     }
     values = {option.name: told[option.name] or _usual(option, rules) for option in rules.options}
     numbers = {option.name: int(values[option.name]) for option in rules.options if not option.values}
     held = tuple(rule for rule in rules.rules if all(_holds(condition, values) for condition in rule.when))
-    # A number that nothing tells shows in shapes where it is another.
+    # Numbers are left out: a wrong number contradicts a shape.
     assumed = tuple(option.name for option in rules.options if option.values and told[option.name] is None)
-    return Settled(held, Sizes(rules.sizes, config, numbers), values, assumed)
+    return Settled(held, ModelSizes(rules.sizes, config, numbers), values, assumed)
 
 
-def possible_options(rules: Rules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
-    """All values that the options may have, where those that a checkpoint's names tell are not known.
+def possible_options(rules: NameRules, config: Optional[Mapping[str, object]]) -> Iterator[dict[str, str]]:
+    """All combinations of values that the options may have, for a checkpoint with unknown names.
 
     Args:
         rules: the table.
-        config: what config.json says, if there is one.
+        config: the content of config.json, if there is one.
 
     Raises:
-        NamesError: an option is neither stated nor told, or the configuration says something else.
+        NamesError: an option has no value, or the configuration gives an unknown one.
     """
     stated = dict(rules.chosen)
     ways = []
@@ -102,14 +103,14 @@ def possible_options(rules: Rules, config: Optional[Mapping[str, object]]) -> It
         yield {option.name: value for option, value in zip(rules.options, values)}
 
 
-def _holds(condition: Condition, values: Mapping[str, str]) -> bool:
+def _holds(condition: OptionCondition, values: Mapping[str, str]) -> bool:
     return values[condition.option] in condition.values
 
 
 def _told(
-    option: Option, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: Rules
+    option: TableOption, stated: Mapping[str, str], config: Optional[Mapping[str, object]], rules: NameRules
 ) -> Optional[str]:
-    """What is stated of an option, or told by the configuration, if anything is."""
+    """The value of an option that the user or the configuration states, if any."""
     if option.name in stated:
         return stated[option.name]
     told = None if option.key is None else config_value(config, option.key)
@@ -120,22 +121,66 @@ def _told(
     if meant in option.values or (not option.values and _NUMBER.fullmatch(meant)):
         return meant
     path = getattr(config, "path", "config.json")
-    raise NamesError(f"{path}: {option.key} is {quoted(spelled)}, which says no {option.name} of {rules.path}")
+    raise NamesError(
+        f"{path}: {option.key} is {quoted(spelled)}, which is not a value of {option.name} in {rules.path}"
+    )
 
 
-def _seen(option: Option, sizes: Sizes, names: Container[str]) -> Optional[str]:
-    """What the checkpoint's names tell; where none of them is there, that tells it as well."""
+def _seen(option: TableOption, sizes: ModelSizes, names: Container[str]) -> Optional[str]:
+    """The value that follows from the checkpoint's names: the default if none of them is present."""
     for pattern, value in option.seen:
         if SizedPattern(pattern, sizes.value).name({}, ()) in names:
             return value
     return option.default if option.seen else None
 
 
-def _usual(option: Option, rules: Rules) -> str:
+def _usual(option: TableOption, rules: NameRules) -> str:
     if option.default is not None:
         return option.default
     known = ", ".join(option.values) or "a number"
     raise NamesError(
-        f"{rules.path}: the option {option.name} has to be stated: {known}",
+        f"{rules.path}: the option {option.name} must be stated: {known}",
         hint=f"--names {rules.path},{option.name}={option.values[0] if option.values else 1}",
     )
+
+
+def side_of(rules: NameRules, settled: Settled, shapes: Mapping[str, Shape], reverse: Optional[bool]) -> Side:
+    """The side that the source is on.
+
+    Args:
+        rules: the table.
+        settled: the same with values of its options.
+        shapes: of all tensors of the source.
+        reverse: whether it is the right side; None: the side that matches the names of more weights.
+
+    Raises:
+        NamesError: both sides match as many.
+    """
+    if reverse is None and rules.direction == FORWARD:
+        reverse = False
+    if reverse is not None:
+        return Side(settled.rules, rules.numbers, settled.sizes, reverse)
+    sides = [Side(settled.rules, rules.numbers, settled.sizes, way) for way in (False, True)]
+    weights = [name for name, shape in shapes.items() if kind_of(name, math.prod(shape), shapes) == WEIGHTS]
+    fitting = [sum(bool(side.matches(name)) for name in weights) for side in sides]
+    if fitting[0] != fitting[1]:
+        return sides[fitting[1] > fitting[0]]
+    left, right = rules.sides
+    if not fitting[0]:
+        raise NamesError(
+            f"the rules {rules.path} match none of the checkpoint's {len(weights)} weights, neither as {left} "
+            f"nor as {right}",
+            hint=_examples(sides, weights),
+        )
+    raise NamesError(
+        f"the rules {rules.path} match the checkpoint as {left} as well as {right} ({fitting[0]} of {len(weights)} "
+        "weights)",
+        hint=f'if it is {right}: --reverse; if it is {left}: direction = "forward" in the rules',
+    )
+
+
+def _examples(sides: list[Side], weights: list[str]) -> Optional[str]:
+    known = [side.patterns()[:1] for side in sides]
+    if not weights or not all(known):
+        return None
+    return f"the rules have names such as {known[0][0]} and {known[1][0]}; the checkpoint has {weights[0]}"

@@ -1,4 +1,4 @@
-"""Names of rules: ``model.layers.{layer}.mlp.down_proj.weight``, with numbers and stars in place of what differs."""
+"""Names of rules: ``model.layers.{layer}.mlp.down_proj.weight``, with numbers and stars for the parts that differ."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _DIGITS = re.compile(r"[0-9]+")
 _CANONICAL = re.compile(r"0|[1-9][0-9]{0,8}")
 _ANY = "*"
-# What stands for digits in the form of a name that all layers share; no name is confused by a name that has it.
+# Replaces digits in the skeleton of a name, which all layers share. A name with this character causes no confusion.
 _SOME = "\0"
 _MOST_STARS = 8
 
 
 class PatternError(ValueError):
-    """A text that is no pattern of names."""
+    """A text is not a pattern of names."""
 
 
-class Place(NamedTuple):
+class NumberPlace(NamedTuple):
     """A number in a pattern.
 
     Attributes:
-        number: what it counts; empty where it is a size.
-        offset: what is added where it is written, if anything.
+        number: its name, such as ``layer``; empty for a size.
+        offset: the product that is added to it, if any.
     """
 
     number: str
@@ -37,11 +37,11 @@ class Place(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What a name has in a pattern's places.
+    """The numbers and texts of a name that matches a pattern.
 
     Attributes:
         values: per number.
-        stars: what each star stands for.
+        stars: the text of each star.
     """
 
     values: dict[str, int]
@@ -50,34 +50,34 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Names that differ in numbers, or in anything.
+    """Names that differ in numbers or, with stars, in any text.
 
     Attributes:
         text: as it is written.
-        parts: in the order of the text: characters, a `Place`, or None for a star.
+        parts: in the order of the text: characters, a `NumberPlace`, or None for a star.
     """
 
     text: str
     parts: tuple[object, ...]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[NumberPlace, ...]:
         """Its numbers."""
-        return tuple(part for part in self.parts if isinstance(part, Place) and part.number)
+        return tuple(part for part in self.parts if isinstance(part, NumberPlace) and part.number)
 
     @property
     def products(self) -> tuple[Product, ...]:
         """The sizes in it."""
-        return tuple(part.offset for part in self.parts if isinstance(part, Place) and part.offset is not None)
+        return tuple(part.offset for part in self.parts if isinstance(part, NumberPlace) and part.offset is not None)
 
     @property
     def numbers(self) -> frozenset[str]:
-        """What its numbers count."""
+        """The names of its numbers."""
         return frozenset(place.number for place in self.places)
 
     @property
     def stars(self) -> int:
-        """How many stars it has."""
+        """The number of its stars."""
         return sum(part is None for part in self.parts)
 
 
@@ -87,7 +87,7 @@ def pattern(text: str) -> Pattern:
     ``{layer}`` is a number, ``{mtp+layers}`` one to which a size is added, ``{=layers}`` a size, ``*`` anything.
 
     Raises:
-        PatternError: the text is none.
+        PatternError: the text is not a pattern.
     """
     if not text:
         raise PatternError("a name is empty")
@@ -96,7 +96,7 @@ def pattern(text: str) -> Pattern:
     for index, part in enumerate(_PARTS.split(text)):
         if index % 2 == 0:
             if "{" in part or "}" in part:
-                raise PatternError(f"{text!r} has a brace without its other one")
+                raise PatternError(f"{text!r} has an unmatched brace")
             if part:
                 parts.append(part)
         elif part == _ANY:
@@ -109,25 +109,25 @@ def pattern(text: str) -> Pattern:
             parts.append(place)
     for before, after in zip(parts, parts[1:]):
         if not isinstance(before, str) and not isinstance(after, str):
-            raise PatternError(f"{text!r}: something must stand between two numbers or stars")
-        if (isinstance(after, Place) and isinstance(before, str) and before[-1] in "0123456789") or (
-            isinstance(before, Place) and isinstance(after, str) and after[0] in "0123456789"
+            raise PatternError(f"{text!r}: two numbers or stars need a text between them")
+        if (isinstance(after, NumberPlace) and isinstance(before, str) and before[-1] in "0123456789") or (
+            isinstance(before, NumberPlace) and isinstance(after, str) and after[0] in "0123456789"
         ):
-            raise PatternError(f"{text!r}: a digit stands beside a number")
+            raise PatternError(f"{text!r}: a number must not be next to a digit")
     if parts.count(None) > _MOST_STARS:
         raise PatternError(f"{text!r} has more than {_MOST_STARS} stars")
     return Pattern(text, tuple(parts))
 
 
-def _place(text: str, whole: str) -> Place:
+def _place(text: str, whole: str) -> NumberPlace:
     if text.startswith("="):
         name, offset = "", text[1:]
     else:
         name, _, offset = text.partition("+")
     if not _NAME.fullmatch(name) and not text.startswith("="):
-        raise PatternError(f"{whole!r}: {{{text}}} is no number such as {{layer}}")
+        raise PatternError(f"{whole!r}: {{{text}}} is not a number such as {{layer}}")
     try:
-        return Place(name, product(offset) if offset or "+" in text or not name else None)
+        return NumberPlace(name, product(offset) if offset or "+" in text or not name else None)
     except ExpressionError as error:
         raise PatternError(f"{whole!r}: {error}") from error
 
@@ -144,13 +144,13 @@ class SizedPattern:
         self.pattern = pattern
         self._parts: list[object] = []
         for part in pattern.parts:
-            if isinstance(part, Place):
+            if isinstance(part, NumberPlace):
                 offset = 0 if part.offset is None else value(part.offset)
                 self._parts.append((part.number, offset) if part.number else str(offset))
             else:
                 self._parts.append(part)
         self._starred = None in self._parts
-        # Of a pattern without stars: its characters, and what its digits are.
+        # For a pattern without stars: its text without digits, and per run of digits the number or the digits.
         self._digits: list[object] = []
         skeleton = ""
         for part in self._parts:
@@ -164,7 +164,7 @@ class SizedPattern:
         self._pieces = _pieces(self._parts) if self._starred else []
 
     def name(self, values: Mapping[str, int], stars: Sequence[str]) -> str:
-        """The name with these in its places."""
+        """The name with these numbers and texts."""
         said, star = [], 0
         for part in self._parts:
             if part is None:
@@ -177,7 +177,7 @@ class SizedPattern:
         return "".join(said)
 
     def fit_digits(self, digits: Sequence[str]) -> Optional[Fit]:
-        """What a name of the same skeleton has in the places, by the digits in it."""
+        """The numbers of a name with the same skeleton, given its digits; None if other digits differ."""
         values: dict[str, int] = {}
         if len(digits) != len(self._digits):
             return None
@@ -192,7 +192,7 @@ class SizedPattern:
         return Fit(values, ())
 
     def fits(self, name: str) -> list[Fit]:
-        """The ways in which a name fits stars: none, one, or two of those that there are."""
+        """The ways in which a name matches stars: none, one, or two of several."""
         found = []
         for fit in (self._extreme_fit(name, False), self._extreme_fit(name, True)):
             if fit is not None and fit not in found:
@@ -231,7 +231,7 @@ class SizedPattern:
 
 
 class PatternIndex:
-    """Many patterns, of which those that a name fits are found at once where they have no stars.
+    """Many patterns with a fast search for those that a name matches, if they have no stars.
 
     Args:
         patterns: the patterns.
@@ -247,7 +247,7 @@ class PatternIndex:
                 self._by_skeleton.setdefault(each.skeleton, []).append((number, each))
 
     def fits(self, name: str) -> list[tuple[int, Fit]]:
-        """The numbers of the patterns that a name fits, and how; one that it fits in several ways comes twice."""
+        """The indices of the patterns that a name matches, with the fit; twice if it matches in several ways."""
         found = []
         alike = self._by_skeleton.get(_DIGITS.sub(_SOME, name))
         if alike:
@@ -261,20 +261,20 @@ class PatternIndex:
         return found
 
 
-class _Piece(NamedTuple):
-    """What stands between two stars: its expression, and the numbers that its groups are."""
+class _PatternPiece(NamedTuple):
+    """The text between two stars: its expression, and the number of each group."""
 
     expression: re.Pattern[str]
     places: tuple[tuple[str, int], ...]
 
 
-def _pieces(parts: Sequence[object]) -> list[_Piece]:
-    pieces: list[_Piece] = []
+def _pieces(parts: Sequence[object]) -> list[_PatternPiece]:
+    pieces: list[_PatternPiece] = []
     text = ""
     places: list[tuple[str, int]] = []
     for part in [*parts, None]:
         if part is None:
-            pieces.append(_Piece(re.compile(text), tuple(places)))
+            pieces.append(_PatternPiece(re.compile(text), tuple(places)))
             text, places = "", []
         elif isinstance(part, tuple):
             text += "(?<![0-9])([0-9]+)(?![0-9])"

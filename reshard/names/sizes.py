@@ -1,8 +1,8 @@
-"""What rules need to know of a model besides its tensors: heads, groups, experts, layers.
+"""The sizes of a model that rules need: heads, groups, experts, layers.
 
-A table names every size by the keys of config.json that tell it, in the order in which they are asked, with simple
-products such as ``hidden_size/num_attention_heads``. A key that is absent or null goes to the next. What no key tells
-is an error where it is needed, and never guessed from shapes.
+A table gives every size as keys of config.json, in order of precedence, with simple products such as
+``hidden_size/num_attention_heads``. A key that is absent or null is skipped. A size without a value is an error where
+it is needed, and is never guessed from shapes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def product(text: str) -> Product:
     """Read a product.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is not a product.
     """
     return read_product(text, _KEY, _NUMBER, "heads*head_dim")
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A size that a table names.
 
     Attributes:
         name: its name in rules.
-        told_by: products of keys of config.json, of which the first that is told holds.
+        told_by: products of keys of config.json; the first with values for all keys wins.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Size:
 
     @property
     def text(self) -> str:
-        """What tells it, for messages."""
+        """The products, for messages."""
         return " or ".join(one.text for one in self.told_by)
 
 
 class Configuration(dict[str, object]):
-    """What a config.json says.
+    """The content of a config.json.
 
     Attributes:
         path: the file.
@@ -64,17 +64,17 @@ class Configuration(dict[str, object]):
         self.path = path
 
 
-class Sizes:
+class ModelSizes:
     """The sizes of one model.
 
     Args:
-        sizes: what the table names.
-        config: what config.json says, if there is one.
-        stated: sizes that were said otherwise.
+        sizes: of the table.
+        config: the content of config.json, if there is one.
+        stated: values of options that are numbers.
     """
 
     def __init__(
-        self, sizes: Sequence[Size], config: Optional[Mapping[str, object]], stated: Mapping[str, int] = _NONE
+        self, sizes: Sequence[ModelSize], config: Optional[Mapping[str, object]], stated: Mapping[str, int] = _NONE
     ) -> None:
         self._sizes = {size.name: size for size in sizes}
         self._config = config
@@ -82,40 +82,40 @@ class Sizes:
 
     @property
     def source(self) -> str:
-        """Where they are from, for messages."""
+        """The configuration, for messages."""
         return str(getattr(self._config, "path", "config.json"))
 
     def __contains__(self, name: str) -> bool:
         return name in self._sizes or name in self._known
 
     def known(self, name: str) -> Optional[int]:
-        """A size that the table names, if the configuration tells it.
+        """A size of the table; None if the configuration does not give it.
 
         Raises:
-            NamesError: the configuration says something that is no size.
+            NamesError: the configuration's value is not a size.
         """
         if name not in self._known:
             self._known[name] = self._told(self._sizes[name])
         return self._known[name]
 
     def __getitem__(self, name: str) -> int:
-        """A size that the table names.
+        """A size of the table.
 
         Raises:
-            NamesError: nothing tells it.
+            NamesError: the configuration does not give it.
         """
         found = self.known(name)
         if found is None:
             size = self._sizes[name]
             if self._config is None:
                 raise NamesError(
-                    f"the rules need the size {name}, which config.json tells ({size.text}), and there is none",
-                    hint="--config FILE names the model's config.json",
+                    f"the rules need the size {name} from config.json ({size.text}), and there is no config.json",
+                    hint="add --config FILE with the model's config.json",
                 )
             keys = [key for one in size.told_by for key in one.names]
             near = [found for key in keys for found in near_names(key, self._config)]
             raise NamesError(
-                f"{self.source} does not tell the size {name}: it has no {size.text}"
+                f"{self.source} does not give the size {name}: it has no {size.text}"
                 + (f", but {quoted(near[0])}" if near else ""),
                 file=getattr(self._config, "path", None),
                 hint="add it, or name another file with --config FILE",
@@ -123,21 +123,21 @@ class Sizes:
         return found
 
     def value(self, expression: Product) -> int:
-        """The number that a product of sizes is.
+        """The value of a product of sizes.
 
         Raises:
-            NamesError: a size is not told.
-            SizeError: it is no whole number.
+            NamesError: the configuration does not give a size.
+            SizeError: it is not a whole number.
         """
         return expression.whole(self)
 
     def value_if_known(self, expression: Optional[Product]) -> Optional[int]:
-        """The number that a product of sizes is, where all are told."""
+        """The value of a product of sizes; None if a size is unknown."""
         if expression is None or any(self.known(name) is None for name in expression.names):
             return None
         return self.value(expression)
 
-    def _told(self, size: Size) -> Optional[int]:
+    def _told(self, size: ModelSize) -> Optional[int]:
         for expression in size.told_by:
             found = [self._key(key) for key in expression.names]
             if None in found:
@@ -154,12 +154,12 @@ class Sizes:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
-            raise NamesError(f"{self.source}: {key} is {quoted(str(value))}, which is no size")
+            raise NamesError(f"{self.source}: {key} is {quoted(str(value))}, which is not a size")
         return value
 
 
 def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[object]:
-    """What a configuration says of a key; a dot leads into an object. None where it is absent or null."""
+    """The value of a key of a configuration; a dot separates nested keys. None if it is absent or null."""
     found: Any = config
     for part in key.split("."):
         if not isinstance(found, Mapping):
@@ -169,18 +169,18 @@ def config_value(config: Optional[Mapping[str, object]], key: str) -> Optional[o
 
 
 def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
-    """The sizes that make expressions a shape.
+    """The sizes for which expressions are equal to a shape.
 
     Args:
         expressions: one per dimension.
         shape: elements per dimension.
-        known: sizes that are told; others follow from the shape.
+        known: known sizes; others are computed from the shape.
 
     Returns:
         All sizes in the expressions.
 
     Raises:
-        SizeError: they contradict the shape, or do not follow from it.
+        SizeError: the shape contradicts the expressions, or does not determine them.
     """
     said = "[" + ", ".join(one.text for one in expressions) + "]"
     if len(expressions) != len(shape):
@@ -201,7 +201,7 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
                     Fraction(sizes[other]) ** times for other, times in expression.powers if other != name
                 )
                 if not rest or (power < 0 and not length):
-                    raise SizeError(f"shape {list(shape)} does not tell {name} of {said}")
+                    raise SizeError(f"shape {list(shape)} does not determine {name} of {said}")
                 found = Fraction(length) / rest if power > 0 else rest / length
                 if found.denominator != 1:
                     told = ", ".join(f"{other} {sizes[other]}" for other in expression.names if other != name)
@@ -210,6 +210,6 @@ def solved(expressions: Sequence[Product], shape: Sequence[int], known: Mapping[
             else:
                 left.append((expression, length))
         if len(left) == len(open_ones):
-            raise SizeError(f"shape {list(shape)} does not tell the sizes in {said}")
+            raise SizeError(f"shape {list(shape)} does not determine the sizes in {said}")
         open_ones = left
     return sizes

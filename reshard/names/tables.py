@@ -1,4 +1,4 @@
-"""Tables as they are typed: built-in ones, files, options behind them, and single renames."""
+"""Tables as users name them: built-in or files, with options, or single renames; and the model's configuration."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from dataclasses import replace
 from typing import Optional
 
 from reshard.errors import NamesError, RetryableError, UsageError
-from reshard.names.model import FORWARD, Rule, Rules
+from reshard.names.model import FORWARD, NameRule, NameRules
 from reshard.names.options import with_options
 from reshard.names.pattern import PatternError, pattern
 from reshard.names.sizes import Configuration
 from reshard.names.toml_file import read_rules
 from reshard.storage import UnfitError, exists, is_directory, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
-from reshard.text.near_names import near_names
+from reshard.storage.toml_tables import BuiltinFiles
 
 RENAME = "rename"
-"""The path of rules that were typed as renames."""
+"""The path of rules that are typed as renames."""
 
-_DIRECTORY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "builtin")
-_ENDING = ".toml"
+_BUILTIN = BuiltinFiles(__file__, "table", NamesError, "reshard names list")
 _OPTIONS = re.compile(r"(?:,[a-z][a-z0-9_]*=[A-Za-z0-9_]+)+\Z")
 _LARGEST_CONFIG = 1 << 22
 
 
 def builtin_names() -> list[str]:
     """The names of all built-in tables."""
-    return sorted(name[: -len(_ENDING)] for name in os.listdir(_DIRECTORY) if name.endswith(_ENDING))
+    return _BUILTIN.names()
 
 
-def builtin_table(name: str) -> Rules:
-    """The built-in table of a name."""
-    return replace(read_rules(os.path.join(_DIRECTORY, name + _ENDING)), path=name)
+def builtin_table(name: str) -> NameRules:
+    """A built-in table."""
+    return replace(read_rules(_BUILTIN.path(name)), path=name)
 
 
-def rules_named(named: str) -> Rules:
+def rules_named(named: str) -> NameRules:
     """The table of a file, or a built-in one; options may follow: ``qwen3,gate_up=halves``.
 
     Raises:
-        NamesError: there is neither, or the file says something that rules cannot say.
-        UsageError: the table has no such option, or the option no such value.
+        NamesError: neither exists, or the file is not a table of rules.
+        UsageError: the option or its value is unknown.
     """
     options = None if is_regular_file(named) else _OPTIONS.search(named)
     table = named if options is None else named[: options.start()]
@@ -55,55 +54,46 @@ def rules_named(named: str) -> Rules:
     return with_options(_table(table), stated)
 
 
-def _table(named: str) -> Rules:
-    known = builtin_names()
-    # A model's directory is often called like its table.
-    if named in known and not is_regular_file(named):
+def _table(named: str) -> NameRules:
+    if _BUILTIN.has(named):
         return builtin_table(named)
-    if not exists(named) and not named.endswith(_ENDING):
-        near = near_names(named, known)
-        meant = f". Did you mean {near[0]}?" if near else ""
-        raise NamesError(
-            f"{named}: there is no such file, and no built-in table of this name{meant}",
-            file=named,
-            hint="reshard names list names the built-in ones",
-        )
+    _BUILTIN.check_exists(named)
     return read_rules(named)
 
 
-def parse_renames(renames: Sequence[str]) -> Rules:
-    """Rules that rename: ``OLD=NEW``, in which each ``*`` of OLD stands for anything and is kept in NEW.
+def parse_renames(renames: Sequence[str]) -> NameRules:
+    """Rules that rename: ``OLD=NEW``, where each ``*`` of OLD matches any text, which is kept in NEW.
 
-    What none of them fits keeps its name; optimizer state follows its weight.
+    Other names are unchanged; optimizer state follows its weight.
 
     Raises:
-        UsageError: a text is no such rename.
+        UsageError: a text is not a rename.
     """
     rules = []
     for text in renames:
         old, equals, new = text.partition("=")
         if not equals or not old or not new:
-            raise UsageError(f"{text!r} is no rename such as 'model.*=backbone.*'")
+            raise UsageError(f"{text!r} is not a rename such as 'model.*=backbone.*'")
         try:
             left, right = pattern(old), pattern(new)
         except PatternError as error:
             raise UsageError(str(error)) from error
         if left.stars != right.stars or left.numbers != right.numbers:
-            raise UsageError(f"{text!r}: both names need the same stars and numbers, each of which is kept")
+            raise UsageError(f"{text!r}: both names need the same stars and numbers")
         if left.products or right.products:
-            raise UsageError(f"{text!r}: a rename knows no sizes")
-        rules.append(Rule(f"--rename {text}", (left,), (right,)))
-    return Rules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
+            raise UsageError(f"{text!r}: a rename cannot use sizes")
+        rules.append(NameRule(f"--rename {text}", (left,), (right,)))
+    return NameRules(RENAME, "", ("old names", "new names"), tuple(rules), direction=FORWARD, keeps_others=True)
 
 
 def read_config(path: str) -> Configuration:
-    """What a config.json says.
+    """Read a config.json.
 
     Args:
-        path: the file, or the directory that it is in.
+        path: the file, or its directory.
 
     Raises:
-        NamesError: it is missing, or no JSON object.
+        NamesError: it is missing, or not a JSON object.
         RetryableError: reading failed.
     """
     if is_directory(path):
@@ -111,21 +101,21 @@ def read_config(path: str) -> Configuration:
     try:
         content = parse_json(read_small(path, _LARGEST_CONFIG))
     except (UnfitError, JsonError) as error:
-        raise NamesError(f"{path} {error}; it is no config.json", file=path) from error
+        raise NamesError(f"{path} {error}; it is not a config.json", file=path) from error
     except FileNotFoundError as error:
         raise NamesError(f"{path}: there is no such configuration", file=path) from error
     except OSError as error:
         raise RetryableError(f"{path} cannot be read: {error.strerror or error}", file=path) from error
     if not isinstance(content, Mapping):
-        raise NamesError(f"{path} holds no object; it is no config.json", file=path)
+        raise NamesError(f"{path} is not a JSON object; it is not a config.json", file=path)
     return Configuration(content, path)
 
 
 def config_beside(directory: str) -> Optional[Configuration]:
-    """What the config.json of a directory says, if it has one.
+    """The config.json of a directory, if it has one.
 
     Raises:
-        NamesError: it is no JSON object.
+        NamesError: it is not a JSON object.
         RetryableError: reading failed.
     """
     path = os.path.join(directory, "config.json")

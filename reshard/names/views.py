@@ -1,4 +1,4 @@
-"""Operations as views: which elements of which sources make a tensor."""
+"""Operations as views of their sources."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _joined(views: Sequence[View], operation: SizedOperation) -> View:
 def _cut(view: View, operation: SizedOperation) -> list[View]:
     dimension, groups = operation.dimension, operation.groups
     shape = view.shape
-    # Without elements there is nothing that a shape could be told by.
+    # Without elements the shape cannot be split into groups.
     if groups == 1 or not math.prod(shape):
         grouped, place = view, dimension
     else:

@@ -1,5 +1,5 @@
-"""What numbers a checkpoint holds: statistics of tensors, and how two checkpoints differ.
+"""The numbers in checkpoints: statistics of tensors, and differences of two checkpoints.
 
-Tensors are read whole, whatever they are cut into, every element once, and computed with block by block while
-they are in the cache of a core. What comes out does not depend on layouts, threads or memory.
+Every element of the full tensors is read once, and computed with in blocks that stay in the cache of a core. Results
+do not depend on layouts, threads or memory.
 """

@@ -1,7 +1,6 @@
 """How two checkpoints differ: in names, shapes, types, and by how much in numbers.
 
-Blocks of the same bytes are known as such before anything is computed, so that only what differs is
-subtracted.
+Blocks are compared as bytes first, and only blocks that differ are subtracted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from reshard.opened.contents import in_file_order
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-# There are more arrays of them here than elsewhere.
+# Smaller blocks: this computation holds more temporaries per block.
 _AT_ONCE = AT_ONCE // 2
 _LONG = ("Int64", "UInt64")
 
@@ -37,12 +36,12 @@ class TensorPair:
         dtypes: MindSpore's names of its type in A and in B.
         shape: of the full tensor.
         identical: type and all bytes are the same.
-        differing: elements whose values differ; NaN is equal to NaN. None where they are no numbers.
-        nan: elements that are NaN in one only.
-        max_abs: the largest absolute difference of elements that are NaN in none.
-        max_rel: the largest difference relative to the larger of the two, in absolute values.
-        at: where the largest absolute difference is first, or else an element that is NaN in one only.
-        first_nonfinite: the first element that is NaN in one only or differs infinitely, in A and in B.
+        differing: elements whose values differ; NaN equals NaN. None if the type has no numbers.
+        nan: elements that are NaN in A only, and in B only.
+        max_abs: the largest absolute difference of elements that are NaN in neither.
+        max_rel: the largest difference relative to the larger absolute value.
+        at: index of the first largest absolute difference, or else of an element that is NaN on one side.
+        first_nonfinite: the first element that is NaN on one side or differs infinitely, in A and in B.
     """
 
     name: str
@@ -50,7 +49,7 @@ class TensorPair:
     shape: tuple[int, ...]
     identical: bool
     differing: Optional[int] = 0
-    nan: int = 0
+    nan: tuple[int, int] = (0, 0)
     max_abs: float = 0.0
     max_rel: float = 0.0
     at: Optional[tuple[int, ...]] = None
@@ -75,22 +74,23 @@ class Differences:
 
     @property
     def differing(self) -> list[TensorPair]:
-        """Those that are not the same in every byte."""
+        """Pairs that differ in some byte."""
         return [pair for pair in self.pairs if not pair.identical]
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same."""
+        """Whether both have equal bytes."""
         return not (self.only_a or self.only_b or self.shapes or self.differing)
 
 
 @dataclass
 class _PartialDifference:
-    """What some elements of a pair differ in; ``at`` counts elements in C order."""
+    """How some elements of a pair differ; ``at`` and ``first_nonfinite`` count elements in C order."""
 
     identical: bool = True
     differing: int = 0
-    nan: int = 0
+    nan_a: int = 0
+    nan_b: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
     at: Optional[int] = None
@@ -101,18 +101,18 @@ def differences(a: OpenedCheckpoint, b: OpenedCheckpoint, max_memory: int, progr
     """Compare two checkpoints, of any forms, layouts and steps.
 
     Args:
-        a: the one; its tensors are read whole, once.
-        b: the other, likewise.
-        max_memory: bytes that buffers may take beside those of the checkpoints.
-        progress: told how much was read.
+        a: one checkpoint; every element is read once.
+        b: the other.
+        max_memory: bytes for buffers beside those of the checkpoints.
+        progress: counts the bytes that are read.
 
     Raises:
-        ReshardError: something cannot be read, or was written to meanwhile.
+        ReshardError: a file cannot be read, or changed meanwhile.
     """
     common = [name for name in a if name in b]
     shapes = {name: (a[name].shape, b[name].shape) for name in common if a[name].shape != b[name].shape}
     alike = [name for name in common if name not in shapes]
-    # Of one shape, but of no numbers that can be compared element by element: text, types that nobody knows.
+    # Text and unknown types have no numbers: their bytes are compared.
     others = {name for name in alike if not _comparable(a[name], b[name])}
     order = in_file_order(a.contents, alike)
     paths = in_file_order(b.contents, alike).paths
@@ -153,7 +153,7 @@ def _together(item: SweepItem, parts: Sequence[_PartialDifference]) -> TensorPai
         shape=a.shape,
         identical=a.dtype_name == b.dtype_name and all(part.identical for part in parts),
         differing=sum(part.differing for part in parts),
-        nan=sum(part.nan for part in parts),
+        nan=(sum(part.nan_a for part in parts), sum(part.nan_b for part in parts)),
         max_abs=max((part.max_abs for part in parts), default=0.0),
         max_rel=max((part.max_rel for part in parts), default=0.0),
         at=None if at is None else tuple(int(position) for position in at),
@@ -175,7 +175,7 @@ class _DifferenceComputer:
         self._distance, self._scale, self._other = (np.empty(2 * _AT_ONCE, np.float64) for _ in range(3))
 
     def compute(self, number: int, blocks: Iterator[SweepBlock]) -> _PartialDifference:
-        """What some blocks of a pair differ in."""
+        """How some blocks of a pair differ."""
         one, other = self._items[number].tensors
         same_type = one.dtype_name == other.dtype_name
         found = _PartialDifference()
@@ -206,15 +206,17 @@ class _DifferenceComputer:
         nan = None
         if not np.isfinite(most):
             nan = np.isnan(a) != np.isnan(b)
-            # Infinity is as far from itself as NaN from NaN.
+            # Equal infinities and NaN on both sides are no difference.
             distance[(a == b) | (np.isnan(a) & np.isnan(b)) | nan] = 0
             most = distance.max()
-        # Of two numbers in a byte.
+        # Int4 has two numbers in a byte.
         packed = 2 if one[1] == INT4 else 1
         differing = int(np.count_nonzero(distance != 0))
         if nan is not None and nan.any():
+            only_a = int(np.count_nonzero(nan & np.isnan(a)))
             only = int(np.count_nonzero(nan))
-            found.nan += only
+            found.nan_a += only_a
+            found.nan_b += only - only_a
             found.differing += only
             if found.at is None:
                 found.at = first + int(nan.argmax()) // packed
@@ -229,10 +231,10 @@ class _DifferenceComputer:
         np.maximum(scale, np.abs(b, out=self._other[:count]), out=scale)
         relative = np.divide(distance, scale, out=scale)
         if nan is not None:
-            # What is infinite in one only.
+            # Elements that are infinite on one side.
             relative[np.isnan(relative) & (distance > 0)] = np.inf
         largest = float(relative.max())
-        # Of two zeros there is no relation.
+        # 0 / 0 is NaN and does not count.
         found.max_rel = max(found.max_rel, float(np.fmax.reduce(relative)) if np.isnan(largest) else largest)
         if most > found.max_abs:
             found.max_abs = float(most)
@@ -240,7 +242,7 @@ class _DifferenceComputer:
 
 
 def _same(left: Bytes, right: Bytes) -> bool:
-    """Whether all bytes are the same."""
+    """Whether all bytes are equal."""
     if len(left) % 8 == 0:
         return bool((left.view(np.uint64) == right.view(np.uint64)).all())
     return bool((left == right).all())
@@ -249,6 +251,6 @@ def _same(left: Bytes, right: Bytes) -> bool:
 def _exact_distances(one: Bytes, other: Bytes, dtype: str) -> npt.NDArray[np.uint64]:
     """The distances of integers of 64 bits, which Float64 does not hold."""
     a, b = one.view(INTEGERS[dtype]), other.view(INTEGERS[dtype])
-    # Modulo 2^64, which is more than there can be between them.
+    # Exact modulo 2^64: distances are smaller.
     distances: npt.NDArray[np.uint64] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
     return distances

@@ -1,4 +1,4 @@
-"""Statistics of tensors: what is NaN, infinite or zero, and the least, largest, mean and norm of the rest."""
+"""Statistics of tensors: counts of NaN, infinities and zeros; minimum, maximum, mean and norm of finite elements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SUM_SCALE = 200
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """What numbers a tensor holds.
+    """Statistics of one tensor.
 
     Attributes:
         name: its name.

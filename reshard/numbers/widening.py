@@ -1,7 +1,7 @@
 """Elements of files as numbers to compute with, and how many there are of every binary exponent.
 
-NumPy computes with no bfloat16 and no 8-bit floats: the one is the upper half of a Float32, the others
-are looked up. Float64 holds all of them exactly, and all integers up to 32 bits.
+NumPy lacks bfloat16 and 8-bit floats: a bfloat16 is the upper half of a Float32, 8-bit floats are looked up in
+tables. Float64 holds all of them exactly, and all integers up to 32 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Doubles = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 AT_ONCE = 1 << 16
-"""Elements that are computed with at a time: as many as a core's cache holds, with what is made of them."""
+"""Elements per block: they and intermediate results fit a core's cache."""
 
 FLOATS = tuple(row.name for row in DTYPES.values() if row.layout is not None and row.size > 1)
 INTEGERS = {name: numpy for name, numpy in NUMPY_NAMES.items() if numpy[:2] in ("<i", "<u")}

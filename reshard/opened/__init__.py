@@ -1,7 +1,7 @@
-"""An opened checkpoint: its tensors by name, each read when it is asked for, from where it lies.
+"""Opened checkpoints: tensors by name, each read from its files when it is indexed.
 
-The plan says which boxes of which stored slices a tensor is made of, and the executor fills boxes of it
-in memory; here is what NumPy's users expect around that. Nothing is ever written.
+The plan lists the boxes of stored slices that make a tensor, and the executor reads them into memory. This room adds
+NumPy's indexing. Nothing is written.
 """
 
 from reshard.opened.checkpoint import OpenedCheckpoint, ReadingEffort

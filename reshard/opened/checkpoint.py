@@ -1,4 +1,4 @@
-"""An opened checkpoint: a mapping of tensors that are read when they are asked for."""
+"""An opened checkpoint: a mapping of tensors that are read when they are indexed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from reshard.text.wording import quoted
 
 Array = npt.NDArray[Any]
 
-# Tensors that one thread reads one after the other: so many, or of so many bytes together.
+# Small tensors that one thread reads as a batch: at most this many, or this many bytes.
 _MOST_TOGETHER = 64
 _BYTES_TOGETHER = 1 << 20
 
 
 class NoSuchTensorError(CheckpointError, KeyError):
-    """There is no tensor of this name; for those who expect of a mapping a `KeyError`."""
+    """No tensor has this name; also a `KeyError`, as mappings raise."""
 
     def __str__(self) -> str:
         """The message, which `KeyError` would put in quotes."""
@@ -48,7 +48,7 @@ class NoSuchTensorError(CheckpointError, KeyError):
 
 @dataclass(frozen=True)
 class ReadingEffort:
-    """What may be used for reading.
+    """Threads and memory for reading.
 
     Attributes:
         jobs: CPUs to keep busy.
@@ -73,14 +73,13 @@ def _warning(report: Report) -> Overflowed:
 class OpenedCheckpoint(Mapping[str, LazyTensor]):
     """The tensors of a checkpoint by name, sorted; for any number of threads.
 
-    Which step is taken and what is in its files is found out when it is first needed. It is best used in a ``with``
-    block, at whose end the files are closed.
+    Step and headers are read at the first use. Use it in a ``with`` block, which closes the files at its end.
 
     Args:
-        request: what is opened, as if it were converted.
-        handles: open source files; they become the checkpoint's own.
-        effort: what may be used.
-        report: told of warnings and notes.
+        request: the conversion whose target is read instead of written.
+        handles: open source files, closed with the checkpoint.
+        effort: threads and memory.
+        report: gets warnings and notes.
     """
 
     def __init__(self, request: Request, handles: FileHandles, effort: ReadingEffort, report: Report) -> None:
@@ -94,16 +93,16 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
         self._closed = False
         self._comparing = threading.Lock()
         self._compared: set[str] = set()
-        # Files of a checkpoint that nobody closes are closed with it.
+        # Closes the files if the caller does not.
         self._forgotten = weakref.finalize(self, handles.close)
 
     @property
     def contents(self) -> OpenedContents:
-        """What there is, from headers.
+        """All tensors, from headers.
 
         Raises:
             ValueError: the checkpoint is closed.
-            ReshardError: nothing complete can be read.
+            ReshardError: no complete step can be read.
         """
         with self._lock:
             if self._closed:
@@ -122,16 +121,16 @@ class OpenedCheckpoint(Mapping[str, LazyTensor]):
                 example = next(iter(checkpoint.files.values()), None)
                 storage = LOCAL if example is None else storage_of(example)
                 effort = self._effort
-                # The other half is for what is read ahead.
+                # The other half is for tensors that are read ahead.
                 options = ExecutionOptions(effort.jobs, effort.max_memory // 2, effort.io, _asked_for_little(storage))
                 self._reader = BoxReader(self._handles, options, _warning(self._report))
             return self._reader
 
     def target(self, name: str) -> TargetTensor:
-        """What a tensor is made of; what it stands for is compared with it when it is first asked for.
+        """The stored pieces of a tensor; tensors that it stands for are compared with it at the first use.
 
         Raises:
-            CheckpointError: it stands for tensors that differ.
+            CheckpointError: these tensors differ.
             ReshardError: a file cannot be read.
         """
         checkpoint = self.contents.plan.checkpoint

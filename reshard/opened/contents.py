@@ -1,7 +1,6 @@
-"""What an opened checkpoint holds by name, as the plan of the one file that it stands for tells.
+"""The tensors of an opened checkpoint, from the plan of the one file that it stands for.
 
-This is the only place that knows the plan: how a tensor is made, of what type it is and what its shape
-is are asked here, so that whatever the plan does with names and types is true of what is read.
+Only this module uses the plan, so that names, types and shapes are those that a conversion would write.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class TensorEntry(NamedTuple):
         name: its name.
         dtype: MindSpore's name of its element type.
         item_size: bytes of an element.
-        shape: of what is read: the full tensor, or the slice of a rank.
+        shape: of the full tensor, or of a rank's slice if a strategy was named.
     """
 
     name: str
@@ -61,7 +60,7 @@ class OpenedContents:
         self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in sorted(found)}
 
     def target(self, name: str) -> TargetTensor:
-        """What a tensor is made of."""
+        """The stored pieces of a tensor."""
         value = self._values.get(name)
         if value is not None:
             entry = self.entries[name]
@@ -91,11 +90,11 @@ class ReadingOrder(NamedTuple):
 
 
 def in_file_order(contents: OpenedContents, names: Iterable[str]) -> ReadingOrder:
-    """The order in which tensors are read best."""
+    """Sort tensors by their place in the files, so that files are read forwards."""
     paths: set[str] = set()
 
     def key(name: str) -> tuple[str, int, str]:
-        # There may be very many pieces, so they are made anew where the tensor is read.
+        # Pieces are not kept: there may be very many.
         pieces = contents.target(name).pieces
         paths.update(piece.source.path for piece in pieces)
         for piece in pieces:

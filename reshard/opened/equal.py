@@ -1,4 +1,4 @@
-"""Whether tensors of which only one is read are equal, in every byte, however each of them is cut."""
+"""Comparing tensors of which only one is read, byte by byte, whatever their layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.text.wording import quoted
 
 
 def equal_of(checkpoint: Checkpoint, names: Iterable[str]) -> list[Equal]:
-    """Those of a checkpoint's equal tensors that the tensors and values of some names are made of."""
+    """The sets of equal tensors that some tensors and values are made of."""
     tensors = checkpoint.tensors
     stored = {source.name for name in names if name in tensors for source in tensors[name].sources}
     return [equal for equal in checkpoint.equal() if equal.taken.name in stored]
@@ -37,15 +37,15 @@ def check_equal(
     """Compare tensors that should be equal.
 
     Args:
-        checkpoint: what holds them.
-        equals: which.
+        checkpoint: the checkpoint.
+        equals: the sets of tensors.
         reader: reads them.
-        progress: told of bytes.
+        progress: counts bytes.
         most: bytes of each to compare; all by default.
 
     Raises:
         CheckpointError: two of them differ.
-        ReshardError: a file cannot be read, or is not what it was.
+        ReshardError: a file cannot be read, or changed.
     """
     if not equals:
         return

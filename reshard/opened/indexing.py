@@ -1,8 +1,7 @@
-"""What is written between brackets, and the boxes that have to be read for it.
+"""Indices of tensors, and the boxes to read for them.
 
-An index is what NumPy calls basic: integers, slices with any step, ``...`` and None. It chooses, per
-dimension, some positions at equal distances; what remains to be done with them once they are read, such
-as turning a dimension round or dropping it, is an index into the array that they make.
+Indices are NumPy's basic ones: integers, slices with any step, ``...`` and None. Along each dimension, an index
+selects positions at equal distances. After reading, another index reverses or drops dimensions of the array.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class ChosenAxis(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What an index chooses.
+    """The elements that an index selects.
 
     Attributes:
-        axes: per dimension of the tensor.
-        finish: what is left to do: an index into the array of the chosen elements.
+        axes: the positions per dimension of the tensor.
+        finish: an index into the array of these elements, which reverses and drops dimensions.
     """
 
     axes: tuple[ChosenAxis, ...]
@@ -63,7 +62,7 @@ class Selection(NamedTuple):
 
     @property
     def turned(self) -> tuple[slice, ...]:
-        """Which dimensions are still to be turned round, as an index."""
+        """The part of `finish` that reverses dimensions."""
         missing = len(self.axes) - sum(part is not None and part is not Ellipsis for part in self.finish)
         parts: list[slice] = []
         for part in self.finish:
@@ -98,14 +97,14 @@ class BoxReading(NamedTuple):
 
 
 def select(index: Any, shape: Sequence[int]) -> Selection:
-    """What an index chooses of a tensor.
+    """The elements that an index selects of a tensor.
 
     Args:
-        index: what stood between the brackets.
+        index: the index.
         shape: the tensor's.
 
     Raises:
-        IndexError: it is no such index, or reaches beyond the tensor.
+        IndexError: the index is not a basic one, or is beyond the tensor.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     named = [part for part in parts if part is not Ellipsis and part is not None]
@@ -131,12 +130,12 @@ def select(index: Any, shape: Sequence[int]) -> Selection:
 
 
 def whole(shape: Sequence[int]) -> Selection:
-    """All of a tensor, as it is."""
+    """All elements of a tensor."""
     return Selection(tuple(ChosenAxis(0, 1, size) for size in shape), (Ellipsis,))
 
 
 def _one(part: Any, size: int, number: int) -> tuple[ChosenAxis, Any]:
-    """What is chosen along one dimension, and what is left to do there."""
+    """The positions along one dimension, and its part of `Selection.finish`."""
     if isinstance(part, slice):
         start, stop, step = part.indices(size)
         count = len(range(start, stop, step))
@@ -164,15 +163,15 @@ def readings(
 ) -> Iterator[BoxReading]:
     """The boxes to read for a selection, none without elements.
 
-    What lies between positions of a step is read with them where it is little, and left out where it is much.
+    Small gaps between positions are read with them; large gaps are skipped.
 
     Args:
-        selection: what is chosen.
+        selection: the elements.
         shape: the tensor's.
         item_size: bytes of an element.
         out: an array of the selection's shape.
-        most: bytes of a box at the most, where its elements do not go to ``out`` in order.
-        skip: bytes that are sooner read than left out.
+        most: maximum bytes of a box whose elements do not go to ``out`` in order.
+        skip: gaps up to this many bytes are read.
     """
     if math.prod(selection.shape) == 0:
         return

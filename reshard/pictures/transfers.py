@@ -91,7 +91,7 @@ def transfer_map(
         svg.text(0, 0, words, "soft", text_anchor="middle", transform=_upright(left - 48, top + at))
         for at, words in down.stage_captions()
     ]
-    grid = _Grid(down, across, left, top)
+    grid = _CellGrid(down, across, left, top)
     body += grid.lines()
     body += grid.painted(heat, most)
     if only_values:
@@ -196,7 +196,7 @@ class _Axis:
         return [at - self.cell / 2 for at, _ in self.ticks()[1:]]
 
 
-class _Grid(NamedTuple):
+class _CellGrid(NamedTuple):
     """The cells, and where they are in the picture."""
 
     down: _Axis

@@ -24,7 +24,7 @@ from reshard.text.wording import plural, quoted
 
 if TYPE_CHECKING:
     from reshard.layout import View
-    from reshard.names import Applied, Rules
+    from reshard.names import Applied, NameRules
 
 
 PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
@@ -98,8 +98,8 @@ class Edits:
         words: how it was typed; None where it is not typed with the options of a conversion.
     """
 
-    table: Optional[Rules] = None
-    renames: Optional[Rules] = None
+    table: Optional[NameRules] = None
+    renames: Optional[NameRules] = None
     config: Optional[Mapping[str, object]] = None
     reverse: Optional[bool] = None
     optimizer: bool = False
@@ -341,7 +341,7 @@ def _ruled(
     made: Mapping[str, Made],
     kept: AbstractSet[str],
     applied: Applied,
-    rules: Rules,
+    rules: NameRules,
     report: Report,
 ) -> tuple[dict[str, Made], set[str]]:
     """What rules make of tensors and values.

@@ -30,33 +30,25 @@ from typing import Callable, NamedTuple, Optional
 from reshard.errors import ReshardError, RetryableError, TargetError
 from reshard.records.given import IS_GIVEN, Given, given_in
 from reshard.records.identity import Identity, short_digest
-from reshard.records.locks import OBJECTS_OF_THE_LIVING, Lock, Tell, locked, remove_dead, shared, sign_in, try_alone
-from reshard.records.record_files import (
-    DIRECTORY,
-    check_directory,
-    check_file,
-    listed,
-    make_directory,
-    make_empty,
-    names_in,
-    remove,
-    remove_directory,
-)
+from reshard.records.record_files import make_empty, names_in, remove, remove_directory, try_lock
 from reshard.records.sources import SourceFile
 from reshard.storage import (
+    SIGNS,
     FileStatus,
+    Lock,
+    Tell,
     UnfitError,
     exists,
     for_each,
-    in_object_store,
     is_regular_file,
+    make_directory,
     read_small,
     remove_file,
     store_of,
     write_whole,
     writing_error,
 )
-from reshard.storage import make_directory as make_directories
+from reshard.storage.directories import OWN
 from reshard.storage.json_text import JsonError
 
 _OURS = re.compile(r"[0-9a-f]{16}")
@@ -126,7 +118,7 @@ class Ledger:
         self.identity = identity
         self._tell = tell
         self._destination = destination
-        self._root = os.path.join(destination, DIRECTORY)
+        self._root = os.path.join(destination, OWN)
         self._own = os.path.join(self._root, identity.digest)
         self._writing: Optional[Lock] = None
         self._made_destination = False
@@ -139,7 +131,7 @@ class Ledger:
     @property
     def in_use(self) -> bool:
         """Whether some run is writing at this moment, as far as locks tell."""
-        with try_alone(os.path.join(self._own, "lock")) as alone:
+        with try_lock(os.path.join(self._own, "lock")) as alone:
             return alone is False
 
     @property
@@ -163,16 +155,16 @@ class Ledger:
             RetryableError: it cannot be written, or another run takes too long.
         """
         try:
-            self._made_destination = make_directories(self._destination) or self._made_destination
+            self._made_destination = make_directory(self._destination) or self._made_destination
             self._make_root()
             self._check_own()
-            with locked(os.path.join(self._root, "lock"), self._make_root, self._tell) as check:
+            with store_of(self._root).lock(os.path.join(self._root, "lock"), self._make_root, self._tell) as check:
                 yield check
         except OSError as error:
             raise writing_error(self._root, error) from error
 
     def _nobody_writes(self) -> bool:
-        with try_alone(os.path.join(self._own, "lock")) as alone:
+        with try_lock(os.path.join(self._own, "lock")) as alone:
             return alone is True or (alone is None and _long_untouched(self._own))
 
     def _nothing_done(self) -> bool:
@@ -181,36 +173,37 @@ class Ledger:
         Raises:
             OSError: it cannot be looked at, or is not found, though it was made.
         """
-        return not any(map(_parsed, listed(os.path.join(self._own, "done"))))
+        return not any(map(_parsed, store_of(self._own).own_names(os.path.join(self._own, "done"))))
 
     def _make_own(self) -> None:
-        for_each(make_directory, [self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))])
+        paths = [self._own, *(os.path.join(self._own, name) for name in ("done", "sources"))]
+        for_each(store_of(self._own).make_empty_directory, paths)
 
     def _marks(self) -> list[str]:
         return [name for name in names_in(self._own) if name.startswith(_REPLACING)]
 
     def _make_root(self) -> None:
-        if in_object_store(self._root):
-            return
         for _ in range(_TIMES):
             # Another run that ends may remove it, or DST, at any moment before it is locked.
             with contextlib.suppress(FileExistsError, FileNotFoundError, NotADirectoryError):
-                make_directories(self._root)
+                make_directory(self._root)
+                return
             if exists(self._root):
                 return
 
     def _check_own(self) -> None:
         """Refuse links and the like in the place of records, of this conversion or of others."""
-        if in_object_store(self._root):
+        store = store_of(self._root)
+        if not store.special_files:
             return
-        check_directory(self._root)
-        check_file(os.path.join(self._root, "lock"))
+        store.check_own(self._root, directory=True)
+        store.check_own(os.path.join(self._root, "lock"), directory=False)
         for conversion in filter(_OURS.fullmatch, names_in(self._root)):
             path = os.path.join(self._root, conversion)
             for directory in _RECORDS:
-                check_directory(os.path.join(path, directory))
+                store.check_own(os.path.join(path, directory), directory=True)
             for name in _FILES:
-                check_file(os.path.join(path, name))
+                store.check_own(os.path.join(path, name), directory=False)
 
     def begin(self, replacing: bool = False) -> None:
         """Say that this conversion is writing here, until `end`; to be called `guarded`.
@@ -226,20 +219,21 @@ class Ledger:
             TargetError: another conversion is writing here at this moment.
             RetryableError: the directory cannot be written.
         """
+        store = store_of(self._root)
         try:
             names = names_in(self._root)
-            if any(name.startswith(OBJECTS_OF_THE_LIVING) for name in names):
-                remove_dead(self._root)
+            if any(name.startswith(SIGNS) for name in names):
+                store.remove_dead_signs(self._root)
             begun = list(filter(_OURS.fullmatch, names))
             others = [name for name in begun if name != self.identity.digest]
             for name in others:
                 self._refuse_alive(name)
             for name in others:
                 # What has no plan wrote nothing that is to be replaced.
-                if replacing and "plan.json" in listed(os.path.join(self._root, name)):
+                if replacing and "plan.json" in store.own_names(os.path.join(self._root, name)):
                     make_empty(os.path.join(self._root, name, _REPLACED))
                     # Runs that were taken for dead learn of it by that, see `insist`.
-                    remove_dead(os.path.join(self._root, name))
+                    store.remove_dead_signs(os.path.join(self._root, name))
                 else:
                     _remove_records(os.path.join(self._root, name))
             if self.identity.digest in begun:
@@ -254,8 +248,8 @@ class Ledger:
                         self._make_own()
             else:
                 self._make_own()
-            self._writing = shared(os.path.join(self._own, "lock"), self._tell)
-            remove_dead(self._own)
+            self._writing = store.share(os.path.join(self._own, "lock"), self._tell)
+            store.remove_dead_signs(self._own)
             path = os.path.join(self._own, "plan.json")
             if not exists(path):
                 write_whole(path, (self.identity.to_json() + "\n").encode())
@@ -272,7 +266,7 @@ class Ledger:
             RetryableError: it cannot be made.
         """
         try:
-            sign = sign_in(self._own)
+            sign = store_of(self._own).sign_in(self._own)
         except OSError as error:
             raise writing_error(self._own, error) from error
         try:
@@ -303,7 +297,7 @@ class Ledger:
             if not self._nothing_done():
                 return
             with self.guarded():
-                with try_alone(os.path.join(self._own, "lock")) as alone:
+                with try_lock(os.path.join(self._own, "lock")) as alone:
                     if alone is not True or not self._nothing_done() or self._marks():
                         return
                     _remove_records(self._own)
@@ -375,7 +369,8 @@ class Ledger:
         """Remember source files whose contents are damaged."""
         names = [source.record for source in sources]
         if names:
-            make_directory(os.path.join(self._own, "damaged"))
+            damaged = os.path.join(self._own, "damaged")
+            store_of(damaged).make_empty_directory(damaged)
             self._mark_each("damaged", names)
 
     def add_given(self, given: Given) -> None:
@@ -478,7 +473,7 @@ class Ledger:
 
     def _refuse_alive(self, name: str) -> None:
         path = os.path.join(self._root, name)
-        with try_alone(os.path.join(path, "lock")) as alone:
+        with try_lock(os.path.join(path, "lock")) as alone:
             if alone is False or (alone is None and not _long_untouched(path)):
                 raise TargetError(
                     f"another conversion is being written to {self._destination} at this moment",
@@ -501,12 +496,12 @@ def ledgers_in(destination: str) -> list[Ledger]:
         TargetError: a record is not what a run of ours writes.
         RetryableError: the records cannot be read.
     """
-    root = os.path.join(destination, DIRECTORY)
+    root = os.path.join(destination, OWN)
     found = []
     for name in filter(_OURS.fullmatch, names_in(root)):
         path = os.path.join(root, name, "plan.json")
         try:
-            check_file(path)
+            store_of(path).check_own(path, directory=False)
             identity = Identity.from_json(read_small(path, _LARGEST_PLAN, through_links=False))
         except (FileNotFoundError, NotADirectoryError):
             # Killed before it said what it is: nothing was written by it.
@@ -544,20 +539,17 @@ def _remove_records(path: str) -> None:
     Raises:
         TargetError: a link or something else stands in the place of records.
     """
+    store = store_of(path)
     for name, ours in _RECORDS.items():
-        remove_dead(os.path.join(path, name))
+        store.remove_dead_signs(os.path.join(path, name))
         remove_directory(os.path.join(path, name), ours)
-    remove_dead(path)
+    store.remove_dead_signs(path)
     remove_directory(path, _is_own)
 
 
 def _is_own(name: str) -> bool:
     """Whether a file of a conversion's own directory is one of its records."""
-    return (
-        name in _FILES
-        or name.startswith((_REPLACING, _ONLY, *OBJECTS_OF_THE_LIVING))
-        or IS_GIVEN.fullmatch(name) is not None
-    )
+    return name in _FILES or name.startswith((_REPLACING, _ONLY, *SIGNS)) or IS_GIVEN.fullmatch(name) is not None
 
 
 def _long_untouched(path: str) -> bool:
@@ -565,7 +557,7 @@ def _long_untouched(path: str) -> bool:
     newest = 0.0
     for place in (path, os.path.join(path, "done"), os.path.join(path, "sources")):
         with contextlib.suppress(OSError):
-            newest = max(newest, os.stat(place).st_mtime)
+            newest = max(newest, store_of(place).status(place).modified / _SECOND)
     return time.time() - newest > _LONG_UNTOUCHED
 
 

@@ -72,11 +72,13 @@ class Manifest:
         plan: its identity.
         files: every target file, by rank, or by number where its form has no ranks.
         finishing: what finishes the directory, in the order in which it was written; nothing in rank directories.
+        beside: names of files that belong to the model and were copied, such as ``config.json``; users may edit them.
     """
 
     plan: Identity
     files: tuple[ManifestFile, ...]
     finishing: tuple[FinishingRecord, ...] = ()
+    beside: tuple[str, ...] = ()
 
     def write(self, directory: str) -> str:
         """Write it into its directory, whole or not at all; returns its path.
@@ -90,6 +92,7 @@ class Manifest:
             "plan": dataclasses.asdict(self.plan),
             "files": [file._asdict() for file in self.files],
             "finishing": [file._asdict() for file in self.finishing],
+            "beside": list(self.beside),
         }
         try:
             write_whole(path, (json.dumps(said, indent=1) + "\n").encode())
@@ -122,7 +125,10 @@ def read_manifest(directory: str) -> Manifest:
         files = tuple(_file(Fields(entry, "files")) for entry in said.entries("files"))
         finishing = said.entries("finishing") if "finishing" in said else ()
         finished = tuple(_finishing(Fields(entry, "finishing")) for entry in finishing)
-        return Manifest(Identity.from_fields(said.fields("plan")), files, finished)
+        beside = said.texts("beside") if "beside" in said else ()
+        for name in beside:
+            check_inside(name)
+        return Manifest(Identity.from_fields(said.fields("plan")), files, finished, beside)
     except (FileNotFoundError, NotADirectoryError):
         if not is_directory(directory):
             raise CheckpointError(

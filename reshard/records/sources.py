@@ -87,7 +87,7 @@ class SourceFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Structure:
+class _HeaderStructure:
     """What is to be looked at in files that are built alike.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Structure:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> _Structure:
+    def of(cls, tensors: Mapping[str, Tensor]) -> _HeaderStructure:
         names = sorted(name for name, tensor in tensors.items() if tensor.nbytes)
         small = (tensors[name] for name in names if tensors[name].nbytes <= _VALUE_BYTES)
         common: list[Tensor] = []
@@ -157,7 +157,7 @@ class SourceSampler:
 
     def __init__(self, handles: FileHandles) -> None:
         self._handles = handles
-        self._structures: dict[int, _Structure] = {}
+        self._structures: dict[int, _HeaderStructure] = {}
 
     def look_at(self, indexes: Mapping[int, CheckpointIndex]) -> list[SourceFile]:
         """The source files of these ranks, ascending.
@@ -168,7 +168,7 @@ class SourceSampler:
         ranks = sorted(indexes)
         for index in indexes.values():
             if id(index.tensors) not in self._structures:
-                self._structures[id(index.tensors)] = _Structure.of(index.tensors)
+                self._structures[id(index.tensors)] = _HeaderStructure.of(index.tensors)
         storage = storage_of(indexes[ranks[0]].path) if ranks else None
         if storage is None or not storage.remote:
             return [self._file(rank, indexes[rank]) for rank in ranks]

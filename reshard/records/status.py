@@ -28,7 +28,7 @@ class Status:
         missing: those of ``wanted`` that were not written yet, or whose file is gone.
         bytes_done: size of the files of ``done``.
         writing: whether some run is writing at this moment, as far as locks tell.
-        manifest: the manifest's path, if it is there, and so is what it says finishes the form.
+        manifest: the manifest's path, if it is there, and so are all small files that it lists.
         resumable: whether the records say what runs were given, so that it need not be typed again.
         asked: the target ranks that they were asked for, ascending; None for all, or where nothing tells.
     """
@@ -115,8 +115,9 @@ def status_of(directory: str) -> Status:
 
 
 def _finished(directory: str, manifest: Manifest) -> Optional[str]:
-    """The path of the manifest of a directory, if the files are there that it says finish the form."""
-    there = all(exists(os.path.join(directory, file.file)) for file in manifest.finishing)
+    """The path of the manifest of a directory, if all small files are there that it lists."""
+    names = [*(file.file for file in manifest.finishing), *manifest.beside]
+    there = all(exists(os.path.join(directory, name)) for name in names)
     return os.path.join(directory, MANIFEST_NAME) if there else None
 
 

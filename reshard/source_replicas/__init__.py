@@ -1,8 +1,7 @@
-"""Whether ranks that a source strategy says hold the same do so, found out before anything is written.
+"""Whether a source strategy fits the bytes in the files, checked before anything is written.
 
-`choice` says which bytes of which ranks tell, `samples` and `compare` compare them, `outcome` says what came of it;
-`distinct` compares what should differ. A conversion calls
-`compare_replicas` and `compare_slices` once, and knows nothing of how.
+`choice` chooses bytes and ranks, `samples` and `compare` compare replicas, `distinct` compares slices that should
+differ, and `outcome` words the result. A conversion calls `compare_replicas` and `compare_slices` once each.
 """
 
 from reshard.source_replicas.compare import compare_replicas, holders_alike

@@ -1,13 +1,12 @@
-"""Which bytes of a source can tell whether its strategy is the right one.
+"""The bytes and ranks to compare, to show whether a source's strategy is the right one.
 
-Wherever a strategy says that several ranks hold the same slice of a parameter, their bytes have to be
-equal. A wrong strategy that cuts into equally many pieces passes every comparison of shapes, but it takes
-ranks for replicas that are none. Which ranks are compared decides whether that shows: a rank's place in
-the device matrix is its number written in mixed radix, and the members of a group of replicas differ in
-the digits of the axes that the parameter is not split over. Whatever the true device matrix is, the digits
-that a slice really depends on change somewhere along each of these axes: in steps of one, or of a divisor
-of the group's size. So a *probe* of a group compares its first member with those so many places after it,
-and with the last: about ten ranks of a thousand. Further samples compare any two members.
+Ranks that hold the same slice of a parameter by the strategy must hold equal bytes. A wrong strategy with
+as many slices passes every comparison of shapes, but takes ranks for replicas that are none. Which ranks
+are compared decides whether that shows: a rank's place in the device matrix is its number in mixed radix,
+and the replicas of a group differ in the digits of the axes that the parameter is not split over. With any
+other device matrix, the digits that a slice depends on change along one of these axes, in steps of one or
+of a divisor of the group's size. So a *probe* compares the first rank of a group with the ranks at these
+distances, and with the last: about ten ranks of a thousand. Further samples compare any two ranks.
 
 Nothing here reads files.
 """
@@ -34,11 +33,11 @@ _FEWEST_PROBED = 4
 
 
 class HolderGroup(NamedTuple):
-    """Ranks of one stage that are said to hold the same slice.
+    """Ranks of one stage that hold the same slice by the strategy.
 
     Attributes:
         ranks: all of them, ascending.
-        available: those of them that can be read, ascending, at least one.
+        available: the readable ones, ascending, at least one.
         box: the slice.
     """
 
@@ -52,21 +51,21 @@ class HolderGroup(NamedTuple):
         steps = dict.fromkeys([0, *_divisors(count), count - 1])
         there = set(self.available)
         found = dict.fromkeys(rank for rank in (self.ranks[(start + step) % count] for step in steps) if rank in there)
-        # In place of those that are absent others.
+        # Other ranks in place of absent ones.
         most = max(_FEWEST_PROBED, len(steps))
         found.update(dict.fromkeys(self.available[:: -max(1, len(self.available) // most)]))
         return list(found)[:most]
 
 
 class Holder(NamedTuple):
-    """A rank, and the slice that it is said to hold."""
+    """A rank, and its slice by the strategy."""
 
     rank: int
     box: Box
 
 
 class Replicated(NamedTuple):
-    """A box of a parameter that at least two available ranks are said to hold.
+    """A box of a parameter that at least two available ranks hold by the strategy.
 
     Attributes:
         box: the box, in elements of the full tensor.
@@ -105,7 +104,7 @@ class Replicated(NamedTuple):
 
         Args:
             most: elements at the most.
-            number: tells where.
+            number: chooses the place.
         """
         axis, count = self._run_shape(most)
         box = []
@@ -154,9 +153,9 @@ class AlikeParameters:
     """Parameters that are cut alike, and that the same available ranks hold.
 
     Attributes:
-        parameters: the parameters, those first that tell most.
-        is_cut: whether ranks hold parts of them; those that every rank holds whole tell less of a strategy.
-        structure: what of their layouts decides which ranks are said to be replicas.
+        parameters: the parameters, weights first.
+        is_cut: whether ranks hold parts of them; parameters that every rank holds whole show less of a strategy.
+        structure: the parts of their layouts that decide which ranks are replicas.
     """
 
     def __init__(self, example: GlobalTensor, present: Sequence[frozenset[int]]) -> None:
@@ -170,7 +169,7 @@ class AlikeParameters:
         self._made: dict[int, Replicated] = {}
 
     def __len__(self) -> int:
-        """Boxes of each parameter that several available ranks are said to hold."""
+        """How many boxes of each parameter several available ranks hold by the strategy."""
         return len(self._slices)
 
     def replicated(self, number: int) -> Replicated:
@@ -210,12 +209,12 @@ class AlikeParameters:
 
 
 def alike(parameters: Collection[GlobalTensor], step: SourceStep) -> list[AlikeParameters]:
-    """Parameters by how they are cut and held, those first that tell most of a strategy.
+    """Parameters grouped by layout and holders, the groups first that show most of a strategy.
 
-    Values that belong to a rank are no replicas, whatever a strategy says, and left out.
+    Values that belong to a rank are no replicas and are left out.
 
     Args:
-        parameters: what is compared.
+        parameters: the parameters to compare.
         step: the files.
     """
     found: dict[object, AlikeParameters] = {}

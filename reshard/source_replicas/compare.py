@@ -1,8 +1,8 @@
-"""Comparing alleged replicas: samples of them, or everything.
+"""Comparing replicas: samples of them, or everything.
 
-Values that are all the same, such as zeros of an optimizer that has not begun or a norm's ones, say nothing: another
-place is tried then, and what is constant there too does not count as compared. Accumulated gradients may differ
-between data-parallel ranks until they are reduced: only where everything is compared they are, and told apart.
+Constant values, such as zeros of an optimizer before its first step or a norm's ones, show nothing: another place is
+tried, and boxes that are constant there too do not count as compared. Accumulated gradients may differ between
+data-parallel ranks until they are reduced: they are compared only with everything, and reported apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reshard.source_replicas.choice import AlikeParameters, Holder, Replicated, 
 from reshard.source_replicas.outcome import ReplicaComparison, Tally, is_gradient
 from reshard.source_replicas.samples import EFFORTS, MOST_PLACES, ReplicaFiles, Samples, own_sample_box
 
-# Ranks that are put together by what they hold.
+# Ranks that are grouped by what they hold.
 _MOST_GROUPED = 64
 # Bytes of a tensor that a thread takes at a time, and files that it compares with one other.
 _PART_BYTES = 64 << 20
@@ -46,19 +46,19 @@ def compare_replicas(
     progress: Progress,
     effort: str,
 ) -> ReplicaComparison:
-    """Compare what ranks hold that should be the same.
+    """Compare slices that several ranks hold by the strategy.
 
     Args:
-        parameters: what is compared, as read from the files.
+        parameters: the parameters, as read from the files.
         step: the files.
         handles: open files.
-        execution: what they lie on, threads and memory.
-        progress: told of bytes where everything is compared.
+        execution: storage, threads and memory.
+        progress: counts bytes where everything is compared.
         effort: ``auto``, some KiB of some parameters; ``more``, some of every parameter; ``all``, everything.
 
     Raises:
-        RetryableError: with ``all``, a file cannot be read; a sample of such a file is passed over. Ranks differ, and
-            somebody is writing to their files.
+        RetryableError: with ``all``, a file cannot be read; samples of such a file are skipped. Or ranks differ, and
+            their files are being written.
     """
     everything = effort == "all"
     chosen = [parameter for parameter in parameters if everything or not is_gradient(parameter)]
@@ -71,7 +71,7 @@ def compare_replicas(
             Samples(kinds, files, EFFORTS[effort], tally).run()
     result = tally.result(kinds, "everything" if everything else "samples")
     if result.differing:
-        # Neither the strategy nor the replicas are to blame for files of which only some are written anew.
+        # Files that are being overwritten differ for a while under the right strategy.
         handles.check_unchanged(index.path for index in step.indexes.values())
     return result
 
@@ -79,10 +79,10 @@ def compare_replicas(
 def holders_alike(
     parameter: GlobalTensor, step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> list[list[int]]:
-    """Which ranks of the first stage that holds a parameter really hold the same, by a sample of each one's slice.
+    """Group the ranks of the first stage that holds a parameter by a sample of each one's slice.
 
     Returns:
-        The ranks, those together that hold the same; of a large stage the first ones.
+        Groups of ranks with equal samples; of a large stage the first ranks.
 
     Raises:
         RetryableError: a file cannot be read.
@@ -102,7 +102,7 @@ def holders_alike(
 
 
 class _ComparedPart(NamedTuple):
-    """What a thread compares at a time: a box of a parameter, on one rank and on some others."""
+    """Work for one thread: a box of a parameter, compared between one rank and some others."""
 
     kind: AlikeParameters
     parameter: GlobalTensor
@@ -178,7 +178,7 @@ class Everything:
                             yield _ComparedPart(kind, parameter, piece, holders)
 
     def _compare(self, part: _ComparedPart) -> tuple[bool, Optional[tuple[int, int]]]:
-        """Whether what was compared is not all of one value, and the first two ranks that differ, if any do."""
+        """Whether the compared bytes are not constant, and the first two ranks that differ, if any do."""
         if not hasattr(self._own, "buffers"):
             self._own.buffers = np.empty((2, self._execution.block_bytes), np.uint8)
         one, other = self._own.buffers

@@ -1,10 +1,10 @@
-"""Whether ranks that should hold different slices of a parameter do, and those of a stage what is the stage's.
+"""Whether slices that should differ do differ, and whether stages hold their own parameters.
 
-A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer of them or none.
-But what it takes for different slices are replicas then. Slices of a trained weight are never equal, unless they have
-few different elements, which says nothing: all may be zero, and a few bits agree by chance. So of every kind of
-parameter some are compared at the same place, as many places apart as divide the number of slices: a true device
-matrix that is coarser repeats them so.
+A strategy that cuts finer than the true one passes every comparison of replicas, since it has fewer replicas or none.
+But then some of its different slices are replicas. Slices of a trained weight are never equal, unless they have few
+different elements: all may be zero, and a few bits agree by chance. So some parameters of every layout are compared,
+at the same place in slices whose distance divides the number of slices: under a coarser true device matrix, the slices
+repeat at such a distance.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class SameSlices(NamedTuple):
 
 
 class Distinctness(NamedTuple):
-    """What came of comparing slices that should differ.
+    """The comparison of slices that should differ.
 
     Attributes:
-        compared: parameters of which slices were compared that tell something.
-        same: those of them of which some are equal.
+        compared: how many parameters had enough different elements to compare.
+        same: the parameters of which some slices are equal.
     """
 
     compared: int
@@ -75,13 +75,13 @@ class Distinctness(NamedTuple):
 def compare_slices(
     parameters: Iterable[GlobalTensor], step: SourceStep, handles: FileHandles, execution: ExecutionOptions
 ) -> Distinctness:
-    """Compare slices that should differ; what cannot be read is passed over.
+    """Compare slices that should differ; unreadable ones are skipped.
 
     Args:
-        parameters: what is compared, as read from the files.
+        parameters: the parameters, as read from the files.
         step: the files.
         handles: open files.
-        execution: what they lie on.
+        execution: storage, threads and memory.
     """
     deadline = time.monotonic() + _SECONDS
     chosen = [one for kind in alike(list(parameters), step) if kind.is_cut for one in kind.parameters[:_MOST_OF_A_KIND]]

@@ -1,7 +1,7 @@
-"""Comparing samples: some KiB of some parameters on some ranks, and when that is enough.
+"""Comparing samples: some KiB of some parameters on some ranks, until that is enough.
 
-Kinds of parameters take turns. The first sample of every layout probes a whole group of replicas, until one was of
-values that tell something, and so do all others where something differs; the rest compare two ranks.
+Parameters of each layout take turns. The first sample of a layout probes a whole group of replicas, until one is not
+constant. After a difference, all further samples of the layout probe; other samples compare two ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ MOST_PLACES = 4
 """Places that are tried where all elements are the same."""
 
 UNREADABLE = (DamagedCheckpointError, RetryableError)
-"""Errors of a file that samples pass over: whoever needs it will find out."""
+"""Errors for which samples skip a file: the conversion reports them if it needs the file."""
 
-
-# Requests under way where each takes a round trip.
+# Concurrent requests where each takes a round trip.
 _IN_FLIGHT = 16
 
 
@@ -52,7 +51,7 @@ class ReplicaFiles:
     def __init__(self, step: SourceStep, handles: FileHandles, execution: ExecutionOptions) -> None:
         self._step = step
         self._remote = execution.storage.remote
-        # No windows: what lies around a sample is of no use.
+        # No read-ahead: the bytes around a sample are not needed.
         options = replace(execution, io="pread", storage=execution.storage._replace(small=0))
         self._reader = BoxReader(handles, options, threads=max(execution.threads, _IN_FLIGHT))
 

@@ -151,3 +151,35 @@ def file_system_of(path: str) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, after.split(" ")[0]
     return kind
+
+
+class FileSystems:
+    """The file systems that files were opened on, by the device that they say they lie on."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, Optional[Measured]] = {}
+
+    def measured(self, device: int, path: str) -> Optional[Measured]:
+        """Whom to tell how long requests take; None on a local file system.
+
+        Args:
+            device: what a file lies on.
+            path: the file.
+        """
+        try:
+            return self._measured[device]
+        except KeyError:
+            found = Measured(REMOTE, usual=0.0) if storage_on(path).remote else None
+            return self._measured.setdefault(device, found)
+
+    def costs(self, path: str) -> Storage:
+        """What requests cost where a path lies, as far as that is known by now."""
+        storage = storage_on(path)
+        if not storage.remote:
+            return storage
+        try:
+            measured = self._measured.get(os.stat(path).st_dev)
+        except OSError:
+            # What is not there was not asked for anything.
+            measured = None
+        return storage if measured is None else measured.storage()

@@ -12,6 +12,11 @@ import errno
 import os
 from collections.abc import Iterator
 
+from reshard.errors import TargetError
+
+OWN = ".reshard"
+"""The directory of all records in a target directory. Links above it are followed, none below."""
+
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -82,6 +87,41 @@ def opened_above(path: str) -> Iterator[tuple[str, int]]:
     above, name = os.path.split(path.rstrip(os.sep))
     with opened(above or os.curdir) as fd:
         yield name, fd
+
+
+@contextlib.contextmanager
+def opened_own(path: str) -> Iterator[int]:
+    """The descriptor of a directory of records while the block runs.
+
+    Args:
+        path: ``DST/.reshard`` or a directory below it.
+
+    Raises:
+        TargetError: a part of the path from there on is a link, or no directory.
+        FileNotFoundError: it is not there.
+        OSError: it cannot be opened.
+    """
+    above, mark, _ = path.rpartition(os.sep + OWN)
+    trusted = (above or os.sep) if mark else path
+    try:
+        fd, _ = open_directory(path, trusted)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and error.filename != trusted:
+            raise not_ours(error.filename) from error
+        raise
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def not_ours(path: str) -> TargetError:
+    """The error for what stands in the place of a record, and no conversion has made."""
+    return TargetError(
+        f"{path} is not a directory or file of its own, as records are",
+        file=path,
+        hint="remove it, or choose another DST",
+    )
 
 
 def make_directory(path: str) -> bool:

@@ -1,45 +1,54 @@
-"""Files on file systems of this machine, or mounted there."""
+"""Files on file systems of this machine, or mounted there.
+
+On network file systems what is asked first tells how long a round trip takes: opening a file and its first read are
+timed. Later reads tell less: a file system reads ahead, so that many are answered by this machine, and large ones
+take the time of their bytes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import shlex
 import signal
+import stat
 import time
-from typing import NamedTuple, Optional
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+from typing import Callable, Optional
 
-from reshard.storage import directories, temporary
-from reshard.storage.costs import Storage
-from reshard.storage.network import FileSystems, NetworkFile
+from reshard.storage import directories, locks, temporary
+from reshard.storage.costs import FileSystems, Measured, Storage
 from reshard.storage.new_local_file import NewLocalFile
-from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, Expected, OpenFile, Sending, Store
+from reshard.storage.registry import absolute
+from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Lock, OpenFile, Sending, Sign, Store, Tell
 
 # Seconds: no single write takes longer.
 _MOMENT = 600.0
+# Larger reads take the time of their bytes.
+_SMALL = 64 << 10
 
 
-class LocalFile(NamedTuple):
+class LocalFile:
     """A file that is read through a descriptor.
 
-    Attributes:
+    Args:
         descriptor: open for reading; its position is not used.
         path: its name, for messages.
+        measured: told how long the first read took, where the file lies on a network.
     """
 
-    descriptor: int
-    path: str
+    cipher: Optional[str] = None
+    # Another may write to it meanwhile, or put another in its place.
+    pinned = False
 
-    @property
-    def cipher(self) -> Optional[str]:
-        """None: its bytes are read as they lie."""
-        return None
-
-    @property
-    def pinned(self) -> bool:
-        """False: another may write to it meanwhile, or put another in its place."""
-        return False
+    def __init__(self, descriptor: int, path: str, measured: Optional[Measured] = None) -> None:
+        self.descriptor = descriptor
+        self.path = path
+        self._on_network = measured is not None
+        self._measured = measured
 
     def size(self) -> int:
         """Bytes that it has at this moment."""
@@ -51,10 +60,18 @@ class LocalFile(NamedTuple):
 
     def read(self, offset: int, count: int) -> bytes:
         """Bytes from an offset on: as many as a read gives, none at the end."""
-        return os.pread(self.descriptor, count, offset)
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return os.pread(self.descriptor, count, offset)
+        begun = time.perf_counter()
+        data = os.pread(self.descriptor, count, offset)
+        if 0 < len(data) <= _SMALL:
+            measured.request(time.perf_counter() - begun)
+        return data
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Likewise into ``out``, from its beginning; how many."""
+        self._measured = None
         return os.preadv(self.descriptor, [out], offset)
 
     def being_written(self) -> bool:
@@ -63,7 +80,7 @@ class LocalFile(NamedTuple):
         A large write changes the file's times when it begins: who opens the file in the middle of it sees no other
         times afterwards. Where the kernel does not say who has it open, this is False.
         """
-        if abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
+        if self._on_network or abs(time.time() - os.fstat(self.descriptor).st_mtime) > _MOMENT:
             return False
         try:
             # Whoever opens it for writing between the two calls has a signal sent, which would end this process.
@@ -80,8 +97,10 @@ class LocalFile(NamedTuple):
         os.close(self.descriptor)
 
 
-class LocalStore:
+class LocalStore(Store):
     """Whatever has a path on this machine."""
+
+    special_files = True
 
     def __init__(self) -> None:
         self._file_systems = FileSystems()
@@ -90,7 +109,7 @@ class LocalStore:
         """What is at a path."""
         return FileStatus.of(os.stat(path) if through_links else os.lstat(path))
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[DirectoryEntry]:
         """What is in a directory."""
         with os.scandir(directory) as entries:
             return list(entries)
@@ -102,10 +121,9 @@ class LocalStore:
         descriptor = os.open(path, flags | (0 if through_links else os.O_NOFOLLOW))
         took = time.perf_counter() - begun
         measured = self._file_systems.measured(os.fstat(descriptor).st_dev, path)
-        if measured is None:
-            return LocalFile(descriptor, path)
-        measured.request(took)
-        return NetworkFile(descriptor, path, measured)
+        if measured is not None:
+            measured.request(took)
+        return LocalFile(descriptor, path, measured)
 
     def costs(self, path: str) -> Storage:
         """What requests cost on the file system that a path lies on, by those that were made."""
@@ -116,10 +134,6 @@ class LocalStore:
     ) -> NewLocalFile:
         """Begin to write a file under a temporary name, in a directory that is made where it is not there."""
         return NewLocalFile(path)
-
-    def part_bytes(self, size: int) -> int:
-        """Nothing is held."""
-        return 0
 
     def write_whole(self, path: str, data: bytes) -> None:
         """Write a small file whole, in a directory that is there."""
@@ -142,12 +156,37 @@ class LocalStore:
         """Flush a directory to disk."""
         directories.sync_directory(directory)
 
-    def check_root(self, path: str) -> None:
-        """File systems have a root."""
+    def place(self, path: str) -> Hashable:
+        """Device and inode: the same file may have several names, and a directory several mounts."""
+        status = self._status_or_none(path)
+        return None if status is None else (status.device, status.inode)
 
-    def remove(self, path: str) -> None:
-        """Remove a file."""
-        directories.remove_file(path)
+    def volume(self, directory: str) -> Optional[tuple[int, str]]:
+        """The file system that a directory lies on, or the nearest one above it that exists."""
+        existing = absolute(directory)
+        while True:
+            status = self._status_or_none(existing)
+            if status is not None and status.directory:
+                return status.device, existing
+            existing = os.path.dirname(existing)
+
+    def free(self, place: str) -> Optional[int]:
+        """Bytes that may be written; a file system that reports no blocks at all does not know."""
+        status = os.statvfs(place)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+    def missing_right(self, path: str) -> str:
+        """A right to write to its directory."""
+        directory = shlex.quote(os.path.dirname(path) or os.curdir)
+        return f"a right to write there: `ls -ld {directory}` shows owner and rights"
+
+    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
+        """Remove a file; with a condition, flush that to disk."""
+        with directories.opened_above(path) as (name, fd):
+            if if_same is None or if_same(FileStatus.of(os.lstat(name, dir_fd=fd))):
+                os.unlink(name, dir_fd=fd)
+            if if_same is not None:
+                directories.sync(fd)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that is empty."""
@@ -156,6 +195,62 @@ class LocalStore:
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove temporary files that no living process is writing."""
         temporary.remove_dead(directory, complete)
+
+    def make_empty(self, path: str) -> None:
+        """Make an empty file in one step."""
+        with directories.opened_own(os.path.dirname(path)) as fd:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            os.close(os.open(os.path.basename(path), flags, 0o666, dir_fd=fd))
+
+    def make_empty_directory(self, path: str) -> None:
+        """Make a directory."""
+        with directories.opened_own(os.path.dirname(path)) as fd, contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.basename(path), dir_fd=fd)
+        self.check_own(path, directory=True)
+
+    def remove_empty_directory(self, path: str) -> None:
+        """Remove a directory."""
+        self.remove_directory(path)
+
+    def own_names(self, directory: str) -> list[str]:
+        """The names in a directory of records."""
+        with directories.opened_own(directory) as fd:
+            return os.listdir(fd)
+
+    def check_own(self, path: str, directory: bool) -> None:
+        """Insist that nothing on the way is a link."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with directories.opened_own(path if directory else os.path.dirname(path)) as fd:
+                if directory or stat.S_ISREG(os.lstat(os.path.basename(path), dir_fd=fd).st_mode):
+                    return
+            raise directories.not_ours(path)
+
+    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+        """Hold a file's lock alone."""
+        return locks.lock(path, again, tell)
+
+    def share(self, path: str, tell: Tell) -> Lock:
+        """Hold a file's lock beside others."""
+        return locks.share(path, tell)
+
+    def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
+        """Hold a file's lock alone, if nobody has it."""
+        return locks.try_lock(path)
+
+    def sign_in(self, directory: str) -> Sign:
+        """A temporary file."""
+        return locks.FileSign(directory)
+
+    def _status_or_none(self, path: str) -> Optional[FileStatus]:
+        """The status of what a path leads to, if it leads to anything."""
+        try:
+            return self.status(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
 
 
 LOCAL_STORE: Store = LocalStore()

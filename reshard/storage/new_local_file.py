@@ -7,7 +7,7 @@ import errno
 import os
 
 from reshard.storage import directories, temporary
-from reshard.storage.status import FileStatus
+from reshard.storage.store import FileStatus
 
 _TIMES = 4
 

@@ -1,52 +1,95 @@
-"""Where files lie: on file systems, or in an object store; the one protocol through which they are reached.
-
-A path says by itself which store it is of: ``s3://bucket/prefix`` lies in an object store, everything else on
-a file system. Stores say what goes wrong in the words of the system, as `OSError`, whatever they are.
-"""
+"""A store: the one class through which files are reached, wherever they lie."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import errno
 import os
-import re
+import stat
 import threading
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Callable, NamedTuple, Optional, Protocol, TypeVar, Union
+from contextlib import AbstractContextManager
+from typing import Callable, NamedTuple, Optional, Protocol
 
-from reshard.errors import UsageError
 from reshard.storage.costs import Storage
-from reshard.storage.read import ReadableFile
-from reshard.storage.status import FileStatus
-
-OBJECTS = "s3://"
-"""What paths in an object store begin with."""
-
-_NEARLY = "s3:/"
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HOSTS = ("http", "https")
-# Addresses of services that speak S3's protocol, by the schemes of their own clients.
-_ENDPOINTS = {
-    "obs": "https://obs.REGION.myhuaweicloud.com",
-    "oss": "https://oss-REGION.aliyuncs.com",
-    "cos": "https://cos.REGION.myqcloud.com",
-    "gs": "https://storage.googleapis.com",
-    "minio": "http://HOST:9000",
-    "http": "http://HOST",
-    "https": "https://HOST",
-}
-T = TypeVar("T")
-
-# Looks and listings that are worth having under way, where each takes a round trip.
-_AT_A_TIME = 32
-# Bytes of smaller parts that are put together before they are written.
-_WORTH_WRITING = 1 << 20
 
 
-class Entry(Protocol):
+class FileStatus(NamedTuple):
+    """A file or directory as a store knows it without reading it.
+
+    Attributes:
+        regular: whether it is a regular file, which an object is.
+        directory: whether it is a directory; in an object store, whether any key begins so.
+        size: bytes.
+        modified: time of last modification, in nanoseconds. Writers can set it, and copies have others.
+        changed: what becomes another with every change: the time of last change, of attributes and names too, in
+            nanoseconds; of an object a digest of its ETag.
+        device: what it lies on, as this machine numbers it; of an object a digest of service and bucket.
+        inode: its number there; of an object a digest of its key.
+        version: what a store tells its versions by, where it may be written under a condition: the ETag of an object.
+    """
+
+    regular: bool
+    directory: bool
+    size: int
+    modified: int
+    changed: int
+    device: int
+    inode: int
+    version: str = ""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStatus:
+        """What the file system says of a local file."""
+        mode = status.st_mode
+        return cls(
+            stat.S_ISREG(mode),
+            stat.S_ISDIR(mode),
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_dev,
+            status.st_ino,
+        )
+
+
+class ReadableFile(Protocol):
+    """A file that is open for reading, whatever its bytes go through on the way.
+
+    Offsets and sizes count bytes of what it holds. Any number of threads may read at a time.
+    """
+
+    @property
+    def path(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def descriptor(self) -> Optional[int]:
+        """What to map into memory; None where the bytes do not lie in a file as they are read."""
+
+    @property
+    def cipher(self) -> Optional[str]:
+        """How its bytes are encrypted where they lie, in MindSpore's words; None where they are not."""
+
+    def size(self) -> int:
+        """Bytes that it has at this moment."""
+
+    def status(self) -> FileStatus:
+        """What its store says of it."""
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Bytes from an offset on: as many as a read gives, none at the end.
+
+        Raises:
+            ReshardError: what it holds cannot be told from its bytes.
+            OSError: reading failed.
+        """
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Likewise into ``out``, from its beginning; how many."""
+
+
+class DirectoryEntry(Protocol):
     """A name in a directory, and what it leads to; `os.DirEntry` is one."""
 
     @property
@@ -74,6 +117,9 @@ class OpenFile(ReadableFile, Protocol):
     @property
     def pinned(self) -> bool:
         """Whether every read insists on that version by itself; if not, who needs it has to look again."""
+
+    def being_written(self) -> bool:
+        """Whether somebody writes to it at this moment, as far as the store tells."""
 
     def close(self) -> None:
         """Read no more."""
@@ -143,34 +189,115 @@ class Sending:
         self._pool.shutdown()
 
 
+Tell = Callable[[str], None]
+"""Called with a message, once, when something is waited for."""
+
+SIGNS = ("lock.", "sign.")
+"""What the names of files in directories of records begin with that are there while a process lives."""
+
+
+class Lock(Protocol):
+    """A lock that is held."""
+
+    def check(self) -> None:
+        """Insist that it is still held: in an object store another run removes it when this one was silent for long.
+
+        Raises:
+            OSError: it is not, or nobody can tell.
+        """
+
+    def release(self) -> None:
+        """Give it up."""
+
+
+class Sign(Protocol):
+    """A file that is there until it is released, or its process has died."""
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+
+    def release(self) -> None:
+        """Remove it."""
+
+
 class Store(Protocol):
-    """Looks at files, opens and writes them, by path.
+    """Looks at files, opens, writes and locks them, by path.
+
+    A new store implements the abstract methods. The others suit a store of whole files by name, as object stores
+    are, which has neither links nor directories of its own; `LocalStore` overrides them.
 
     All methods raise `FileNotFoundError` or `NotADirectoryError` where there is nothing, `PermissionError` where
     one may not, `ValueError` for what can be no path, and another `OSError` for what may pass.
     """
 
+    special_files: bool = False
+    """Whether links, pipes and devices may stand at a path."""
+    conditional: bool = False
+    """Whether new files replace only what is expected, see `Expected`."""
+    at_a_time: int = 1
+    """How many paths are worth being looked at together."""
+
+    # Looking and reading.
+
+    @abstractmethod
     def status(self, path: str, through_links: bool = True) -> FileStatus:
         """What is at a path.
 
         Args:
             path: the path.
-            through_links: of a symbolic link, what it leads to; links are nowhere but on file systems.
+            through_links: of a symbolic link, what it leads to.
         """
 
-    def entries(self, directory: str) -> list[Entry]:
+    @abstractmethod
+    def entries(self, directory: str) -> list[DirectoryEntry]:
         """What is in a directory, in no order; however many pages a list of it has."""
 
+    @abstractmethod
     def open(self, path: str, through_links: bool = True) -> OpenFile:
         """Open a file for reading, never waiting for a writer; anything may stand there."""
 
+    @abstractmethod
     def costs(self, path: str) -> Storage:
         """What requests cost there, as far as that is known by now."""
 
+    def place(self, path: str) -> Hashable:
+        """What tells the file or directory at a path from all others, whatever names it has; None where there is none.
+
+        A store in which each has one name need not look whether it is there.
+        """
+        return path.rstrip("/")
+
+    def volume(self, directory: str) -> Optional[tuple[int, str]]:
+        """What files below a directory are written to: its number, and a directory there that exists.
+
+        None where nothing tells how much room there is.
+        """
+        return None
+
+    def free(self, place: str) -> Optional[int]:
+        """Bytes that may be written below a directory that exists; None where nothing tells."""
+        return None
+
+    def check_root(self, path: str) -> None:
+        """Insist that what no conversion makes is there, for a file to be written below: a bucket.
+
+        Raises:
+            InputError: it is missing.
+        """
+        return None
+
+    def missing_right(self, path: str) -> str:
+        """What to get where a path may not be written, for messages."""
+        return "the permissions that docs/stores.md lists"
+
+    # Writing.
+
+    @abstractmethod
     def new_file(
         self, path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None
     ) -> NewFile:
-        """Begin to write a file, in a directory that is made where it is not there.
+        """Begin to write a file, in a directory that is made where it is missing.
 
         Args:
             path: the name that it is to get.
@@ -181,31 +308,40 @@ class Store(Protocol):
 
     def part_bytes(self, size: int) -> int:
         """Bytes of a new file of a size that are held until they are written together; 0 where none are."""
+        return 0
 
+    @abstractmethod
     def write_whole(self, path: str, data: bytes) -> None:
         """Write a small file in place of another of its name, so that it is whole or not there; for good."""
 
-    def make_directory(self, path: str) -> bool:
-        """Make a directory, and those above it, unless it is there; whether it was made by this."""
+    def make_empty(self, path: str) -> None:
+        """Make an empty file, unless it is there."""
+        self.write_whole(path, b"")
 
     def touch(self, path: str) -> bool:
         """Give a file the time of now; False where it has to be written again for that, or is not there."""
+        return False
+
+    @abstractmethod
+    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
+        """Remove a file, for good. An object store may not tell that there was none.
+
+        Args:
+            path: the file.
+            if_same: leave it unless its status is as expected.
+        """
+
+    def make_directory(self, path: str) -> bool:
+        """Make a directory, and those above it, for files to be written there; whether it was made by this."""
+        return False
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory that is empty, where that is left when its files are gone."""
+        return None
 
     def flush(self, directory: str) -> None:
         """See that names that were made in a directory outlast a crash."""
-
-    def check_root(self, path: str) -> None:
-        """Insist that what nobody of ours makes is there, for a file to be written below: a bucket.
-
-        Raises:
-            InputError: it is not.
-        """
-
-    def remove(self, path: str) -> None:
-        """Remove a file. An object store may not tell that there was none."""
-
-    def remove_directory(self, path: str) -> None:
-        """Remove a directory that is empty, and be it of marks that it is there."""
+        return None
 
     def remove_dead(self, directory: str, complete: bool) -> None:
         """Remove what dead runs left of new files in a directory, as far as possible.
@@ -214,218 +350,73 @@ class Store(Protocol):
             directory: where.
             complete: nothing is left to be written there.
         """
+        return None
 
+    # Records, and who is alive. Paths lead below a directory of records, see `directories.OWN`.
 
-_endpoint: Optional[str] = None
+    @abstractmethod
+    def make_empty_directory(self, path: str) -> None:
+        """Make a directory, unless it is there, that can be listed while it is empty."""
 
+    @abstractmethod
+    def remove_empty_directory(self, path: str) -> None:
+        """Remove such a directory."""
 
-def use_endpoint(url: Optional[str]) -> None:
-    """Ask another service for objects than environment and profile name; None for that one again."""
-    global _endpoint
-    _endpoint = url
+    def own_names(self, directory: str) -> list[str]:
+        """The names in a directory of records, which is reached through no link.
 
+        Raises:
+            TargetError: it, or one on the way from the directory of all records on, is a link or no directory.
+        """
+        return [entry.name for entry in self.entries(directory)]
 
-def endpoint() -> Optional[str]:
-    """The URL of the service that is asked for objects; None for the one that environment and profile name."""
-    return _endpoint
+    def check_own(self, path: str, directory: bool) -> None:
+        """Insist that a file or directory of records is one of its own, if it is there.
 
+        Raises:
+            TargetError: it, or a directory that it is in, is a link or something else.
+        """
+        return None
 
-def in_object_store(path: str) -> bool:
-    """Whether a path leads to an object store."""
-    return path.startswith(OBJECTS)
+    @abstractmethod
+    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+        """Hold a lock alone while a block runs, waiting for it; without locks, hold nothing.
 
+        The block is given what insists that it is still held, and raises `OSError` if not.
 
-def store_of(path: str) -> Store:
-    """The store that a path lies in.
+        Args:
+            path: the file to lock, made if need be. Who holds it may remove it.
+            again: makes the file's directory again, should it have been removed meanwhile.
+            tell: told when it takes long.
 
-    Raises:
-        UsageError: the path is none that its store can have.
-        InputError: a package is missing.
-    """
-    if not in_object_store(path):
-        check_scheme(path)
-    if in_object_store(path):
-        # Loaded where it is needed: it takes half a second.
-        from reshard.storage.once import through
-        from reshard.storage.s3 import s3_store
+        Raises:
+            RetryableError: another holds it for too long.
+        """
 
-        return through(s3_store(path))
-    from reshard.storage.local import LOCAL_STORE
+    @abstractmethod
+    def share(self, path: str, tell: Tell) -> Lock:
+        """Hold a lock beside others who share it, waiting for it; without locks, hold nothing.
 
-    return LOCAL_STORE
+        Args:
+            path: the file to lock, made if need be.
+            tell: told when it takes long.
 
+        Raises:
+            RetryableError: another holds it alone for too long.
+        """
 
-def check_scheme(path: str) -> None:
-    """Refuse what begins as a URL, and would be taken for the name of a directory.
+    @abstractmethod
+    def try_lock(self, path: str) -> AbstractContextManager[Optional[bool]]:
+        """Try to hold alone what others `share`, while a block runs; stores may only look who has it.
 
-    Raises:
-        UsageError: it does, and not with s3://.
-    """
-    if path.startswith(_NEARLY) and not in_object_store(path):
-        # A name that was put together, or typed, with one slash.
-        raise UsageError(f"{path}: an object's path is s3://bucket/key, with two slashes", file=path)
-    match = _SCHEME.match(path)
-    if match is None or in_object_store(path):
-        return
-    scheme = match[1]
-    hint = "write local paths without a scheme, and objects as s3://bucket/key"
-    if scheme.lower() in _ENDPOINTS:
-        place = "bucket/key" if scheme.lower() in _HOSTS else path[match.end() :]
-        hint = f"objects of such services are read as s3://{place} --endpoint-url {_ENDPOINTS[scheme.lower()]}"
-    raise UsageError(
-        f"{path}: paths with {scheme}:// are not supported, only s3:// and local paths", file=path, hint=hint
-    )
+        True where nobody has it, False where somebody has, None where nobody knows. A file that does not exist is
+        locked by nobody.
+        """
 
+    @abstractmethod
+    def sign_in(self, directory: str) -> Sign:
+        """A file in a directory that is there until it is released, or this process has died."""
 
-def storage_of(path: str) -> Storage:
-    """What requests cost where a path lies, as far as that is known by now.
-
-    Raises:
-        UsageError: the path is none that its store can have.
-        InputError: a package is missing.
-    """
-    return store_of(path).costs(path)
-
-
-def entries_of_each(directories: Iterable[str]) -> Iterator[list[Entry]]:
-    """What is in each of several directories, in their order; asked for at a time where a request takes a round trip.
-
-    Raises:
-        OSError: one cannot be listed.
-    """
-    return iter(for_each(lambda path: store_of(path).entries(path), list(directories)))
-
-
-def for_each(ask: Callable[[str], T], paths: Sequence[str]) -> list[T]:
-    """What is said of each of several paths, in their order; asked at a time where a request takes a round trip."""
-    if len(paths) < 2 or not in_object_store(paths[0]):
-        return [ask(path) for path in paths]
-    # What was said in a block of `asked_once` is said in these threads, too.
-    contexts = [contextvars.copy_context() for _ in paths]
-    with ThreadPoolExecutor(min(_AT_A_TIME, len(paths))) as pool:
-        return list(pool.map(lambda context, path: context.run(ask, path), contexts, paths))
-
-
-def absolute(path: str) -> str:
-    """A path from everywhere, whatever directory a command is given in."""
-    if in_object_store(path):
-        return path.rstrip("/")
-    found = os.path.abspath(path)
-    if os.pardir in path.split(os.sep) and os.path.realpath(path) != os.path.realpath(found):
-        # Above what a link leads to is another directory than above the link.
-        return os.path.realpath(path)
-    return found
-
-
-def is_absolute(path: str) -> bool:
-    """Whether a path is one from everywhere."""
-    return in_object_store(path) or os.path.isabs(path)
-
-
-def common_directory(directories: Iterable[str]) -> str:
-    """The directory that some directories, absolute and of one store, lie in or are."""
-    found = os.path.commonpath(directories)
-    # What stands before the first name has two slashes, of which one is lost.
-    mark = OBJECTS.rstrip("/") + "/"
-    return OBJECTS + found[len(mark) :] if found.startswith(mark) else found
-
-
-def real(path: str) -> str:
-    """A path without links."""
-    return path.rstrip("/") if in_object_store(path) else os.path.realpath(path)
-
-
-def unlinked(path: str) -> str:
-    """A path for what is written, which goes through no link: as typed, or where links in it lead to."""
-    if in_object_store(path):
-        return path
-    place = os.path.abspath(path)
-    if os.path.realpath(path) == place:
-        # Links that are left again with .. are in what was typed, and not on the way.
-        return os.path.normpath(path) if os.pardir in path.split(os.sep) else path
-    while not os.path.exists(place):
-        if os.path.islink(place):
-            # What a link leads to is not made: it may be a disk that is not mounted.
-            return path
-        place = os.path.dirname(place)
-    return os.path.realpath(path)
-
-
-def new_file(path: str, size: int, expected: Optional[Expected] = None, sending: Optional[Sending] = None) -> NewFile:
-    """Begin to write a file, in a directory that is made where it is not there; see `Store.new_file`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    return store_of(path).new_file(path, size, expected, sending)
-
-
-def write_parts(path: str, size: int, parts: Iterable[Union[bytes, memoryview]]) -> int:
-    """Write a file part by part; it gets its name when the last part has come.
-
-    Args:
-        path: the file; its directory is made where it is missing.
-        size: bytes of all parts.
-        parts: what is written, in order; an error that comes from them is passed on.
-
-    Returns:
-        A CRC-32 of all.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    offset = crc = 0
-    with contextlib.closing(new_file(path, size)) as file:
-        try:
-            for data in _gathered(parts):
-                file.write(offset, data)
-                offset, crc = offset + len(data), zlib.crc32(data, crc)
-            if offset != size or file.finish().size != size:
-                raise OSError(errno.EIO, f"it is not of the {size:,} bytes that it should have", path)
-            file.publish()
-        finally:
-            file.discard()
-    return crc
-
-
-def _gathered(parts: Iterable[Union[bytes, memoryview]]) -> Iterator[memoryview]:
-    """The same bytes in parts that are worth a request."""
-    held = bytearray()
-    for part in parts:
-        data = memoryview(part).cast("B")
-        if not held and len(data) >= _WORTH_WRITING:
-            yield data
-            continue
-        held += data
-        if len(held) >= _WORTH_WRITING:
-            yield memoryview(held)
-            held = bytearray()
-    yield memoryview(held)
-
-
-def write_whole(path: str, data: bytes) -> None:
-    """Write a small file so that under its name it is whole, or not there; for good. Its directory has to be there.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    store_of(path).write_whole(path, data)
-
-
-def make_directory(path: str) -> bool:
-    """Make a directory, and those above it, unless it is there; whether it was made. Object stores need none.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    return not in_object_store(path) and store_of(path).make_directory(path)
-
-
-def remove_file(path: str) -> None:
-    """Remove a file, if it is there.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        store_of(path).remove(path)
+    def remove_dead_signs(self, directory: str) -> None:
+        """Remove what dead processes left in a directory of records, as far as possible."""
+        self.remove_dead(directory, complete=False)

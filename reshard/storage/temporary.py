@@ -52,7 +52,7 @@ def create(directory: str, directory_fd: Optional[int] = None) -> tuple[int, str
     times = 0
     while True:
         times += 1
-        name = f".reshard-tmp-{_machine()}-{_namespace()}-{os.getpid()}-{os.urandom(6).hex()}"
+        name = f".reshard-tmp-{machine()}-{namespace()}-{os.getpid()}-{os.urandom(6).hex()}"
         path = os.path.join(directory, name)
         _unfinished.add(path)
         try:
@@ -165,8 +165,8 @@ class _Writer(NamedTuple):
     """Who writes a temporary file, by its name.
 
     Attributes:
-        machine: as `_machine` says.
-        namespace: that the process is numbered in, as `_namespace` says.
+        machine: as `machine` says.
+        namespace: that the process is numbered in, as `namespace` says.
         process: its number there.
     """
 
@@ -187,21 +187,21 @@ def _remove_if_dead(name: str, directory_fd: int, writer: _Writer, complete: boo
 
 
 def _dead(fd: int, writer: _Writer, complete: bool) -> bool:
-    here = writer.machine == _machine()
+    here = writer.machine == machine()
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             return False
         # Containers of one machine number their processes each for itself.
-        if here and writer.namespace == _namespace():
+        if here and writer.namespace == namespace():
             return not os.path.exists(f"/proc/{writer.process}")
         here = complete = False
     return complete or here or time.time() - os.fstat(fd).st_mtime > _UNTOUCHED_SECONDS
 
 
 @functools.cache
-def _machine() -> str:
+def machine() -> str:
     """This machine, since it was started, in a few characters."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -212,7 +212,7 @@ def _machine() -> str:
 
 
 @functools.cache
-def _namespace() -> str:
+def namespace() -> str:
     """The PID namespace of this process, in a few characters."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")

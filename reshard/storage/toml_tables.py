@@ -1,81 +1,216 @@
-"""Tables of TOML that people write: read, and their values taken as what they should be."""
+"""Files of rules in TOML: read, checked against a schema that is data, and written for people."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Optional
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, NamedTuple
 
-from reshard.errors import InputError
-from reshard.text.near_names import near_names
+from reshard.errors import InputError, RetryableError
+from reshard.storage import UnfitError, exists, is_regular_file, read_small
+from reshard.text.near_names import near_names, path_meant
 from reshard.text.wording import quoted
 
-
-class TomlError(ValueError):
-    """A text that is no TOML."""
+_ENDING = ".toml"
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """What a text says.
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
-    Raises:
-        TomlError: it is no TOML.
+
+# Per kind of value: the words for it, and the check.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "any": ("a value", lambda value: True),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "texts": (
+        "a text or a list of texts",
+        lambda value: isinstance(value, list) and all(isinstance(text, str) and text for text in value),
+    ),
+    "flag": ("true or false", lambda value: isinstance(value, bool)),
+    "sizes": (
+        "a list of sizes",
+        lambda value: isinstance(value, list) and all(type(size) is int and 0 < size < 2**62 for size in value),
+    ),
+    "table": ("a table", lambda value: isinstance(value, dict)),
+    "tables": ("a list of tables", _is_tables),
+}
+
+
+class TomlKey(NamedTuple):
+    """What a key of a table may hold.
+
+    Attributes:
+        kind: a key of `_KINDS`; lists of texts are returned as tuples, a single text as a tuple of one.
+        default: the value where the key is absent.
+        required: whether it must be there.
+        allowed: the texts that it may be; any if empty.
+        written: how it is written, for messages, if the kind's words are not enough.
     """
-    import sys
 
-    # Loaded only here: few commands read any.
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits is a ValueError of Python's, not of TOML.
-        raise TomlError(str(error)) from error
+    kind: str
+    default: Any = None
+    required: bool = False
+    allowed: tuple[str, ...] = ()
+    written: str = ""
 
 
-class TableReader:
-    """Takes values out of tables, and refuses those that are of another kind.
+Schema = Mapping[str, TomlKey]
+"""The keys that a table may have."""
+
+
+class TomlFile:
+    """A file of rules.
 
     Args:
         path: the file, for messages.
-        error: makes the error of a message about the file.
+        error: the class of its errors.
+        examples: where an example of such a file is found, as a hint.
     """
 
-    def __init__(self, path: str, error: Callable[[str], InputError]) -> None:
+    def __init__(self, path: str, error: type[InputError], examples: str) -> None:
         self.path = path
         self._error = error
+        self._examples = examples
+
+    def read(self, largest: int) -> str:
+        """The content.
+
+        Args:
+            largest: maximum size in bytes.
+
+        Raises:
+            InputError: the file is missing, larger, or not UTF-8.
+            RetryableError: reading failed.
+        """
+        try:
+            return read_small(self.path, largest).decode("utf-8-sig")
+        except UnfitError as error:
+            raise self._error(f"{self.path} {error}; it is not a file of rules", file=self.path) from error
+        except UnicodeDecodeError as error:
+            raise self._error(f"{self.path} is not UTF-8; it is not a file of rules", file=self.path) from error
+        except FileNotFoundError as error:
+            problem = f"{self.path}: there is no such file of rules"
+            raise self._error(problem, file=self.path, hint=path_meant(self.path)) from error
+        except OSError as error:
+            problem = f"{self.path} cannot be read: {error.strerror or error}"
+            raise RetryableError(problem, file=self.path) from error
+
+    def parse(self, text: str) -> dict[str, Any]:
+        """The tables in a text.
+
+        Raises:
+            InputError: the text is not TOML.
+        """
+        import sys
+
+        # Imported here: most commands read no rules.
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        try:
+            return tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            # Python raises ValueError for a number of thousands of digits.
+            raise self._error(f"{self.path} is not TOML: {error}", file=self.path, hint=self._examples) from error
+
+    def values(self, table: Mapping[str, Any], schema: Schema, where: str) -> dict[str, Any]:
+        """The value of every key of a schema, defaults included.
+
+        Args:
+            table: the table.
+            schema: its keys.
+            where: the place of the table in the file, for messages.
+
+        Raises:
+            InputError: a key is unknown or missing, or its value is of another kind.
+        """
+        for key in table:
+            if key not in schema:
+                raise self.wrong(where, f"{quoted(key)} is unknown{did_you_mean(key, schema)}")
+        return {key: self._value(table, key, said, where) for key, said in schema.items()}
+
+    def _value(self, table: Mapping[str, Any], key: str, schema: TomlKey, where: str) -> Any:
+        if key not in table:
+            if schema.required:
+                raise self.wrong(where, f"{key} is missing")
+            return schema.default
+        value = table[key]
+        if schema.kind == "texts" and isinstance(value, str):
+            value = [value]
+        words, fits = _KINDS[schema.kind]
+        if not fits(value) or (schema.allowed and value not in schema.allowed):
+            raise self.wrong(where, f"{key} must be {schema.written or ' or '.join(schema.allowed) or words}")
+        return tuple(value) if schema.kind in ("texts", "sizes") else value
 
     def wrong(self, where: str, problem: str) -> InputError:
         """The error about a place in the file."""
-        return self._error(f"{self.path}: {where}: {problem}")
+        return self._error(f"{self.path}: {where}: {problem}", file=self.path)
 
-    def keys(self, table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-        """Refuse what is unknown."""
-        for key in table:
-            if key not in known:
-                near = near_names(key, known)
-                meant = f". Did you mean {near[0]}?" if near else ""
-                raise self.wrong(where, f"{quoted(key)} is unknown{meant or '; known: ' + ', '.join(known)}")
 
-    def text(self, table: Mapping[str, Any], key: str, where: str) -> Optional[str]:
-        """A text, if the key is there."""
-        value = table.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(where, f"{key} is no text")
-        return value
+class BuiltinFiles:
+    """Files of rules that are part of the package, which users name without path and ending.
 
-    def texts(self, table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-        """One text or a list of them."""
-        value = table.get(key, [])
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-            raise self.wrong(where, f"{key} is no text, nor a list of texts")
-        return tuple(found)
+    Args:
+        module: a path beside which they are, in ``builtin``.
+        kind: what they are called, for messages.
+        error: the class of errors.
+        listed_by: the command that lists them.
+    """
 
-    def flag(self, table: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-        """True or false."""
-        value = table.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(where, f"{key} is neither true nor false")
-        return value
+    def __init__(self, module: str, kind: str, error: type[InputError], listed_by: str) -> None:
+        self._directory = os.path.join(os.path.dirname(os.path.abspath(module)), "builtin")
+        self._kind = kind
+        self._error = error
+        self._listed_by = listed_by
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(name[: -len(_ENDING)] for name in os.listdir(self._directory) if name.endswith(_ENDING))
+
+    def path(self, name: str) -> str:
+        """The path of a name."""
+        return os.path.join(self._directory, name + _ENDING)
+
+    def has(self, named: str) -> bool:
+        """Whether a text is a name, and not the path of a file: a model's directory may have the name of its rules."""
+        return named in self.names() and not is_regular_file(named)
+
+    def check_exists(self, path: str) -> None:
+        """Refuse what is neither a name nor a path.
+
+        Raises:
+            InputError: names the nearest built-in name.
+        """
+        if not exists(path) and not path.endswith(_ENDING):
+            raise self._error(
+                f"{path}: there is no such file, and no built-in {self._kind} of this name"
+                + did_you_mean(path, self.names(), known=False),
+                file=path,
+                hint=f"{self._listed_by} lists the built-in ones",
+            )
+
+
+def did_you_mean(name: str, names: Iterable[str], known: bool = True) -> str:
+    """The end of a sentence about an unknown name: the nearest one, or all of them where ``known``."""
+    names = list(names)
+    near = near_names(name, names)
+    if near:
+        return f". Did you mean {near[0]}?"
+    return f"; known: {', '.join(names) or 'none'}" if known else ""
+
+
+def toml_string(text: str) -> str:
+    """A text in quotes, with escapes that JSON and TOML have in common."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def quoted_list(texts: Sequence[str]) -> str:
+    """``["a", "b"]``."""
+    return f"[{', '.join(map(toml_string, texts))}]"
+
+
+def one_or_list(texts: Sequence[str]) -> str:
+    """A text alone, or a list of them."""
+    return toml_string(texts[0]) if len(texts) == 1 else quoted_list(texts)

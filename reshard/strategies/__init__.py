@@ -1,13 +1,10 @@
-"""Strategies: which devices there are, and how each parameter is laid out over them.
+"""Strategies: the devices, and the layout of each parameter over them.
 
-A strategy is read from protobuf or JSON files, one per pipeline stage or all stages merged into
-one, and is then a list of stages, each with one layout per parameter. Everything a file can get
-wrong is found here, so that the rooms built on this one can trust what they are given. Nothing here
-knows of checkpoints.
+A strategy is read from protobuf or JSON files, one per pipeline stage or all stages merged into one, and is then a
+list of stages, each with one layout per parameter. Every fault of a file is refused here, so that other rooms can
+trust their input. This room does not use checkpoints.
 """
 
-from reshard.strategies.groups import GroupInfo, read_group_info
-from reshard.strategies.merge import merge_pipeline
 from reshard.strategies.model import (
     NONE,
     SAME,
@@ -20,8 +17,9 @@ from reshard.strategies.model import (
     names_files,
     shards_of,
 )
-from reshard.strategies.one_file import read_strategy_file
+from reshard.strategies.one_file import GroupInfo, read_group_info, read_strategy_file
 from reshard.strategies.read import read_strategy, required_strategies
+from reshard.strategies.written import merge_pipeline
 
 __all__ = [
     "NONE",

@@ -17,7 +17,7 @@ from reshard.strategies.model import RecordedLayout, StrategyFile, StrategyItem
 from reshard.text.wording import quoted
 
 _AGAIN = "copy it again from where it was written, or have MindSpore write it again"
-# A table that is split by hand has a number for each of its slices, of which there may be a hundred thousand.
+# A table that is split by hand has a number per slice, and may have a hundred thousand slices.
 _LONGEST_ITEM = 1 << 22
 _INT32 = 2**31
 _UINT32 = 2**32
@@ -28,16 +28,16 @@ def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
     """The content of a strategy file, or None where it is JSON of another kind.
 
     Raises:
-        StrategyError: the file is no valid JSON, or what it says is damaged.
+        StrategyError: the file is not valid JSON, or its values are damaged.
     """
     try:
-        return _Reading(data).file(path)
+        return _StrategyJson(data).file(path)
     except JsonError as error:
         raise StrategyError(f"{path} is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-class _Reading:
-    """A file while it is walked: of one item at a time there is more than its layout in memory."""
+class _StrategyJson:
+    """A file that is read item by item: only layouts stay in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._stream = JsonStream(windows_of(data), _LONGEST_ITEM)
@@ -113,7 +113,7 @@ def _layout_item(recorded: RecordedLayout) -> dict[str, Any]:
         "opt_weight_shard_step": recorded.shard_step,
         "tensor_map": maps if recorded.nested else maps[0] if maps else [],
     }
-    # What is not known is left out: MindSpore reads the file without it.
+    # Unknown values are left out: MindSpore reads the file without them.
     if recorded.tensor_shape is not None:
         item["tensor_shape"] = list(recorded.tensor_shape)
     if recorded.split_sizes:

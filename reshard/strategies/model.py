@@ -1,8 +1,8 @@
-"""What strategy files say: layouts as recorded, files, stages, and the strategy they make up.
+"""The content of strategy files: layouts as recorded, files, stages, and the strategy that they form.
 
-`RecordedLayout` and `StrategyFile` mirror a file's content, so that it can be written again without
-loss. `Stage` and `Strategy` are what the rest of the program works with: names without a stage
-prefix, layouts in one normal form, ranks numbered through all stages.
+`RecordedLayout` and `StrategyFile` mirror a file, so that it can be written again without loss. The rest of the program
+uses `Stage` and `Strategy`: names without a stage prefix, layouts in one normal form, ranks numbered through all
+stages.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from reshard.text.wording import rank_ranges, some_numbers
 # No cluster has this many devices: a larger number is damage, and would cost memory per device.
 # MindSpore's tensors have 8 dimensions at most; expanded maps and axes of size 1 need some more.
 MOST_ENTRIES = 64
-# Each may double the readings of an expanded map; what MindSpore writes has one or two.
+# Each may double the readings of an expanded map; MindSpore's files have one or two.
 MOST_JOINS = 8
 _MOST_ELEMENTS = 2**62
 
 NONE = "none"
-"""What is typed for a strategy of one device that holds everything whole."""
+"""The name of the strategy of one device that holds everything whole."""
 
 SAME = "same"
-"""What is typed for the strategy that the source was saved with."""
+"""The name of the strategy that the source was saved with."""
 
 SHARDS = "shards:"
 """Begins what stands for rows cut over a number of ranks, as in ``shards:8``; it is typed as ``--shards 8``."""
@@ -39,7 +39,7 @@ SHARDS = "shards:"
 
 @dataclass(frozen=True)
 class RecordedLayout:
-    """Exactly what a strategy file says of one parameter.
+    """The record of one parameter in a strategy file.
 
     Attributes:
         device_matrix: sizes of the device grid's axes, slowest first.
@@ -62,6 +62,28 @@ class RecordedLayout:
     shard_size: int = 0
     split_sizes: tuple[int, ...] = ()
     split_offsets: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, nested: Optional[bool] = None) -> RecordedLayout:
+        """The record of a layout, without a shape.
+
+        Args:
+            layout: of one parameter.
+            nested: whether the map is nested; None: only where a dimension is split over several axes.
+        """
+        maps = tuple(axes or (-1,) for axes in layout.tensor_map)
+        if nested is None:
+            nested = any(len(axes) > 1 for axes in maps)
+        uneven = layout.uneven or ()
+        return cls(
+            layout.device_matrix,
+            maps if nested else (tuple(axes[0] for axes in maps),),
+            nested,
+            shard_step=layout.shard_step,
+            shard_size=layout.shard_size,
+            split_sizes=uneven,
+            split_offsets=tuple(itertools.accumulate(uneven, initial=0))[:-1] if uneven else (),
+        )
 
     def layout(self) -> Layout:
         """The layout in normal form.
@@ -131,7 +153,7 @@ class RecordedLayout:
                 raise LayoutError(f"a dimension or slice of {size} elements")
 
     def _uneven(self) -> Optional[tuple[int, ...]]:
-        # Stand-alone writers put the full shape into param_split_shape; only the offsets tell.
+        # Stand-alone writers put the full shape into param_split_shape; only the offsets are reliable.
         if not self.split_offsets:
             return None
         starts = itertools.accumulate(self.split_sizes, initial=0)
@@ -146,7 +168,7 @@ class RecordedLayout:
         widths = [max(1, len(axes)) for axes in entries]
         if shape is None or len(shape) == len(entries) or len(shape) != sum(widths):
             return shape
-        # An expanded shape beside a nested map, which tells how to group it.
+        # An expanded shape beside a nested map, which groups it.
         ends = [sum(widths[: index + 1]) for index in range(len(widths))]
         return tuple(math.prod(shape[end - width : end]) for end, width in zip(ends, widths))
 
@@ -213,7 +235,7 @@ class Stage:
         first_rank: global rank of its first device.
         device_count: its devices.
         layouts: layout per parameter of this stage.
-        files: the files that say so; several where copies agree.
+        files: the files that record it; several where copies agree.
     """
 
     number: int
@@ -238,9 +260,9 @@ class Strategy:
     """How all parameters are laid out over all ranks.
 
     Attributes:
-        stages: pipeline stages in order, at least one; none where it is yet to be told by the source.
+        stages: pipeline stages in order, at least one; none until the source gives them.
         path: the file or directory it was read from, or ``none``.
-        notes: what the user should know of how it was read, such as files passed over.
+        notes: notes for the user, such as skipped files.
     """
 
     stages: tuple[Stage, ...]
@@ -254,7 +276,7 @@ class Strategy:
 
     @classmethod
     def same(cls) -> Strategy:
-        """Stands for the strategy that a source tells when it is read."""
+        """A placeholder for the strategy that a source records."""
         return cls((), SAME)
 
     @classmethod

@@ -1,9 +1,8 @@
-"""Reading one file that should be a strategy, or saying what it is instead.
+"""One file: a strategy, a group_info file, or something else; and the record beside a made strategy.
 
-A file's first bytes tell most other kinds apart, so that a checkpoint of tens of GB is never read
-to learn that it is none. What begins or is named like a strategy and cannot be parsed is damaged,
-which is an error; anything else is an `OtherFile`, and whoever looks through a directory may pass
-it over.
+The first bytes identify most other kinds, so that a checkpoint of tens of GB is never read in full. A file that begins
+or is named like a strategy and cannot be parsed is damaged, which is an error. Any other file is an `OtherFile`, which
+is skipped in a directory.
 """
 
 from __future__ import annotations
@@ -27,16 +26,27 @@ LARGEST_PROTOBUF = 2**26
 LARGEST_JSON = 2**26
 LARGEST_GROUP_INFO = 2**23
 _HEAD = 32
-_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_INACCESSIBLE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+
+
+RECORD = ".made"
+"""The ending of the record beside a made strategy.
+
+The file is JSON, but is not named so: MindSpore refuses to merge a directory with both .ckpt and .json files."""
+
+RANK = "{rank}"
+"""The mark of a stage's first rank in the path of a made strategy's files."""
+
+ENDINGS = (".ckpt", ".json")
 
 
 @dataclass(frozen=True)
 class OtherFile:
-    """A file that is no strategy.
+    """A file that is not a strategy.
 
     Attributes:
         path: the file.
-        kind: what it is, such as ``a checkpoint``; None where that cannot be told.
+        kind: its kind in words, such as ``a checkpoint``; None if unknown.
     """
 
     path: str
@@ -98,6 +108,17 @@ def parse(path: str, data: bytes) -> Union[StrategyFile, OtherFile]:
     return OtherFile(path)
 
 
+def parsed(path: str, data: Union[bytes, OtherFile]) -> Union[StrategyFile, OtherFile, None]:
+    """The same for the result of `read_bytes`; None for an empty file, whatever its name.
+
+    Raises:
+        StrategyError: the strategy is damaged.
+    """
+    if isinstance(data, OtherFile):
+        return data
+    return parse(path, data) if data else None
+
+
 def read_strategy_file(path: str) -> StrategyFile:
     """One strategy file, protobuf or JSON.
 
@@ -137,12 +158,12 @@ def opened(path: str) -> Iterator[Union[ReadableFile, OtherFile]]:
 
 
 def read_error(path: str, error: OSError) -> ReshardError:
-    """What a failure to open or read a file or directory means for the user."""
+    """The error for the user when a file or directory cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return StrategyError(f"{path}: there is no such file or directory", file=path, hint=path_meant(path))
     if error.errno == errno.ENAMETOOLONG:
         return too_long(path)
-    kind = StrategyError if error.errno in _WRONG_PATH else RetryableError
+    kind = StrategyError if error.errno in _INACCESSIBLE else RetryableError
     return kind(f"{path} cannot be read: {error.strerror}", file=path)
 
 
@@ -163,3 +184,71 @@ def _kind_by_head(head: bytes, size: int) -> Optional[str]:
     if is_ckpt(head):
         return "a checkpoint"
     return kind_by_head(head)
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """The content of one rank's group_info file.
+
+    Attributes:
+        file: its path.
+        restore_ranks: ranks whose checkpoint is identical to this rank's; a lower bound, empty
+            where unknown.
+        groups: communication groups, name and ranks, in file order; names may repeat.
+    """
+
+    file: str
+    restore_ranks: tuple[int, ...]
+    groups: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def read_group_info(path: str) -> GroupInfo:
+    """Read a group_info file.
+
+    Raises:
+        StrategyError: missing, not readable, or no group_info file.
+        RetryableError: reading failed.
+    """
+    with opened(path) as file:
+        size = 0 if isinstance(file, OtherFile) else file.size()
+        data = b"" if isinstance(file, OtherFile) else read_range(file, 0, min(size, LARGEST_GROUP_INFO))
+    is_strategy = protobuf_file.parse_strategy(data, path) is not None
+    # The items of a strategy have the form of rank lists.
+    if data and size <= LARGEST_GROUP_INFO and not is_strategy:
+        found = protobuf_file.parse_group_map(data, path)
+        if found is not None:
+            return GroupInfo(path, *found)
+    kind = "a strategy file" if is_strategy else _kind(path, data)
+    raise StrategyError(
+        f"{path} is not a group_info file" + (f": it is {kind}" if kind else ""),
+        file=path,
+        hint="pass the file that MindSpore wrote where GROUP_INFO_FILE pointed",
+    )
+
+
+def _kind(path: str, data: bytes) -> Optional[str]:
+    other = read_bytes(path)
+    if isinstance(other, OtherFile):
+        return other.kind
+    return None if data else "empty"
+
+
+def record_path(out: str) -> str:
+    """The path of the record of how a strategy was made.
+
+    Args:
+        out: its file, its directory, or a path with `RANK` in it, as it was typed.
+    """
+    if out.endswith(ENDINGS) and RANK not in out:
+        return out + RECORD
+    return os.path.join(os.path.dirname(out) if RANK in out else out, "strategy" + RECORD)
+
+
+def record_paths(strategy: str) -> list[str]:
+    """The paths where a strategy's record may be.
+
+    Args:
+        strategy: its file, or the directory of its stages' files.
+    """
+    beside = os.path.join(os.path.dirname(strategy), "strategy" + RECORD)
+    return list(dict.fromkeys((record_path(strategy), beside)))

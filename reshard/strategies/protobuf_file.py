@@ -53,10 +53,10 @@ Ranks = tuple[int, ...]
 
 
 def parse_strategy(data: bytes, path: str) -> Optional[StrategyFile]:
-    """The content of a strategy file, or None where the bytes are no such message.
+    """The content of a strategy file, or None where the bytes are not such a message.
 
     Raises:
-        StrategyError: the message is one, but what it says is damaged.
+        StrategyError: it is one, but its values are damaged.
     """
     if not _is_message(data):
         return None
@@ -189,7 +189,7 @@ def _recorded(layouts: Any, path: str, name: str) -> RecordedLayout:
 
 
 class _NotAMessage(Exception):
-    """The bytes are no message."""
+    """The bytes are not a message."""
 
 
 def _is_message(data: bytes) -> bool:
@@ -274,7 +274,7 @@ def _parsed(kind: str, data: bytes) -> Any:
     try:
         message.ParseFromString(data)
     except (DecodeError, ValueError, RuntimeError, SystemError):
-        # SystemError: protobuf 3.20 reports some damage so.
+        # protobuf 3.20 reports some damage as SystemError.
         return None
     return message if message.IsInitialized() else None
 

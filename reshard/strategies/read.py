@@ -1,16 +1,38 @@
-"""Reading a strategy as a user names it: a file, a merged file, a directory, or none."""
+"""Reading a strategy as a user names it: a file, a merged file, a directory, or none.
+
+In a directory every rank may have written its own file: files are compared by content first, so that identical copies
+are parsed once. Files that are not strategies are skipped, with a note. A merged file beside the stages is skipped if
+the stages are complete, and is used only if it is alone. If the directory itself holds no strategies, those in its
+``rank_0/``, ``rank_1/`` ... are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Optional
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Optional, Union
 
 from reshard.errors import StrategyError, UsageError
-from reshard.storage import is_directory
-from reshard.strategies.directory import check_gaps, find_stages
-from reshard.strategies.model import NONE, RecordedLayout, Strategy
-from reshard.strategies.one_file import read_strategy_file
-from reshard.strategies.stages import agreed_stages, preferred, records_of
+from reshard.storage import is_directory, names_in, real
+from reshard.strategies.model import NONE, RecordedLayout, Stage, Strategy, StrategyFile
+from reshard.strategies.one_file import RECORD, OtherFile, parse, read_bytes, read_strategy_file
+from reshard.strategies.stages import (
+    FileRecord,
+    StageRecord,
+    agreed_stages,
+    missing_stages,
+    missing_text,
+    preferred,
+    records_of,
+    same_content,
+    stage_list,
+)
+from reshard.text.wording import some_names
+
+_RANK_DIRECTORY = re.compile(r"(rank_|rank|)[0-9]+")
 
 
 def read_strategy(path: Optional[str]) -> Strategy:
@@ -22,7 +44,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
             that holds everything whole.
 
     Raises:
-        StrategyError: nothing there, not a strategy, damaged, incomplete or contradicting itself;
+        StrategyError: missing, not a strategy, damaged, incomplete or contradicting itself;
             names file, stage and parameter.
         RetryableError: reading failed.
     """
@@ -32,7 +54,7 @@ def read_strategy(path: Optional[str]) -> Strategy:
 
 
 def read_recorded(path: str) -> tuple[Strategy, dict[int, Mapping[str, RecordedLayout]]]:
-    """Read a strategy, and per stage what a file of it records, word for word; protobuf where there is one.
+    """Read a strategy, and per stage the records of one of its files, unchanged; of protobuf where there is one.
 
     Raises:
         StrategyError, RetryableError: as `read_strategy`.
@@ -69,3 +91,182 @@ def _why_missing(option: str) -> str:
     if option == "--dst-strategy":
         return "add --dst-strategy FILE or DIR for the layout of the target"
     return f"rank files do not record how they are cut: add {option} FILE or DIR"
+
+
+@dataclass(frozen=True)
+class FoundStages:
+    """The stages of a directory.
+
+    Attributes:
+        stages: in order, without a gap.
+        records: per stage the content of each file, to write it again.
+        notes: the skipped files.
+    """
+
+    stages: tuple[Stage, ...]
+    records: dict[int, list[StageRecord]]
+    notes: tuple[str, ...]
+
+
+def find_stages(directory: str, leave_out: Optional[str] = None) -> FoundStages:
+    """Find and check the stages of a directory.
+
+    Args:
+        directory: its files are read; those of the rank directories in it only if none of them is a strategy.
+        leave_out: a file to skip.
+
+    Raises:
+        StrategyError: no stage, stages missing, copies that disagree, damaged files.
+    """
+    names = _names_in(directory, leave_out)
+    files, notes = _read_files(directory, names)
+    of_ranks = [] if files else [name for name in names if _is_of_rank(os.path.join(directory, name))]
+    if of_ranks:
+        below = [
+            os.path.join(rank, name)
+            for rank in of_ranks
+            for name in _names_in(os.path.join(directory, rank), leave_out)
+        ]
+        files, notes = _read_files(directory, [*(name for name in names if name not in of_ranks), *below])
+    if not files:
+        said = f": {'; '.join(notes)}" if notes else ""
+        raise StrategyError(
+            f"{directory} holds no strategy files{said}",
+            file=directory,
+            hint="pass a strategy file, the directory that holds such files, or none for an unsharded checkpoint",
+        )
+    merged = [file for file in files if file.merged]
+    unnumbered = [file for file in files if not file.numbers]
+    single = [file for file in files if file.numbers and not file.merged]
+    if unnumbered and (merged or single):
+        raise StrategyError(
+            f"{directory}: {_names(unnumbered)} has no strategy items to tell its stage, and is not alone: "
+            f"there is {_names([*single, *merged])} too",
+            file=unnumbered[0].file.path,
+            hint="pass the file that is meant instead of the directory",
+        )
+    if single:
+        records, stages = _of_single(directory, single, merged)
+        notes += [_passed_over_merged(file, stages) for file in merged]
+    elif merged:
+        records, stages = _of_merged(directory, merged)
+    else:
+        records = {0: [file.stages[0] for file in unnumbered]}
+        stages = agreed_stages(records)
+    return FoundStages(stages, records, tuple(notes))
+
+
+def _of_single(
+    directory: str, single: Sequence[FileRecord], merged: Sequence[FileRecord]
+) -> tuple[dict[int, list[StageRecord]], tuple[Stage, ...]]:
+    records: dict[int, list[StageRecord]] = {}
+    for file in single:
+        records.setdefault(file.numbers[0], []).append(file.stages[0])
+    missing = missing_stages(records)
+    beyond = [file for file in merged if not set(file.numbers) <= records.keys()]
+    if merged and (missing or beyond):
+        has_more = (beyond or merged)[0]
+        lacking = missing or sorted(set(has_more.numbers) - records.keys())
+        raise StrategyError(
+            f"{directory}: {missing_text(lacking)} beside {_names(single)}, and {has_more.file.path} is a "
+            f"merged file of {stage_list(has_more.numbers)}",
+            file=has_more.file.path,
+            hint=f"pass the merged file itself: {has_more.file.path}",
+        )
+    if missing:
+        raise StrategyError(
+            f"{directory}: {missing_text(missing)}; there is only {stage_list(sorted(records))} ({_names(single)})",
+            file=directory,
+            hint="add the missing stages' files, or run the command that writes them again",
+        )
+    return records, agreed_stages(records)
+
+
+def _of_merged(directory: str, merged: Sequence[FileRecord]) -> tuple[dict[int, list[StageRecord]], tuple[Stage, ...]]:
+    first = merged[0]
+    check_gaps(first)
+    for file in merged[1:]:
+        if file.numbers != first.numbers:
+            raise StrategyError(
+                f"{directory} holds merged files of different stages: {first.file.path} has "
+                f"{stage_list(first.numbers)}, {file.file.path} has {stage_list(file.numbers)}",
+                file=file.file.path,
+                hint="pass the file that is meant instead of the directory",
+            )
+    records: dict[int, list[StageRecord]] = {}
+    for file in merged:
+        for number, stage in zip(file.numbers, file.stages):
+            records.setdefault(number, []).append(stage)
+    return records, agreed_stages(records)
+
+
+def check_gaps(file: FileRecord) -> None:
+    """Refuse a file, merged or not, that lacks stages.
+
+    Raises:
+        StrategyError: names the missing stages.
+    """
+    missing = missing_stages(file.numbers)
+    if missing:
+        raise StrategyError(
+            f"{file.file.path} has {stage_list(file.numbers)} only; {missing_text(missing)}",
+            file=file.file.path,
+            hint="pass a merged file, or the directory with the files of all stages",
+        )
+
+
+def _names_in(directory: str, leave_out: Optional[str]) -> list[str]:
+    names = names_in(directory)
+    left_out = real(leave_out) if leave_out is not None else None
+    # Records of made strategies are skipped without a note.
+    names = [name for name in names if not name.endswith(RECORD)]
+    kept = [name for name in names if left_out != real(os.path.join(directory, name))]
+    return sorted(kept, key=_natural)
+
+
+def _is_of_rank(path: str) -> bool:
+    return _RANK_DIRECTORY.fullmatch(os.path.basename(path)) is not None and is_directory(path)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    # rank_2 before rank_10.
+    parts = re.split(r"([0-9]+)", name)
+    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)]
+
+
+def _read_files(directory: str, names: Iterable[str]) -> tuple[list[FileRecord], list[str]]:
+    others: dict[str, list[str]] = {}
+    # By content and ending: both decide the kind of a file.
+    parsed: dict[tuple[bytes, str], Union[StrategyFile, OtherFile]] = {}
+    copies: dict[tuple[bytes, str], list[str]] = {}
+    for name in names:
+        path = os.path.join(directory, name)
+        # Editors, file systems and unfinished writes leave hidden files.
+        data = OtherFile(path, "hidden") if os.path.basename(name).startswith(".") else read_bytes(path)
+        if isinstance(data, OtherFile):
+            found: Union[StrategyFile, OtherFile] = data
+        else:
+            key = (hashlib.sha256(data).digest(), os.path.splitext(name)[1])
+            found = parsed[key] if key in parsed else parsed.setdefault(key, parse(path, data))
+            copies.setdefault(key, []).append(path)
+        if isinstance(found, OtherFile):
+            others.setdefault(found.kind or "not a strategy", []).append(name)
+    files = [records_of(file, copies[key]) for key, file in parsed.items() if isinstance(file, StrategyFile)]
+    return files, [f"{directory}: passed over {some_names(names)} ({kind})" for kind, names in others.items()]
+
+
+def _passed_over_merged(file: FileRecord, stages: Iterable[Stage]) -> str:
+    name = os.path.basename(file.file.path)
+    differs = "" if same_content(file, stages) else ", from which it differs"
+    return f"{os.path.dirname(file.file.path)}: passed over {name} (a merged file beside its stages{differs})"
+
+
+def _names(files: Sequence[FileRecord]) -> str:
+    return some_names([_name(path) for file in files for path in file.paths])
+
+
+def _name(path: str) -> str:
+    """A file's name, with its rank directory if it lies in one: these hold files of one name."""
+    directory, name = os.path.split(path)
+    rank = os.path.basename(directory)
+    return os.path.join(rank, name) if _RANK_DIRECTORY.fullmatch(rank) else name

@@ -19,8 +19,8 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import StrategyError
 from reshard.layout.layout import IntArray, Layout
 from reshard.storage import absolute
-from reshard.strategies.groups import GroupInfo
 from reshard.strategies.model import Stage, Strategy
+from reshard.strategies.one_file import GroupInfo
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import number_ranges, rank_ranges
@@ -44,7 +44,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class Replicas:
-    """All groups, ordered by their first rank, and what a user should know about them."""
+    """All groups, ordered by their first rank, with notes for the user."""
 
     groups: tuple[ReplicaGroup, ...]
     notes: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def replicas_of_strategy(strategy: Strategy) -> Replicas:
 
 
 def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
-    """The groups that group_info files tell of, lists that share a rank joined.
+    """The groups in group_info files; lists that share a rank are joined.
 
     Ranks that no list holds are in no group.
 
@@ -93,15 +93,15 @@ def replicas_of_group_infos(infos: Sequence[GroupInfo]) -> Replicas:
             earlier = said.setdefault(own, info)
             if set(earlier.restore_ranks) != set(info.restore_ranks):
                 raise StrategyError(
-                    f"rank {own}: {earlier.file} says {sorted(earlier.restore_ranks)}, "
-                    f"but {info.file} says {sorted(info.restore_ranks)}",
+                    f"rank {own}: {earlier.file} lists {sorted(earlier.restore_ranks)}, "
+                    f"but {info.file} lists {sorted(info.restore_ranks)}",
                     file=info.file,
                     rank=own,
                     hint="pass the files of one run",
                 )
         joined.add(info, notes)
     if joined.sets:
-        notes.append("group_info files need not list every replica; --strategy tells exactly")
+        notes.append("group_info files need not list every replica; for all of them: --strategy")
     groups = sorted(tuple(sorted(ranks)) for ranks in joined.sets)
     return Replicas(tuple(ReplicaGroup(ranks) for ranks in groups), tuple(notes))
 
@@ -111,7 +111,7 @@ def _slices_held(layouts: Iterable[Layout], devices: int) -> IntArray:
     keys = np.zeros(devices, dtype=np.int64)
     # Thousands of parameters share tens of layouts.
     for layout in set(layouts):
-        # Numbered anew each time, so that the product stays below the square of the device count.
+        # Renumbered each time, so that the product stays below the square of the device count.
         keys = np.unique(keys * layout.slice_count + layout.slice_of_rank, return_inverse=True)[1].reshape(-1)
         if int(keys.max()) == devices - 1:
             break
@@ -129,7 +129,7 @@ def _groups(stage: Stage, keys: IntArray) -> list[ReplicaGroup]:
 
 
 def _own_rank(path: str) -> Optional[int]:
-    """The rank that a group_info file was written by, where its path tells."""
+    """The rank that wrote a group_info file, if its path contains it."""
     directory, name = os.path.split(absolute(path))
     match = _OWN_DIRECTORY.fullmatch(os.path.basename(directory)) or _OWN_NAME.fullmatch(os.path.splitext(name)[0])
     return int(match[1]) if match is not None else None

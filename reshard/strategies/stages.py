@@ -1,4 +1,4 @@
-"""Which stages a strategy file describes, and what the copies of a stage agree on.
+"""The stages that a strategy file describes, and the agreement of their copies.
 
 1. A file is merged when every parameter is named ``<number>-<name>`` and these numbers are the
    stages of its strategy items; otherwise it is the file of one stage, which its items name.
@@ -28,10 +28,10 @@ _PREFIXED = re.compile(r"(0|[1-9][0-9]{0,9})-(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one file says of one stage.
+    """One stage in one file.
 
     Attributes:
-        number: the stage; None where the file has no strategy items to tell it.
+        number: the stage; None where the file has no strategy items.
         file: the file; ``paths`` names its identical copies too.
         items: the stage's operators.
         recorded: layouts as in the file, by name without stage prefix.
@@ -53,7 +53,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one file says: of several stages where it is merged, of one otherwise."""
+    """The stages of one file: several where it is merged, one otherwise."""
 
     file: StrategyFile
     paths: tuple[str, ...]
@@ -62,12 +62,12 @@ class FileRecord:
 
     @property
     def numbers(self) -> list[int]:
-        """The stages it describes, where it tells."""
+        """The numbers of its stages, as far as it records them."""
         return sorted(stage.number for stage in self.stages if stage.number is not None)
 
 
 def records_of(file: StrategyFile, paths: Sequence[str] = ()) -> FileRecord:
-    """Tell the stages of a file apart and check their layouts.
+    """Separate the stages of a file and check their layouts.
 
     Args:
         file: the file.
@@ -114,7 +114,7 @@ def agreed_stages(copies: Mapping[int, Sequence[StageRecord]]) -> tuple[Stage, .
     """One stage of each number, ranks numbered through.
 
     Args:
-        copies: what files say of every stage, numbers without a gap.
+        copies: the records of every stage, numbers without a gap.
 
     Raises:
         StrategyError: copies disagree, or there are more stages or devices than any cluster has.
@@ -160,7 +160,7 @@ def preferred(records: Sequence[StageRecord], form: str) -> StageRecord:
 
 
 def same_content(one: FileRecord, stages: Iterable[Stage]) -> bool:
-    """True where a merged file says the same as ``stages``."""
+    """True where a merged file has the same layouts as ``stages``."""
     of_stage = {record.number: record.layouts for record in one.stages}
     return all(
         stage.number in of_stage
@@ -264,7 +264,7 @@ def _check_same_parameters(number: int, one: StageRecord, other: StageRecord) ->
 
 
 def _which_belong_together(record: StageRecord) -> str:
-    """What to do where files of a stage disagree."""
+    """A hint where files of a stage disagree."""
     hint = "keep the files of one run in the directory"
     if record.number is None:
         # Mostly written by hand: MindSpore's own have items.
@@ -293,9 +293,9 @@ def _disagreement(
 
 @lru_cache(maxsize=4096)
 def _agreed(one: Layout, other: Layout) -> Optional[Layout]:
-    """The layout that both can mean, with what either records of it; None where they differ."""
+    """The layout that both describe, with the details of either; None where they differ."""
     expandable = one.expandable and other.expandable
-    # An expanded map beside the tensor's own: the latter tells how to group the former.
+    # An expanded map beside the tensor's own: the latter groups the former.
     one, other = _grouped_like(one, other), _grouped_like(other, one)
     shapes = {layout.recorded_shape for layout in (one, other) if layout.recorded_shape is not None}
     plain, other_plain = (replace(layout, recorded_shape=None, expandable=False) for layout in (one, other))

@@ -1,17 +1,135 @@
-"""Layouts as a strategy file records them, and a strategy as one file of all its stages."""
+"""Layouts as strategy files record them; a strategy as one file of all its stages.
+
+`merge_pipeline` does what MindSpore's own merge does:
+
+1. Find the stages in the directory, as for reading, without the file to be written.
+2. Take each stage from a file of the target's form where there is one: protobuf has no tensor shapes, and JSON has no
+   nested maps that MindSpore could read.
+3. Name every layout ``<stage>-<parameter>``, stages in order, and write under a temporary name.
+"""
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Optional
 
-from reshard.errors import LayoutError
+from reshard.errors import LayoutError, StrategyError, TargetError, UsageError
 from reshard.layout import Layout
-from reshard.strategies.json_file import serialize_strategy
+from reshard.storage import exists, is_directory, make_directory, real, write_whole, writing_error
+from reshard.strategies import json_file, protobuf_file
 from reshard.strategies.model import RecordedLayout, Strategy, StrategyFile, StrategyItem
+from reshard.strategies.one_file import OtherFile, parsed, read_bytes
+from reshard.strategies.read import find_stages
+from reshard.strategies.stages import StageRecord, preferred, records_of
 from reshard.text.messages import listing
+from reshard.text.wording import quoted
+
+WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
+"""The bytes of a strategy file, by form."""
+
+
+def merge_pipeline(directory: str, target_file: str) -> list[str]:
+    """Merge the stages' strategy files of a directory into one file.
+
+    Args:
+        directory: holds the files of all stages; only read.
+        target_file: ``.ckpt`` or ``.json``; its directory is made, and a merged file already there
+            is replaced at once.
+
+    Returns:
+        Notes for the user: skipped files, and layouts that MindSpore cannot read.
+
+    Raises:
+        UsageError: another ending.
+        StrategyError: no stages, stages missing, copies that disagree, damaged files, or a layout
+            that the target's form cannot express.
+        TargetError: ``target_file`` is something that must not be replaced.
+        RetryableError: writing failed.
+    """
+    form = _form_of(target_file)
+    if not is_directory(directory):
+        raise StrategyError(
+            f"{directory} is not a directory",
+            file=directory,
+            hint="pass the directory that holds the strategy files of all stages",
+        )
+    # A link is written through, so that the rename does not replace the link itself.
+    target = real(target_file)
+    _check_replaceable(target)
+    found = find_stages(directory, leave_out=target)
+    items: list[StrategyItem] = []
+    layouts: dict[str, RecordedLayout] = {}
+    for number in sorted(found.records):
+        record = preferred(found.records[number], form)
+        items.extend(record.items)
+        for name, recorded in record.recorded.items():
+            layouts[f"{number}-{name}"] = _expressed(recorded, form, record, name)
+    file = StrategyFile(target_file, form, tuple(items), layouts)
+    _write_at_once(target, WRITERS[form](file))
+    return [*found.notes, *unreadable_in_json(file)]
+
+
+def _form_of(target_file: str) -> str:
+    if target_file.endswith(".ckpt"):
+        return "protobuf"
+    if target_file.endswith(".json"):
+        return "json"
+    raise UsageError(f"{target_file}: a merged strategy file is named .ckpt or .json", file=target_file)
+
+
+def _check_replaceable(target: str) -> None:
+    if not exists(target):
+        return
+    found = parsed(target, read_bytes(target))
+    if isinstance(found, OtherFile):
+        kind = found.kind or "not a strategy file"
+        raise TargetError(
+            f"{target} exists and is {kind}; it is not replaced",
+            file=target,
+            hint="remove it, or give the merged file another name",
+        )
+    if found is not None and not records_of(found).merged:
+        raise TargetError(
+            f"{target} exists and is the strategy of one stage; it is not replaced",
+            file=target,
+            hint="give the merged file another name",
+        )
+
+
+def _expressed(recorded: RecordedLayout, form: str, record: StageRecord, name: str) -> RecordedLayout:
+    """The layout as the target's form can express it.
+
+    Raises:
+        StrategyError: it cannot.
+    """
+    if record.file.form == form:
+        return recorded
+    if form == "protobuf":
+        if recorded.joins:
+            entries = list(recorded.tensor_maps[0])
+            raise StrategyError(
+                f"{record.file.path}: parameter {quoted(name)}: tensor map {entries} may have one entry per device "
+                "axis instead of one per dimension, which a .ckpt file cannot express",
+                file=record.file.path,
+                parameter=name,
+                hint="merge to a .json file, or from the stages' .ckpt files",
+            )
+        return replace(recorded, tensor_shape=None)
+    if recorded.nested and all(len(axes) <= 1 for axes in recorded.dimensions):
+        # Needs no nesting, and MindSpore reads it from JSON when flat.
+        flat: list[int] = [axes[0] if axes else -1 for axes in recorded.dimensions]
+        return replace(recorded, tensor_maps=(tuple(flat),), nested=False)
+    return recorded
+
+
+def _write_at_once(target: str, data: bytes) -> None:
+    try:
+        make_directory(os.path.dirname(target))
+        write_whole(target, data)
+    except OSError as error:
+        raise writing_error(target, error) from error
 
 
 def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker: str, path: str) -> bytes:
@@ -20,7 +138,7 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
     Args:
         strategy: every stage lists some parameter.
         shapes: full shapes by name, as far as they are known.
-        maker: what the operators are called that tell the stages.
+        maker: a prefix of the operators' names, which give the stages.
         path: where it will be, for messages.
     """
     layouts = {
@@ -29,33 +147,22 @@ def merged_json(strategy: Strategy, shapes: Mapping[str, tuple[int, ...]], maker
         for name, layout in stage.layouts.items()
     }
     items = tuple(StrategyItem(f"{maker}/stage-{stage.number}", stage.number) for stage in strategy.stages)
-    return serialize_strategy(StrategyFile(path, "json", items, layouts))
+    return json_file.serialize_strategy(StrategyFile(path, "json", items, layouts))
 
 
 def recorded(layout: Layout, shape: Optional[tuple[int, ...]]) -> RecordedLayout:
-    """What a JSON file says of a layout.
+    """The record of a layout in a JSON file.
 
     Args:
         layout: of one parameter.
         shape: the parameter's; None where it is not known.
     """
     if shape is not None:
-        # Where the file it was read from leaves open which entries are one dimension, the shape tells.
+        # The shape decides which entries are one dimension, where the source file leaves it open.
         grouped = (each for each in layout.regroupings() if each.recorded_shape in (None, shape))
         layout = next((each for each in grouped if len(each.tensor_map) == len(shape)), layout)
-    nested = any(len(axes) > 1 for axes in layout.tensor_map)
-    flat = tuple(axes[0] if axes else -1 for axes in layout.tensor_map)
-    uneven = layout.uneven or ()
-    found = RecordedLayout(
-        layout.device_matrix,
-        tuple(axes or (-1,) for axes in layout.tensor_map) if nested else (flat,),
-        nested,
-        shard_step=layout.shard_step,
-        shard_size=layout.shard_size,
-        split_sizes=uneven,
-        split_offsets=tuple(itertools.accumulate(uneven, initial=0))[:-1] if uneven else (),
-    )
-    return found if shape is None or uneven else with_shape(found, shape)
+    found = RecordedLayout.of(layout)
+    return found if shape is None or layout.uneven else with_shape(found, shape)
 
 
 def with_shape(recorded: RecordedLayout, shape: tuple[int, ...]) -> RecordedLayout:

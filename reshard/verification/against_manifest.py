@@ -1,4 +1,4 @@
-"""Whether a target directory is what its manifest says, without source or strategies."""
+"""Whether a target directory matches its manifest, without source or strategies."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.formats.dtypes import ARCHIVES
 from reshard.checkpoints.placed import PlacedFile
 from reshard.errors import CheckpointError
-from reshard.forms.checkpoint2.names import parse_iteration
 from reshard.forms.ranks import find_checkpoints
-from reshard.forms.registry import RANKS
+from reshard.forms.registry import form_named
 from reshard.records import FinishingRecord, Manifest, ManifestFile
 from reshard.storage import is_directory, names_in, read_range, status_at
 from reshard.verification.difference import Difference
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Means
-from reshard.verification.written import read_written
+from reshard.verification.sources import read_written
 
 _BLOCK = 4 << 20
-_TELLING = threading.Lock()
+_PROGRESS = threading.Lock()
 
 
 def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
-    """What in a directory is not as its manifest says.
+    """Compare a directory with its manifest.
 
-    Every file's size and everything in it but tensor contents is compared; contents too where the
-    manifest has their checksum. What finishes a directory of another form than ranks is compared in full, and
-    must say what the files hold.
+    Every file's size and headers are compared; contents too where the manifest has their checksum. Of other forms than
+    rank directories, the index and other metadata are compared in full, and must agree with the files.
 
     Args:
         directory: the manifest's directory.
-        manifest: what it says.
-        means: what may be used for reading.
+        manifest: the manifest, or a part of it.
+        means: files, threads and memory.
 
     Returns:
         Every difference, by rank, or by file where the form has no ranks.
@@ -48,8 +46,7 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     """
     means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
-
-    by_rank = manifest.plan.form == RANKS
+    by_rank = form_named(manifest.plan.form).options.by_rank
 
     def compare(file: ManifestFile) -> list[Difference]:
         path = os.path.join(directory, file.file)
@@ -62,13 +59,17 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     finally:
         means.progress.end()
     if by_rank:
-        return found + list(_foreign(directory, manifest))
+        return [*found, *_foreign_ranks(directory, manifest)]
     found += [
         Difference("file", None, (), text, (file.file,))
         for file in manifest.finishing
         for text in _finishing_differences(os.path.join(directory, file.file), file)
     ]
-    found += _foreign_of_form(directory, manifest)
+    for name in manifest.beside:
+        # Users may edit these files.
+        if status_at(os.path.join(directory, name)) is None:
+            found.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
+    found += _foreign_files(directory, manifest)
     if not found:
         names = [file.file for file in manifest.files]
         written, found = read_written(directory, manifest.plan.form, means.handles, names)
@@ -92,12 +93,9 @@ def _archives(checkpoint: Checkpoint, handles: FileHandles) -> Iterator[Differen
 
 
 def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
-    status = status_at(path)
-    if status is None:
-        yield f"{path} is missing"
-        return
-    if status.size != file.size:
-        yield f"{path} has {status.size} bytes, not {file.size}"
+    wrong = _size_differences(path, file.size)
+    if wrong:
+        yield from wrong
         return
     # What archives hold is in the metadata, which is read when all files are there.
     if not path.endswith(f".{ARCHIVES}"):
@@ -111,38 +109,39 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
         yield from library_differences(index)
     if file.crc32 is not None:
 
-        def tell(count: int) -> None:
-            with _TELLING:
+        def count_read(count: int) -> None:
+            with _PROGRESS:
                 means.progress.wrote(count)
 
-        crc = crc_of_file(path, block, tell)
-        if crc != int(file.crc32, 16):
-            yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
+        yield from _crc_differences(path, crc_of_file(path, block, count_read), file.crc32)
 
 
 def _finishing_differences(path: str, file: FinishingRecord) -> Iterator[str]:
+    yield from _size_differences(path, file.size) or _crc_differences(path, crc_of_file(path), file.crc32)
+
+
+def _size_differences(path: str, size: int) -> list[str]:
     status = status_at(path)
     if status is None:
-        yield f"{path} is missing"
-    elif status.size != file.size:
-        yield f"{path} has {status.size} bytes, not {file.size}"
-    else:
-        crc = crc_of_file(path)
-        if crc != int(file.crc32, 16):
-            yield f"{path}: its checksum is {crc:08x}, not {file.crc32}"
+        return [f"{path} is missing"]
+    return [] if status.size == size else [f"{path} has {status.size} bytes, not {size}"]
 
 
-def _foreign_of_form(directory: str, manifest: Manifest) -> Iterator[Difference]:
-    """Files of weights beside those of a form that the manifest does not know, and iterations beside its own."""
+def _crc_differences(path: str, crc: int, recorded: str) -> list[str]:
+    return [] if crc == int(recorded, 16) else [f"{path}: its checksum is {crc:08x}, not {recorded}"]
+
+
+def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
+    """Files of weights and steps that the manifest does not list, beside its own."""
     known = {file.file for file in manifest.files}
     places = {os.path.dirname(name) for name in known}
-    there = {place: os.path.join(directory, place) for place in places}
+    paths = {place: os.path.join(directory, place) for place in places}
     beside = [
-        os.path.join(place, name) for place, path in there.items() if is_directory(path) for name in names_in(path)
+        os.path.join(place, name) for place, path in paths.items() if is_directory(path) for name in names_in(path)
     ]
     others = {name for name in beside if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")}
-    iterations = {name for name in names_in(directory) if parse_iteration(name) is not None}
-    for name in sorted([*others.difference(known), *iterations.difference(places)]):
+    steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
+    for name in sorted([*others.difference(known), *steps.difference(places)]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 
@@ -160,13 +159,13 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
     return hashed.hexdigest()[:16]
 
 
-def _foreign(directory: str, manifest: Manifest) -> Iterator[Difference]:
-    """Checkpoints in rank directories that the manifest does not know."""
+def _foreign_ranks(directory: str, manifest: Manifest) -> Iterator[Difference]:
+    """Checkpoints in rank directories that the manifest does not list."""
     known = {os.path.join(directory, file.file) for file in manifest.files}
     try:
         tree = find_checkpoints(directory)
     except CheckpointError:
-        # None at all, or names that contradict each other: the known ones were looked at by name.
+        # No checkpoints, or names that contradict each other: the listed files were compared by path.
         return
     for candidate in tree.files:
         if candidate.path not in known:

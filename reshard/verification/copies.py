@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,10 +15,9 @@ from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
 from reshard.verification.boxes import Box, volume_of, whole_box
 from reshard.verification.difference import Difference, kind_of_tensor
-from reshard.verification.rank_target import value_content
-from reshard.verification.reading import Means, batches, sum_boxes
+from reshard.verification.reading import Means, sums
 from reshard.verification.sources import read_files_of_ranks
-from reshard.verification.stored import Source, Stored, Way
+from reshard.verification.stored import StoredSource, StoredTensor, Way, value_content
 from reshard.verification.sums import PRIME
 
 
@@ -33,24 +33,24 @@ def compare_replicas(
 
 
 def compare_copies(
-    source: Source,
+    source: StoredSource,
     means: Means,
     admit: Callable[[str], bool] = lambda name: True,
     problems: Optional[Mapping[str, InputError]] = None,
 ) -> list[Difference]:
-    """Where copies of one slice within a checkpoint differ.
+    """Compare the copies of each slice within a checkpoint.
 
-    With three or more copies the file that differs from most is named, with two both are. Files may be missing: what
-    is there is compared.
+    Of three or more copies, the file that differs from most is named; of two, both files. Files may be missing: the
+    others are compared.
 
     Args:
         source: the checkpoint.
-        means: what may be used for reading.
+        means: files, threads and memory.
         admit: which parameters are compared, by name.
         problems: why parameters contradict the strategy, by name.
 
     Returns:
-        Every difference, by parameter; none where all copies agree.
+        Every difference, by parameter.
 
     Raises:
         ReshardError: a file cannot be read.
@@ -61,20 +61,16 @@ def compare_copies(
         found.append(Difference("strategy", name, () if problem.rank is None else (problem.rank,), problem.message))
     values = {name: files for name, files in source.values.items() if len(files) > 1 and not belongs_to_rank(name)}
     values = {name: files for name, files in values.items() if admit(name)}
-    tensors = [tensor for name, tensor in source.tensors.items() if admit(name) and isinstance(tensor, Stored)]
+    tensors = [tensor for name, tensor in source.tensors.items() if admit(name) and isinstance(tensor, StoredTensor)]
     total = sum(source.value(name, file).nbytes for name, files in values.items() for file in files)
     for tensor in tensors:
         slices = _copied_slices(tensor)
         total += sum(tensor.item_size * volume_of(box) * len(files) for _, box, files in slices)
     means.progress.begin(total, "comparing copies")
     try:
-        for some in batches(tensors, lambda tensor: sum(map(len, _files(tensor)))):
-            found += _differing_slices(some, means)
-        copies = [(name, file) for name, files in values.items() for file in files]
-        contents = [value_content(source, name, file) for name, file in copies]
-        boxes = ((number, content, whole_box(content.shape)) for number, content in enumerate(contents))
+        found += _differing_slices(tensors, means)
         kinds: dict[str, dict[int, Hashable]] = defaultdict(dict)
-        for (name, file), number in zip(copies, sum_boxes(boxes, len(copies), means)):
+        for (name, file), number in sums(_value_copies(source, values), means):
             kinds[name][file] = (kind_of_tensor(source.value(name, file)), number)
         for name, each in kinds.items():
             found += _minority(name, each)
@@ -83,17 +79,22 @@ def compare_copies(
     return sorted(found, key=lambda difference: (difference.parameter or "", difference.kind, difference.ranks))
 
 
-def _files(tensor: Stored) -> Iterator[tuple[int, ...]]:
-    return (files for way in tensor.ways for files in way.held.values())
+def _value_copies(
+    source: StoredSource, values: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[tuple[str, int], StoredTensor, Box]]:
+    for name, files in values.items():
+        for file in files:
+            content = value_content(source.indexes, name, file)
+            yield (name, file), content, whole_box(content.shape)
 
 
-def has_copies(tensor: Stored) -> bool:
+def has_copies(tensor: StoredTensor) -> bool:
     """Whether several files hold some slice of a parameter, or stages that share it."""
     return any(volume_of(box) for _, box, _ in _copied_slices(tensor))
 
 
-def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
-    """The slices of a parameter that can be compared with something."""
+def _copied_slices(tensor: StoredTensor) -> list[tuple[Way, Box, tuple[int, ...]]]:
+    """The slices of a parameter that several files or stages hold."""
     tied = len(tensor.ways) > 1
     return [
         (way, box, files)
@@ -103,29 +104,25 @@ def _copied_slices(tensor: Stored) -> list[tuple[Way, Box, tuple[int, ...]]]:
     ]
 
 
-def _differing_slices(tensors: Iterable[Stored], means: Means) -> Iterator[Difference]:
-    compared = [(tensor, way, box, files) for tensor in tensors for way, box, files in _copied_slices(tensor)]
-    copies = [(tensor, way, box, file) for tensor, way, box, files in compared for file in files]
-    boxes = (
-        (number, replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
-        for number, (tensor, way, box, file) in enumerate(copies)
+def _differing_slices(tensors: Iterable[StoredTensor], means: Means) -> Iterator[Difference]:
+    copies = (
+        ((tensor, way.number, box, file), replace(tensor, ways=(Way(way.number, {box: (file,)}),)), box)
+        for tensor in tensors
+        for way, box, files in _copied_slices(tensor)
+        for file in files
     )
-    coming = iter(sum_boxes(boxes, len(copies), means))
-    stages: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    doubtful = set()
-    by_name: dict[str, Stored] = {}
-    for tensor, way, _, files in compared:
-        name = by_name.setdefault(tensor.name, tensor).name
-        sums = {file: next(coming) for file in files}
-        stages[name][way.number] += Counter(sums.values()).most_common(1)[0][0]
-        for difference in _minority(name, sums):
-            doubtful.add(name)
-            yield difference
-    for name, totals in stages.items():
-        if name not in doubtful and len(totals) > 1:
-            whole = {way.number for way in by_name[name].whole_ways()}
-            if len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
-                yield Difference("stages", name, (), "pipeline stages hold different values of it")
+    for _, of_tensor in itertools.groupby(sums(copies, means), key=lambda item: item[0][0].name):
+        totals: dict[int, int] = defaultdict(int)
+        agree = True
+        for (tensor, stage, _), of_slice in itertools.groupby(of_tensor, key=lambda item: item[0][:3]):
+            by_file = {file: total for (*_, file), total in of_slice}
+            totals[stage] += Counter(by_file.values()).most_common(1)[0][0]
+            for difference in _minority(tensor.name, by_file):
+                agree = False
+                yield difference
+        whole = {way.number for way in tensor.whole_ways()}
+        if agree and len({totals[stage] % PRIME for stage in whole & set(totals)}) > 1:
+            yield Difference("stages", tensor.name, (), "pipeline stages hold different values of it")
 
 
 def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]:
@@ -138,13 +135,13 @@ def _minority(name: str, copies: Mapping[int, Hashable]) -> Iterator[Difference]
         most = rank_ranges(set(copies) - set(wrong))
         yield Difference("replica", name, tuple(wrong), f"differs from the copies on {most}")
     else:
-        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority tells which is wrong")
+        yield Difference("replicas", name, tuple(copies), "copies differ, and no majority shows which is wrong")
 
 
-def not_held(source: Source, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
+def not_held(source: StoredSource, strategy: Strategy, admit: Callable[[str], bool]) -> dict[str, list[int]]:
     """Ranks, ascending, whose files lack a parameter that other ranks' files hold and theirs could too.
 
-    A de-duplicated save is so by intention, and conversions take the copy of any rank.
+    That is no difference: de-duplicated saves leave out replicas, and conversions take the copy of any rank.
     """
     alike: dict[int, list[int]] = defaultdict(list)
     for rank, index in source.indexes.items():

@@ -1,4 +1,4 @@
-"""What a comparison finds."""
+"""Differences that comparisons find."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from reshard.text.wording import one_line, quoted, rank_ranges, some_names
 
 
 class Difference(NamedTuple):
-    """Something that is not as it has to be.
+    """One difference.
 
     Attributes:
         kind: ``file`` (missing or damaged), ``missing``, ``extra``, ``type``, ``shape``, ``content``,
             ``replica`` (copies disagree, and which one is wrong is known), ``replicas`` (it is not
             known), ``stages`` (pipeline stages disagree) or ``strategy`` (files do not fit it).
         parameter: the parameter, or None where it is a whole file.
-        ranks: the ranks that are wrong, ascending; all that may be where that is not known. None of a checkpoint
-            whose files are no ranks'.
-        detail: the rest, to be read after the parameter's name, ranks and files.
-        files: of such a checkpoint the files that are wrong, relative to its directory.
+        ranks: the wrong ranks, ascending; all candidates if that is not known. Empty for forms without ranks.
+        detail: what is wrong, to be read after the parameter's name, ranks and files.
+        files: for forms without ranks, the wrong files, relative to the directory.
     """
 
     kind: str
@@ -42,5 +41,5 @@ class Difference(NamedTuple):
 
 
 def kind_of_tensor(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:
-    """In what tensors have to agree before their contents are compared."""
+    """Type, shape and size, which must agree before contents are compared."""
     return tensor.dtype, tensor.shape, tensor.nbytes

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable, NamedTuple, Optional, cast
+from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
+from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError
-from reshard.forms.checkpoint2 import find_iterations
-from reshard.forms.full import HUGGINGFACE
 from reshard.forms.ranks import find_checkpoints
 from reshard.forms.ranks.source_ranks import check_ranks
-from reshard.forms.registry import CHECKPOINT2, RANKS
+from reshard.forms.registry import form_named
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
 from reshard.records.status import status_of
@@ -21,41 +21,44 @@ from reshard.strategies import Strategy
 from reshard.text.filter_advice import warn_of_unmatched
 from reshard.text.messages import Message, joined, listing
 from reshard.text.name_filters import Filters
+from reshard.text.names import WEIGHTS, is_weight, kind_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, rank_ranges
-from reshard.verification.beside import compare_beside
+from reshard.verification.converted import AnySource, compare_form, compare_ranks
 from reshard.verification.copies import compare_copies, has_copies, not_held
-from reshard.verification.crcs import RecordedCrcs, read_sound
 from reshard.verification.difference import Difference
-from reshard.verification.edited import EditedSource, Edits
-from reshard.verification.form_target import compare_form
-from reshard.verification.own_names import casts_alone, weights_of, without_rules
+from reshard.verification.edited import EditedSource
 from reshard.verification.products import sums_of
-from reshard.verification.rank_target import AnySource, compare_ranks
 from reshard.verification.reading import Comparison, Means, compare
-from reshard.verification.sources import Place, Reader, read_files_of_ranks
-from reshard.verification.stored import Source, Stored
-from reshard.verification.written import read_written
+from reshard.verification.sources import (
+    CheckpointPlace,
+    RecordedCrcs,
+    read_files_of_ranks,
+    read_sound,
+    read_written,
+    reader_of,
+)
+from reshard.verification.stored import StoredSource, StoredTensor
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
-    from reshard.plan.edits import Edits as AskedEdits
+    from reshard.plan.edits import Edits
 
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 
 
 class Converted(NamedTuple):
-    """What was converted, and how.
+    """The source of a conversion, and how it was changed.
 
     Attributes:
         place: where it is.
         edits: the names, packing and types that it got; None where they stayed.
-        recorded: whether these are what the target's records say, of whatever source that was made.
-        beside: whether what lies beside its weights, such as a tokenizer, has to lie beside the target's.
-        adapter: what was added to its weights; None where nothing was.
+        recorded: whether the edits come from the target's records, perhaps of another source.
+        beside: whether files beside its weights, such as a tokenizer, have to lie beside the target's.
+        adapter: the adapter that was added to its weights; None where none was.
     """
 
-    place: Place
+    place: CheckpointPlace
     edits: Optional[Edits] = None
     recorded: bool = False
     beside: bool = True
@@ -70,21 +73,21 @@ class Adapter(NamedTuple):
         scale: what their products are multiplied with.
     """
 
-    place: Place
+    place: CheckpointPlace
     scale: Scale
 
 
-class Target(NamedTuple):
-    """What it was converted to.
+class ConvertedTarget(NamedTuple):
+    """A converted checkpoint.
 
     Attributes:
-        directory: where the converted checkpoint is.
+        directory: where it is.
         form: its form.
-        strategy: how it is laid out; `none` in full.
+        strategy: its layouts; `none` where tensors are whole.
         files: in rank directories the converted files, by rank; of other forms the files relative to the directory,
-            by number, or none where nothing tells them.
-        ranks: target ranks to look at; all where None. Other forms are looked at as a whole.
-        cut_as_source: the strategy is the source's, and so are its names, whatever others tensors got.
+            by number, or none where no record lists them.
+        ranks: target ranks to compare; all where None. Other forms are compared as a whole.
+        cut_as_source: the strategy is the source's and has the source's names, whatever names tensors got.
     """
 
     directory: str
@@ -97,7 +100,7 @@ class Target(NamedTuple):
 
 def verify_conversion(
     converted: Converted,
-    target: Target,
+    target: ConvertedTarget,
     *,
     filters: Filters,
     means: Means,
@@ -106,120 +109,161 @@ def verify_conversion(
     known: Optional[Mapping[str, str]] = None,
     recovered: bool = False,
 ) -> list[Difference]:
-    """What of a converted checkpoint is not what its source makes of it.
+    """Compare a converted checkpoint with its source.
 
     Args:
-        converted: what was converted.
-        target: what it was converted to.
+        converted: the source.
+        target: the converted checkpoint.
         filters: which parameters were converted.
-        means: what may be used for reading.
-        report: told what was decided.
-        crcs: tells which source files are damaged and count as absent; none is where None.
-        known: files that the conversion found damaged, and why, by path. Where that is given, others are looked at
+        means: files, threads and memory.
+        report: gets notes on step and names.
+        crcs: checks the CRCs of source files; none is checked where None.
+        known: files that the conversion found damaged, and why, by path. If given, the CRCs of other files are checked
             only if something differs.
-        recovered: the files are what a recovery gave back.
+        recovered: the target was written by a recovery.
+
+    Returns:
+        Every difference.
 
     Raises:
         ReshardError: the source lacks what is compared, or cannot be read.
     """
     place, edits = converted.place, converted.edits
+    by_rank = form_named(place.form).options.by_rank and form_named(target.form).options.by_rank
     if edits is None:
-        reader = Reader(place, means.handles, report, target.strategy, target.ranks, filters)
-    elif place.form == target.form == RANKS and converted.adapter is None:
-        asked = cast("AskedEdits", edits)
-        reader = Reader(place, means.handles, report, target.strategy, target.ranks, filters, edits=asked)
+        read = reader_of(place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters)
+    elif by_rank and converted.adapter is None:
+        read = reader_of(
+            place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
+        )
     else:
-        # What other forms need of the source depends on all of its tensors.
-        reader = Reader(place, means.handles, report)
+        # Which slices are needed shows only once rules or an adapter are applied to all tensors.
+        read = reader_of(place, means.handles, report)
 
-    def differences(source: Source) -> list[Difference]:
+    def differences(source: StoredSource) -> list[Difference]:
         if edits is None:
             warn_of_unmatched(filters, (place.strategy.parameters, target.strategy.parameters, source.names), report)
             return _compared(source, target, converted, filters.admit, means, report, recovered)
-        if converted.recorded and without_rules(source, edits, weights_of(*target[:2], target.files, means.handles)):
+        if converted.recorded and _without_rules(source, edits, _weights_of(target, means.handles)):
             report.note(
                 f"{target.directory} has the names of {place.path}, to which the recorded rules would give others: "
-                "compared without them; to compare otherwise, say how with --names or --rename"
+                "compared without them; for another comparison add --names or --rename"
             )
-            plain = converted._replace(edits=casts_alone(edits), recorded=False, beside=False)
+            casts = replace(edits, table=None, renames=None) if edits.casts else None
+            plain = converted._replace(edits=casts, recorded=False, beside=False)
             return verify_conversion(plain, target, filters=filters, means=means, report=report, crcs=crcs, known=known)
         edited = EditedSource(source, edits, report)
         if converted.adapter is not None:
-            matrices = _matrices(converted.adapter.place, means)
-            edited.tensors = sums_of(edited.tensors, matrices, converted.adapter.place.path, converted.adapter.scale)
+            adapter = converted.adapter
+            matrices = reader_of(adapter.place, means.handles, Report())({})
+            edited.tensors = sums_of(edited.tensors, matrices, adapter.place.path, adapter.scale)
         laid_out = edited.same_layouts(target.strategy) if target.cut_as_source else target.strategy
         warn_of_unmatched(filters, (laid_out.parameters, edited.names), report)
         found = [*_untied(edited, means), *_disagreeing(edited, means)]
-        here = target._replace(strategy=laid_out)
-        return [*found, *_compared(edited, here, converted, filters.admit, means, report)]
+        renamed = target._replace(strategy=laid_out)
+        return [*found, *_compared(edited, renamed, converted, filters.admit, means, report)]
 
     damaged = dict(known or {})
     if known is not None:
-        source = reader.read(damaged)
+        source = read(damaged)
         different = differences(source)
-        # What was made of replicas differs from a file that is damaged.
+        # The conversion took a replica in place of a file that its CRC shows to be damaged.
         more = crcs.damaged(source.files_read) if different and crcs is not None else {}
         if not more:
             return different
         damaged.update(more)
-    return differences(read_sound(reader.read, crcs, damaged))
+    return differences(read_sound(read, crcs, damaged))
 
 
 def _compared(
     source: AnySource,
-    target: Target,
+    target: ConvertedTarget,
     converted: Converted,
     admit: Callable[[str], bool],
     means: Means,
     report: Report,
     recovered: bool = False,
 ) -> list[Difference]:
-    if target.form == RANKS:
+    form = form_named(target.form)
+    if form.options.by_rank:
         return compare_ranks(
             source, target.files, target.strategy, means, ranks=target.ranks, admit=admit, recovered=recovered
         )
-    files = [*target.files.values()] or None
-    written, found = read_written(target.directory, target.form, means.handles, files)
+    written, found = read_written(target.directory, target.form, means.handles, [*target.files.values()] or None)
     if written is None:
         return found
     found += compare_form(source, written, target.strategy, target.directory, means, admit)
-    if target.form == HUGGINGFACE and converted.beside:
+    if converted.beside:
         cast = converted.edits is not None and bool(converted.edits.casts)
-        found += compare_beside(source.checkpoint, target.directory, written, cast, report)
+        beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
+        found += [Difference("file", None, (), text, (name,)) for name, text in beside]
     return found
 
 
-def _matrices(place: Place, means: Means) -> Source:
-    """The files of an adapter, which have to be complete."""
-    return Reader(place, means.handles, Report()).read({})
+def _weights_of(target: ConvertedTarget, handles: FileHandles) -> set[str]:
+    """Names of weights in a converted checkpoint, of rank directories those in one file; none where none can be read.
+
+    Raises:
+        RetryableError: reading failed in a way that may pass.
+    """
+    if not form_named(target.form).options.by_rank:
+        written, _ = read_written(target.directory, target.form, handles)
+        return set() if written is None else {name for name in written.tensors if is_weight(name, written.tensors)}
+    for path in target.files.values():
+        try:
+            tensors = read_index(handles, path).tensors
+        except CheckpointError:
+            continue
+        return {name for name, tensor in tensors.items() if kind_of(name, math.prod(tensor.shape), tensors) == WEIGHTS}
+    return set()
+
+
+def _without_rules(base: StoredSource, edits: Edits, written: Collection[str]) -> bool:
+    """Whether a source has the names of the target already, to which recorded rules would give others.
+
+    A checkpoint may go to other names and back, and then be compared with the first one. Its records have the rules of
+    the way back alone, and the first one does not have the names that these take.
+
+    Args:
+        base: the source, complete.
+        edits: the recorded edits.
+        written: names of the target's weights.
+    """
+    if not written or not base.names.issuperset(written):
+        return False
+    try:
+        return not EditedSource(base, edits, Report()).names.issuperset(written)
+    except InputError:
+        # The rules do not fit the source's names.
+        return True
 
 
 def _untied(source: EditedSource, means: Means) -> list[Difference]:
-    """Tensors of a source that are not equal to the one that is written for them."""
+    """Tied tensors of a source that differ from the one that was written for them."""
     found = []
     for one, other in source.tied:
         first, second = source.base.tensors[one], source.base.tensors[other]
-        assert isinstance(second, Stored)
+        assert isinstance(second, StoredTensor)
         different = (first.dtype, first.shape) != (second.dtype, second.shape)
         if not different:
-            assert isinstance(first, Stored)
-            # What is read of the copies is read under their own name.
+            assert isinstance(first, StoredTensor)
+            # The copies are read under their own name.
             expected = replace(first, name=other)
             copies = [Comparison(expected, way, second.indexes, way.number) for way in second.ways]
-            different = bool(compare(copies, means, told=False).files)
+            different = bool(compare(copies, means, counted=False).files)
         if different:
-            detail = f"is not written but made of {quoted(one)}, which differs from its own contents"
+            detail = f"is tied to {quoted(one)}, which is written in its place, but their contents differ"
             found.append(Difference("content", other, (), detail))
     return found
 
 
 def _disagreeing(source: EditedSource, means: Means) -> list[Difference]:
-    """Sources of what is made that several pipeline stages have, each all of it, but not with the same values."""
+    """Sources of made tensors of which several pipeline stages hold everything, with different values."""
     shared = [tensor for tensor in source.used().values() if len(tensor.ways) > 1]
     comparisons = [
         Comparison(tensor, way, tensor.indexes, way.number) for tensor in shared for way in tensor.whole_ways()[1:]
     ]
-    wrong = compare(comparisons, means, told=False)
+    wrong = compare(comparisons, means, counted=False)
     names = dict.fromkeys(name for _, name in wrong.files)
     return [
         Difference("stages", name, (), "the source's pipeline stages hold different values of it") for name in names
@@ -232,11 +276,12 @@ def recorded_step(src: str, form: str, step: Optional[str]) -> str:
     Args:
         src: its source.
         form: the source's form.
-        step: as recorded; None where nothing told it.
+        step: as recorded; None where none is.
     """
-    # The directory of one iteration holds no other, and need not be named by its number.
-    single = form not in (RANKS, CHECKPOINT2) or (form == CHECKPOINT2 and not find_iterations(src))
-    return "latest" if step is None or single else step
+    found = form_named(form)
+    # The directory of a single iteration holds one step, and its name need not have the step's number.
+    several = found.options.steps and (found.options.by_rank or found.steps(src))
+    return step if step is not None and several else "latest"
 
 
 def verify_replicas(
@@ -249,10 +294,10 @@ def verify_replicas(
     report: Report,
     crcs: Optional[RecordedCrcs],
 ) -> tuple[list[Difference], str]:
-    """Which copies of slices within one step of a tree differ, and which files are damaged.
+    """Compare replicas of slices within one step of a rank tree.
 
     Returns:
-        The differences, and what to say where there are none; nothing, where that was told.
+        The differences and damaged files, and the line to print where there are none; empty after a warning.
 
     Raises:
         ReshardError: there are no files, they cannot be read, or filters leave nothing to look at.
@@ -266,7 +311,7 @@ def verify_replicas(
         report.note(f"step {candidate.step} is compared")
     problems: dict[str, InputError] = {}
 
-    def read(damaged: Mapping[str, str]) -> Source:
+    def read(damaged: Mapping[str, str]) -> StoredSource:
         problems.clear()
         found, contradicting = read_files_of_ranks(
             candidate.files, strategy, means.handles, Report(), damaged, filters.admit
@@ -278,42 +323,41 @@ def verify_replicas(
     warn_of_unmatched(filters, (strategy.parameters, held.names), report)
     _check_anything_left(held, filters, problems)
     found = compare_copies(held, means, filters.admit, problems)
-    _tell_not_held(held, strategy, filters, report)
+    _note_not_held(held, strategy, filters, report)
     return found, _verdict(held, filters, report)
 
 
-def _check_anything_left(held: Source, filters: Filters, problems: Mapping[str, InputError]) -> None:
+def _check_anything_left(held: StoredSource, filters: Filters, problems: Mapping[str, InputError]) -> None:
     if not (problems or any(map(filters.admit, [*held.tensors, *held.values]))):
         raise CheckpointError(
-            "nothing would be compared: no parameter of the checkpoint is asked for",
+            "nothing to compare: no parameter of the checkpoint is selected",
             hint="check --include and --exclude, and that the strategy is of this model",
         )
 
 
-def _verdict(held: Source, filters: Filters, report: Report) -> str:
-    """What is said where copies do not differ; nothing where there are none, of which is warned."""
+def _verdict(held: StoredSource, filters: Filters, report: Report) -> str:
+    """The line to print where no copies differ; empty where there are no copies, after a warning."""
     tensors = [tensor for name, tensor in held.tensors.items() if filters.admit(name)]
-    alone = sum(1 for tensor in tensors if isinstance(tensor, Stored) and not has_copies(tensor))
+    alone = sum(1 for tensor in tensors if isinstance(tensor, StoredTensor) and not has_copies(tensor))
     if alone == len(tensors):
         report.warn("no two files hold the same slice of a parameter: nothing was compared")
         return ""
-    left = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
-    return f"verified: copies do not differ{left}"
+    single = f"; {plural(alone, 'parameter')} of which every slice is in one file only" if alone else ""
+    return f"verified: copies do not differ{single}"
 
 
 def verify_copies(
-    place: Place, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
+    place: CheckpointPlace, filters: Filters, means: Means, report: Report, crcs: Optional[RecordedCrcs]
 ) -> tuple[list[Difference], str]:
-    """Which copies of slices within a checkpoint of any form but rank directories differ.
+    """Compare replicas of slices within a checkpoint of any form but rank directories.
 
     Returns:
-        The differences, and what is said where there are none.
+        The differences, and the line to print where there are none; empty after a warning.
 
     Raises:
         ReshardError: it cannot be read.
     """
-    reader = Reader(place, means.handles, report, incomplete=True)
-    held = read_sound(reader.read, crcs, copies=True)
+    held = read_sound(reader_of(place, means.handles, report, incomplete=True), crcs, copies=True)
     warn_of_unmatched(filters, (held.names,), report)
     _check_anything_left(held, filters, {})
     root = place.path if is_directory(place.path) else os.path.dirname(place.path)
@@ -325,26 +369,26 @@ def verify_copies(
     return found, _verdict(held, filters, report)
 
 
-def _tell_not_held(held: Source, strategy: Strategy, filters: Filters, report: Report) -> None:
-    """A line on what was not compared because files lack it."""
-    lacking = not_held(held, strategy, filters.admit)
-    if lacking:
-        by_ranks: dict[tuple[int, ...], list[str]] = {}
-        for name, ranks in lacking.items():
-            by_ranks.setdefault(tuple(ranks), []).append(name)
-        # What fewest ranks lack first: with a de-duplicated save that is the odd one out.
-        odd = sorted(by_ranks, key=lambda ranks: (len(ranks), ranks))
-        told = [listing(by_ranks[ranks], _MOST_SHOWN) + f" not on {rank_ranges(ranks)}" for ranks in odd]
-        left = len(odd) - _MOST_SHOWN
-        shown = joined("; ", told[:_MOST_SHOWN]) + (f"; and {left} more such sets" if left > 0 else "")
+def _note_not_held(held: StoredSource, strategy: Strategy, filters: Filters, report: Report) -> None:
+    """Report parameters that some files lack: a de-duplicated save is compared as far as it goes."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    missing = not_held(held, strategy, filters.admit)
+    for name, ranks in missing.items():
+        by_ranks.setdefault(tuple(ranks), []).append(name)
+    if by_ranks:
+        # Parameters that few ranks lack come first: in a de-duplicated save they are the exception.
+        sets = sorted(by_ranks, key=lambda ranks: (len(ranks), ranks))
+        lines = [listing(by_ranks[ranks], _MAX_SHOWN) + f" not on {rank_ranges(ranks)}" for ranks in sets]
+        more = len(sets) - _MAX_SHOWN
+        shown = joined("; ", lines[:_MAX_SHOWN]) + (f"; and {more} more such sets" if more > 0 else "")
         report.note(
-            f"not in every file that the strategy gives them to, as in a de-duplicated save, and compared as far as "
-            f"they are there: {plural(len(lacking), 'parameter')}: " + Message(shown, joined("; ", told).full)
+            f"{plural(len(missing), 'parameter')} missing in some files, as in a de-duplicated save; the copies "
+            "in other files are compared: " + Message(shown, joined("; ", lines).full)
         )
 
 
 def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Optional[Identity]:
-    """What the files in a directory were made of, by its manifest or else by the records of runs that go on.
+    """The conversion that a directory belongs to, by its manifest or else by the records of unfinished runs.
 
     Args:
         out: the directory.
@@ -352,7 +396,7 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
         report: warned of records that cannot be read.
 
     Returns:
-        None where nothing tells, or records contradict each other.
+        None where there are no records, or they contradict each other.
 
     Raises:
         RetryableError: records cannot be read.
@@ -362,13 +406,13 @@ def recorded_plan(out: str, manifest: Optional[Manifest], report: Report) -> Opt
     try:
         begun = current(ledgers_in(out))
     except TargetError as error:
-        report.warn(f"{error.message}; what is compared is chosen without it")
+        report.warn(f"{error.message}; it is ignored")
         return None
     return begun[0].identity if len(begun) == 1 else None
 
 
 def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
-    """The ranks that alone are to be recovered in a directory, by its records; None where all are, or none tells."""
+    """The ranks that a recovery writes into a directory, by its records; None for all, or without records."""
     try:
         status = status_of(out)
     except TargetError:
@@ -379,17 +423,17 @@ def recovered_ranks(out: str) -> Optional[tuple[int, ...]]:
 def converted_files(
     out: str, manifest: Optional[Manifest], ranks: Optional[tuple[int, ...]]
 ) -> tuple[dict[int, str], list[Difference]]:
-    """The files of a converted checkpoint by rank, and those beside them that do not belong to it.
+    """The files of a converted checkpoint by rank, and a difference for each file of another step beside them.
 
-    Without a manifest these are the files of the newest step there.
+    Without a manifest these are the files of the newest step.
 
     Args:
         out: the directory.
-        manifest: its manifest, where there is one, which says what belongs to it.
-        ranks: ranks that are looked at; all where None.
+        manifest: its manifest, where there is one.
+        ranks: ranks that are compared; all where None.
 
     Raises:
-        ReshardError: without a manifest, there are no files, or which are the newest cannot be told.
+        ReshardError: there is no manifest and no file, or the newest step is ambiguous.
     """
     if manifest is not None:
         listed = {file.rank: os.path.join(out, file.file) for file in manifest.files}

@@ -19,9 +19,9 @@ from reshard.errors import CheckpointError, InputError
 from reshard.text.names import belongs_to_rank
 from reshard.text.wording import number_ranges, quoted
 from reshard.verification.boxes import Box, volume_of, whole_box
-from reshard.verification.rank_target import AnySource, value_content
-from reshard.verification.reading import Means, batches, sum_boxes
-from reshard.verification.stored import Content, Stored
+from reshard.verification.converted import AnySource
+from reshard.verification.reading import Means, sums
+from reshard.verification.stored import Content, StoredTensor, value_content
 from reshard.verification.sums import PRIME, VERSION, fingerprint
 
 _SUM_BYTES = 16
@@ -96,7 +96,7 @@ class ParameterSums:
                         )
 
 
-class Copy(NamedTuple):
+class ValueSum(NamedTuple):
     """A rank's copy of a value that the strategy does not list."""
 
     dtype: str
@@ -130,10 +130,10 @@ class SharedPlaces:
 
     def sums(self, keys: Iterable[tuple[int, Box]], sums: Iterable[int]) -> _SliceSums:
         """The sums, one for every key."""
-        told = tuple(keys)
-        places = self._known.get(told)
+        order = tuple(keys)
+        places = self._known.get(order)
         if places is None:
-            places = self._known[told] = {key: number for number, key in enumerate(told)}
+            places = self._known[order] = {key: number for number, key in enumerate(order)}
         return _SliceSums(places, b"".join(total.to_bytes(_SUM_BYTES, "little") for total in sums))
 
 
@@ -142,15 +142,15 @@ class Fingerprints:
     """The fingerprints of a checkpoint, or of what some ranks hold of it.
 
     Attributes:
-        parameters: what the strategy lists, by name.
-        values: what it does not, by name and rank.
+        parameters: the parameters with a layout, by name.
+        values: all other entries, by name and rank.
         groups: the files that the checkpoint has, as numbers from one to before another: those of a pipeline stage
             together, which hold the same names unless the save was de-duplicated, and others each by itself.
         read: the files that were read, each with a digest of the names in it.
     """
 
     parameters: dict[str, ParameterSums] = field(default_factory=dict)
-    values: dict[str, dict[int, Copy]] = field(default_factory=dict)
+    values: dict[str, dict[int, ValueSum]] = field(default_factory=dict)
     groups: set[tuple[int, int]] = field(default_factory=set)
     read: dict[int, str] = field(default_factory=dict)
     _shared: SharedPlaces = field(default_factory=SharedPlaces, init=False, repr=False, compare=False)
@@ -191,7 +191,7 @@ class Fingerprints:
         )
 
     def whole(self) -> Optional[str]:
-        """One fingerprint of everything that a conversion keeps, or None where something was not read.
+        """One fingerprint of everything that a conversion keeps, or None if something was not read.
 
         Text and map tensors, which not every format can hold, and values that belong to a rank do not count.
         """
@@ -200,11 +200,11 @@ class Fingerprints:
         ]
         if not self.complete:
             return None
-        told = repr((VERSION, [entry.fingerprint for entry in entries]))
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        text = repr((VERSION, [entry.fingerprint for entry in entries]))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def merge(self, other: Fingerprints) -> None:
-        """Add what another result of the same checkpoint has; what both have must agree.
+        """Merge another result of the same checkpoint; both must agree where they overlap.
 
         Raises:
             InputError: the two contradict each other; names the parameter and slice.
@@ -275,7 +275,7 @@ class Fingerprints:
 
 
 def digest_of(names: Iterable[str]) -> str:
-    """What is the same for files that hold the same names."""
+    """A digest of the names in a file."""
     return hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest()
 
 
@@ -291,49 +291,48 @@ def fingerprints(source: AnySource, means: Means, admit: Callable[[str], bool] =
     """Sum every distinct slice once, in the lowest file that has it, and every copy of a value.
 
     Args:
-        source: what is summed.
-        means: what may be used for reading.
-        admit: which names are.
+        source: the checkpoint.
+        means: files, threads and memory.
+        admit: which parameters and values, by name.
 
     Raises:
         ReshardError: a file cannot be read, or a parameter contradicts the strategy.
     """
     result, shared = Fingerprints(), SharedPlaces()
-    tensors = [source.tensors[name] for name in source.tensors if admit(name)]
-    values = {name: files for name, files in source.values.items() if admit(name)}
-    copies = [(name, file, value_content(source, name, file)) for name, files in values.items() for file in files]
+    tensors = {name: source.tensors[name] for name in source.tensors if admit(name)}
+    copies = [
+        (name, file, value_content(source.indexes, name, file))
+        for name, files in source.values.items()
+        if admit(name)
+        for file in files
+    ]
     total = sum(content.item_size * math.prod(content.shape) for _, _, content in copies)
-    total += sum(tensor.item_size * volume_of(box) for tensor in tensors for (_, box), _ in _slices(tensor))
+    total += sum(tensor.item_size * volume_of(box) for tensor in tensors.values() for (_, box), _ in _slices(tensor))
     means.progress.begin(total, "reading")
     try:
-        for some in batches(tensors, _count):
-            slices = [(tensor, key, part) for tensor in some for key, part in _slices(tensor)]
-            boxes = ((number, part, key[1]) for number, (_, key, part) in enumerate(slices))
-            sums = sum_boxes(boxes, len(slices), means)
-            by_tensor: dict[str, list[tuple[tuple[int, Box], int]]] = {tensor.name: [] for tensor in some}
-            for (tensor, key, _), found in zip(slices, sums):
-                by_tensor[tensor.name].append((key, found))
-            for tensor in some:
-                found_sums = by_tensor[tensor.name]
-                kept = shared.sums([key for key, _ in found_sums], [found for _, found in found_sums])
-                result.parameters[tensor.name] = ParameterSums(tensor.name, tensor.dtype, tensor.shape, kept)
-        wholes = ((number, content, whole_box(content.shape)) for number, (_, _, content) in enumerate(copies))
-        equal: dict[Copy, Copy] = {}
-        for (name, file, content), found in zip(copies, sum_boxes(wholes, len(copies), means)):
-            copy = Copy(content.dtype, source.value(name, file).shape, found)
+        parts = (((name, place), part, place[1]) for name, tensor in tensors.items() for place, part in _slices(tensor))
+        for name, some in itertools.groupby(sums(parts, means), key=lambda item: item[0][0]):
+            places, totals = zip(*((place, found) for (_, place), found in some))
+            tensor = tensors[name]
+            result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums(places, totals))
+        # A parameter without slices in the files that were read.
+        for name, tensor in tensors.items():
+            if name not in result.parameters:
+                result.parameters[name] = ParameterSums(name, tensor.dtype, tensor.shape, shared.sums((), ()))
+        wholes = (((name, file), content, whole_box(content.shape)) for name, file, content in copies)
+        equal: dict[ValueSum, ValueSum] = {}
+        for (name, file), found in sums(wholes, means):
+            header = source.value(name, file)
+            copy = ValueSum(header.dtype, header.shape, found)
             result.values.setdefault(name, {})[file] = equal.setdefault(copy, copy)
     finally:
         means.progress.end()
     return result
 
 
-def _count(tensor: Content) -> int:
-    return sum(len(way.held) for way in tensor.ways) if isinstance(tensor, Stored) else 1
-
-
 def _slices(tensor: Content) -> Iterator[tuple[tuple[int, Box], Content]]:
-    """What is summed of a tensor: stage and box, and where its elements are read."""
-    if not isinstance(tensor, Stored):
+    """The boxes of a tensor that are summed: stage and box, and the tensor of that stage alone."""
+    if not isinstance(tensor, StoredTensor):
         yield (0, whole_box(tensor.shape)), tensor
         return
     for way in tensor.ways:

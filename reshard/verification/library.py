@@ -1,6 +1,6 @@
-"""A second opinion of files of safetensors: that of the library with which loaders open them.
+"""A check of .safetensors files with the library that loaders open them with.
 
-Whoever writes files and reads them back with code of his own may misunderstand the format twice in the same way.
+Files are written and read by this package's own code, which might misunderstand the format twice in the same way.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from reshard.errors import RetryableError
 from reshard.storage import UnfitError, opened_regular, read_range
 from reshard.text.wording import one_line, plural, quoted, some_names
 
-# Bytes in which a file says how long its header is.
+# Bytes of the header length at the beginning of a file.
 _LENGTH = 8
-# Types that every version of the library knows; said once more, so that a mistake in what the writer goes by is seen.
+# Types that every version of the library reads. The table is a second one, so that a mistake in the writer's shows.
 _TYPES = {
     "Bool": "BOOL",
     "Int4": "I8",
@@ -38,11 +38,11 @@ _TYPES = {
 
 
 def library_differences(index: CheckpointIndex) -> Iterator[str]:
-    """In what the safetensors library finds something else in a file, or refuses it; a line each.
+    """How the safetensors library reads a file differently, or why it refuses it; a line each.
 
     Args:
-        index: what the file holds, as it is read here; other files than of safetensors are passed over, and so are
-            those with types that not every version of the library knows.
+        index: the header as this package reads it. Files of another format are skipped, and files with types that
+            some versions of the library do not read.
     """
     tensors = index.tensors
     if index.format != "safetensors" or not all(tensor.dtype in _TYPES for tensor in tensors.values()):
@@ -62,17 +62,17 @@ def library_differences(index: CheckpointIndex) -> Iterator[str]:
         yield f"{index.path}: the safetensors library does not open it: {one_line(str(error))}"
         return
     if wrong:
-        told = some_names([quoted(name) for name in wrong], 3)
-        yield f"{index.path}: the safetensors library finds {plural(len(wrong), 'tensor')} otherwise: {told}"
+        names_shown = some_names([quoted(name) for name in wrong], 3)
+        yield f"{index.path}: the safetensors library reads {plural(len(wrong), 'tensor')} differently: {names_shown}"
 
 
 @contextlib.contextmanager
 def _on_disk(path: str) -> Iterator[str]:
-    """A file that the library can open: of an object one of its size, with its header and nothing else.
+    """A file that the library can open; for an object, a sparse file of its size with its header.
 
     Raises:
-        UnfitError: it is no object of its own.
-        RetryableError: the file cannot be written.
+        UnfitError: the path is no regular file or object.
+        RetryableError: the sparse file cannot be written.
         OSError: the object cannot be read.
     """
     with opened_regular(path) as source:
@@ -87,12 +87,12 @@ def _on_disk(path: str) -> Iterator[str]:
         try:
             with open(name, "wb") as file:
                 file.write(header)
-                # Takes no room: nothing is written there.
+                # Sparse: takes no disk space.
                 file.truncate(size)
         except OSError as error:
             raise RetryableError(
                 f"{directory}: cannot be written: {error.strerror or error}",
                 file=directory,
-                hint="set TMPDIR to a directory with some room; the header of what is verified is put there",
+                hint="set TMPDIR to a directory with free space, for the headers of the verified files",
             ) from error
         yield name

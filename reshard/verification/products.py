@@ -1,8 +1,8 @@
-"""Weights to which the product of an adapter's two thin matrices was added: worked out anew, in tiles, in Float64.
+"""Weights to which the product of an adapter's two thin matrices was added, computed again in tiles, in Float64.
 
-A conversion adds and multiplies in Float32, in whatever order the processor likes, and rounds once to the weight's
-type. So an element cannot be compared bit by bit, but it may be no farther from the exact one than such rounding leads,
-for which there is a bound.
+The conversion multiplies and adds in Float32, in an order that depends on the processor, and rounds once to the
+weight's type. Its elements are not compared bit by bit: each may differ from the exact one by a bound on these
+roundings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.text.messages import listing
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box, Shape
 from reshard.verification.rounding import decoded, half_unit, largest
-from reshard.verification.stored import Content, Shards, Source, Words
+from reshard.verification.stored import Content, Shards, StoredSource, Words
 
 if TYPE_CHECKING:
     from reshard.lora import Scale
@@ -40,7 +40,7 @@ _OTHER_ROUNDINGS = 8
 class Sum:
     """A weight to which ``scale * up @ down``, or that transposed, was added; see `stored.Content`.
 
-    What is read is the weight alone: copies are not compared with it, but by `fits`.
+    `read` gives the weight alone; copies are compared by `fits`.
 
     Attributes:
         weight: the weight.
@@ -113,14 +113,14 @@ class Sum:
             off = (self.down.shape[0] + _OTHER_ROUNDINGS) * _FLOAT32 * (np.abs(before) + sizes)
             off += half_unit(np.abs(exact) + off, self.dtype)
             fits = np.isfinite(exact) & (np.abs(number - exact) <= off)
-            # What is too large for the type is infinite.
+            # Numbers too large for the type are infinite.
             fits |= (np.abs(exact) + off >= largest(self.dtype)) & (number == np.copysign(np.inf, exact))
         fits |= np.isnan(exact) & np.isnan(number)
         return bool(fits.all())
 
 
-def sums_of(tensors: dict[str, Content], adapter: Source, place: str, scale: Scale) -> dict[str, Content]:
-    """Weights, without the matrices of adapters beside them, and with what one adds.
+def sums_of(tensors: dict[str, Content], adapter: StoredSource, place: str, scale: Scale) -> dict[str, Content]:
+    """The weights, without matrices of adapters beside them, with an adapter added.
 
     Args:
         tensors: the weights.
@@ -131,14 +131,14 @@ def sums_of(tensors: dict[str, Content], adapter: Source, place: str, scale: Sca
     Raises:
         CheckpointError: the two do not fit each other.
     """
-    # Loaded only here: of all that belongs to adapters, names and scales alone are taken from there.
+    # Loaded only here. Only names and scales come from there.
     from reshard.lora.pairs import is_matrix, pairs_of, weight_of
 
     pairs = pairs_of(adapter.names, place)
     loose = [name for pair in pairs for name in (pair.up, pair.down) if name not in adapter.tensors]
     if loose:
         raise CheckpointError(
-            f"{place}: nothing says how these are laid out: " + listing(loose), file=place, parameter=loose[0]
+            f"{place}: the layout of these matrices is unknown: " + listing(loose), file=place, parameter=loose[0]
         )
     found = {name: tensor for name, tensor in tensors.items() if not is_matrix(name)}
     names = [*found]

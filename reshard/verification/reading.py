@@ -17,47 +17,47 @@ from reshard.storage import storage_of
 from reshard.verification.boxes import Box, shape_of, volume_of, whole_box, within
 from reshard.verification.products import Sum
 from reshard.verification.rounding import same_nans
-from reshard.verification.rules import Made
-from reshard.verification.stored import Content, Rooms, Stored, Way, Words, read_box
+from reshard.verification.rules import MadeTensor
+from reshard.verification.stored import Content, Rooms, StoredTensor, Way, Words, read_box
 from reshard.verification.sums import PRIME, Workspace
 
-# The smaller stay in the cache; larger ones have longer runs where dimensions change places.
+# Small blocks stay in the cache; large ones have longer runs where dimensions are transposed.
 _MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_MADE = 256 << 10, 1 << 20, 4 << 20
-# Blocks that a thread has in memory at a time: what is expected, a part of it, a copy, and what is worked out.
+# Blocks that a thread holds at a time: the expected one, a part of it, a copy, and intermediate results.
 _COPIES, _COPIES_MADE = 4, 12
-# A thread takes as many blocks, or as many bytes, at a time.
+# A thread takes this many blocks, or bytes, at a time.
 _TAKEN_BLOCKS, _TAKEN_BYTES = 64, 1 << 20
-_T = TypeVar("_T")
-# Where the first so many blocks have fewer bytes each, a second thread is not worth it unless reading is waiting.
+_K = TypeVar("_K")
+# If the first blocks are this small, one thread is faster than several, unless reads wait for a network.
 _PEEKED, _TINY = 64, 8 << 10
 
 
 MAX_SLICES = 1 << 14
-"""Slices that are described at a time: some MB."""
+"""Slices that are held in memory at a time: some MB."""
 
 
 class Progress(Protocol):
-    """Told how much has been read; called from several threads, one at a time."""
+    """Counts the bytes that are read; called from several threads, one at a time."""
 
     def begin(self, total: int, doing: str) -> None:
-        """So many bytes will be read; ``doing`` is the word for it, such as ``verifying``."""
+        """``total`` bytes will be read; ``doing`` names the work, such as ``verifying``."""
 
     def wrote(self, count: int) -> None:
-        """So many bytes were read."""
+        """``count`` more bytes were read."""
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """The work is done."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What may be used for reading.
+    """Files, threads and memory for reading.
 
     Attributes:
         handles: open files.
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
-        progress: told how much has been read.
+        progress: counts the bytes that are read.
         read: files of which contents were read so far.
     """
 
@@ -68,37 +68,22 @@ class Means:
     read: set[str] = field(default_factory=set)
 
     def check_unchanged(self) -> None:
-        """Insist that nobody has written to files of which contents were read: what was compared is of one version.
+        """Insist that files did not change since their contents were read: one version of each was compared.
 
         Raises:
-            RetryableError: somebody has.
+            RetryableError: a file changed.
         """
         self.handles.check_unchanged(sorted(self.read))
-
-
-def batches(tensors: Iterable[_T], slices_of: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Tensors in groups that have no more slices together than should be described at a time."""
-    batch: list[_T] = []
-    total = 0
-    for tensor in tensors:
-        slices = slices_of(tensor)
-        if batch and total + slices > MAX_SLICES:
-            yield batch
-            batch, total = [], 0
-        batch.append(tensor)
-        total += slices
-    if batch:
-        yield batch
 
 
 class Comparison(NamedTuple):
     """A tensor, and the copies of its slices that have to be equal to it.
 
     Attributes:
-        content: what they have to be.
+        content: the tensor.
         copies: the files that hold a slice, by its box.
-        indexes: what is in these files.
-        place: what differences are told with.
+        indexes: the headers of these files.
+        place: a key for the differences, such as the stage.
     """
 
     content: Content
@@ -108,7 +93,7 @@ class Comparison(NamedTuple):
 
     @property
     def regions(self) -> list[Box]:
-        """What is read of the tensor: all of it, or the slices alone where these are not all."""
+        """The boxes of the tensor that are read: all of it, or the slices alone if they do not cover it."""
         boxes = [box for box, files in self.copies.held.items() if files and volume_of(box)]
         whole = whole_box(self.content.shape)
         return [whole] if sum(map(volume_of, boxes)) >= volume_of(whole) > 0 else boxes
@@ -121,10 +106,10 @@ class Comparison(NamedTuple):
 
 
 class Wrong:
-    """What comparisons found.
+    """The differences that comparisons found.
 
     Attributes:
-        files: per place and name of the tensor the files whose copy is wrong.
+        files: per place and name of a tensor the files whose copy is wrong.
         stages: names of tensors of which the source's pipeline stages hold different values.
     """
 
@@ -145,19 +130,19 @@ class Wrong:
 
 
 class _Task(NamedTuple):
-    """Something to do, and the bytes that it reads."""
+    """Work for one thread, and the bytes that it reads."""
 
     nbytes: int
     run: Callable[[], None]
 
 
-def compare(comparisons: Iterable[Comparison], means: Means, told: bool = True) -> Wrong:
-    """Compare copies with what they have to be, byte by byte.
+def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = True) -> Wrong:
+    """Compare copies with their tensors, byte by byte.
 
     Args:
-        comparisons: what is compared; made one by one, as threads take them.
-        means: what may be used for it.
-        told: whether the progress, which the caller begins and ends, is told.
+        comparisons: made one by one, as threads take them.
+        means: files, threads and memory.
+        counted: whether what is read counts in the progress, which the caller begins and ends.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
@@ -172,7 +157,7 @@ def compare(comparisons: Iterable[Comparison], means: Means, told: bool = True) 
                 for block in _blocks(one.content, region, means):
                     yield _task(one, block, means, rooms, wrong)
 
-    _in_threads(tasks(), means, told=told)
+    _in_threads(tasks(), means, counted=counted)
     return wrong
 
 
@@ -191,8 +176,10 @@ def _compare_block(
     wrong: Wrong,
 ) -> None:
     content, name, handles = one.content, one.content.name, means.handles
-    expected = content.read(block, handles, rooms.room) if isinstance(content, Stored) else content.read(block, handles)
-    if isinstance(content, Stored) and len(content.ways) > 1:
+    expected = (
+        content.read(block, handles, rooms.room) if isinstance(content, StoredTensor) else content.read(block, handles)
+    )
+    if isinstance(content, StoredTensor) and len(content.ways) > 1:
         for way in content.whole_ways()[1:]:
             if not _same(expected, content.read_ways([way], block, handles)):
                 wrong.add_stages(name)
@@ -216,7 +203,7 @@ def _compare_block(
 def _same(one: Words, other: Words) -> bool:
     """Whether two arrays of the same shape hold the same bytes."""
     if one.dtype.kind == "V" or (one.flags.c_contiguous and other.flags.c_contiguous):
-        # Eight bytes at a time: what says where they are equal takes an eighth of the memory.
+        # Eight bytes at a time: the array of comparisons takes an eighth of the memory.
         mine, theirs = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other))
         many = len(mine) // 8 * 8
         return np.array_equal(mine[:many].view("<u8"), theirs[:many].view("<u8")) and np.array_equal(
@@ -225,19 +212,26 @@ def _same(one: Words, other: Words) -> bool:
     return np.array_equal(one, other)
 
 
-def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Means, told: bool = True) -> list[int]:
-    """The sums of tensors over some boxes (see `sums`).
+def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
+    """Sum boxes of tensors (see `sums`), as many at a time as may be held.
 
     Args:
-        boxes: numbers below ``count``, tensors and boxes; what has one number is summed together.
-        count: how many sums there are.
-        means: what may be used for it.
-        told: whether the progress, which the caller begins and ends, is told.
+        parts: what stands for each part, the tensor and the box; made as threads take them.
+        means: files, threads and memory; the caller begins and ends the progress.
+
+    Yields:
+        What stands for each part, and its sum, in order.
 
     Raises:
         ReshardError: a file cannot be read, or was cut short meanwhile.
     """
-    sums = [0] * count
+    parts = iter(parts)
+    while some := [*itertools.islice(parts, MAX_SLICES)]:
+        yield from zip((key for key, _, _ in some), _sums([(content, box) for _, content, box in some], means))
+
+
+def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
+    totals = [0] * len(parts)
     lock, rooms = threading.Lock(), threading.local()
 
     def add(number: int, content: Content, block: Box) -> None:
@@ -253,17 +247,17 @@ def sum_boxes(boxes: Iterable[tuple[int, Content, Box]], count: int, means: Mean
 
         total = rooms.space.sum(content.shape, content.item_size, block, give)
         with lock:
-            sums[number] = (sums[number] + total) % PRIME
+            totals[number] = (totals[number] + total) % PRIME
 
     def tasks() -> Iterator[_Task]:
-        for number, content, box in boxes:
+        for number, (content, box) in enumerate(parts):
             means.read.update(content.paths())
             for block in _blocks(content, box, means) if volume_of(box) else ():
                 nbytes = volume_of(block) * content.item_size
                 yield _Task(nbytes, lambda number=number, content=content, block=block: add(number, content, block))  # type: ignore[misc]
 
-    _in_threads(tasks(), means, Workspace.LEAST_MEMORY, told)
-    return sums
+    _in_threads(tasks(), means, Workspace.LEAST_MEMORY)
+    return totals
 
 
 def _threads(means: Means) -> int:
@@ -272,8 +266,8 @@ def _threads(means: Means) -> int:
     return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
-def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, told: bool = True) -> None:
-    """Do tasks, which are made as threads take them and need at least so many bytes of memory each."""
+def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, counted: bool = True) -> None:
+    """Run tasks, made as threads take them, of which each needs at least ``least`` bytes of memory."""
     first = [*itertools.islice(tasks, _PEEKED)]
     if not first:
         return
@@ -294,7 +288,7 @@ def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, told: bool
                 return
             for task in taken:
                 task.run()
-            if told:
+            if counted:
                 with lock:
                     means.progress.wrote(sum(task.nbytes for task in taken))
 
@@ -303,7 +297,7 @@ def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, told: bool
             for done in as_completed([pool.submit(work) for _ in range(threads)]):
                 done.result()
         except BaseException:
-            # Also Ctrl-C: nobody waits for terabytes to be read.
+            # Also Ctrl-C: threads stop after the block that they read.
             stop.set()
             raise
 
@@ -319,13 +313,13 @@ def _taken(tasks: Iterator[_Task]) -> Iterator[_Task]:
 
 
 def _blocks(content: Content, box: Box, means: Means) -> Iterator[Box]:
-    """A box in blocks of which a few fit into the memory of a thread."""
-    copies, largest = (_COPIES_MADE, _MAX_BLOCK_MADE) if isinstance(content, Made) else (_COPIES, _MAX_BLOCK)
+    """A box in blocks, a few of which fit into the memory of a thread."""
+    copies, largest = (_COPIES_MADE, _MAX_BLOCK_MADE) if isinstance(content, MadeTensor) else (_COPIES, _MAX_BLOCK)
     most = max(_MIN_BLOCK, min(means.max_memory // _threads(means) // copies, largest)) // content.item_size
     most = max(1, most)
     if isinstance(content, Sum):
         return content.tiles(box)
-    if isinstance(content, Made) and any(operation.kind == "transpose" for operation in content.operations):
+    if isinstance(content, MadeTensor) and any(operation.kind == "transpose" for operation in content.operations):
         return _halves(box, most)
     return _rows(box, most)
 
@@ -344,7 +338,7 @@ def _rows(box: Box, most: int, at: int = 0) -> Iterator[Box]:
 
 
 def _halves(box: Box, most: int) -> Iterator[Box]:
-    """Likewise, with no side much longer than another: dimensions change places on the way."""
+    """Likewise, with sides of similar length, because dimensions are transposed."""
     if volume_of(box) <= most:
         yield box
         return

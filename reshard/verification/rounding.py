@@ -1,8 +1,8 @@
 """Floating point elements as those of another type, found by arithmetic on the numbers themselves.
 
 A conversion rounds by shifting bits. Here every element is a Float64, which holds the numbers of all other types
-exactly, and the sum with a number that is so large that all the bits beyond the type's fall off is rounded by the
-processor: to the nearest, ties to even, once. Taking the large number away again is exact.
+exactly. The processor rounds the sum with a number so large that all bits beyond the type's are lost: to the nearest,
+ties to even, once. Subtracting the large number again is exact.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def words_as(words: Words, stored: str, dtype: str) -> Words:
         dtype: the type that they get, one of `dtypes.CAST_TO`.
 
     Returns:
-        Unsigned words of the other type's size, in the same shape. What is no number stays none, of the same sign, with
-        as much of its other bits as there is room for.
+        Unsigned words of the other type's size, in the same shape. NaN stays NaN, of the same sign, with as many of
+        its other bits as the type has.
     """
     if stored == dtype:
         return words
@@ -96,7 +96,7 @@ def largest(dtype: str) -> float:
 
 
 def same_nans(words: Words, dtype: str) -> None:
-    """Make all elements that are no number one and the same, in place.
+    """Give all NaN the same bits, in place.
 
     Args:
         words: unsigned words.
@@ -120,7 +120,7 @@ def _rounded(numbers: Words, dtype: str) -> Words:
     digits, least = _TYPES[dtype]
     with np.errstate(invalid="ignore"):
         sizes = np.minimum(np.abs(numbers), _TOO_LARGE)
-        # The power of two of the first digit, and one whose last digit is that which is the type's last of this number.
+        # The power of two of the first digit; scaled, its last digit is the last one that the type has of this number.
         powers = (sizes.view("<u8") & np.uint64(_EXPONENT)).view("<f8")
         np.maximum(powers, 2.0**least, out=powers)
         powers *= 2.0 ** (53 - digits)
@@ -130,7 +130,7 @@ def _rounded(numbers: Words, dtype: str) -> Words:
 
 
 def _encoded(numbers: Words, words: Words, stored: str, dtype: str) -> Words:
-    """Numbers that a type holds, or that are too large for it, as its words."""
+    """Rounded numbers, infinite where too large, as words of a type."""
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype == "BFloat16":
             found = (numbers.astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
@@ -144,7 +144,7 @@ def _encoded(numbers: Words, words: Words, stored: str, dtype: str) -> Words:
 
 
 def _nans(words: Words, stored: str, dtype: str) -> Words:
-    """What is no number in one type as what is none in another."""
+    """NaN of one type as NaN of another."""
     bits, other_bits = ITEM_SIZES[stored] * 8, ITEM_SIZES[dtype] * 8
     kept, other_kept = _TYPES[stored].digits - 1, _TYPES[dtype].digits - 1
     wide = words.astype("<u8")

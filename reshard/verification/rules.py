@@ -1,7 +1,7 @@
 """Tensors that rules of names and packing make, evaluated with NumPy as `names.SizedOperation` describes it.
 
-An operation works on whole blocks: it asks for the boxes of the tensors before it that it needs, and reshapes,
-concatenates, transposes and slices these. Nothing here composes operations or knows of the views of a conversion.
+An operation works on whole blocks: it reads the boxes that it needs of the tensors before it, and reshapes,
+concatenates, transposes and slices them. Nothing here composes operations or uses the views of a conversion.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from reshard.names import SizedOperation
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box, Shape, shape_of, volume_of
 from reshard.verification.rounding import words_as
-from reshard.verification.stored import AS_RECORDED, Shards, Stored, Words, words_of
+from reshard.verification.stored import AS_RECORDED, Shards, StoredTensor, Words, words_of
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeTensor:
     """A tensor that is made of others; see `stored.Content`.
 
     Attributes:
@@ -33,7 +33,7 @@ class Made:
         item_size: see `Content`.
         shape: see `Content`.
         sources: the tensors that the operations take, in order.
-        operations: what is done with them, one after the other.
+        operations: carried out one after the other.
         number: of the tensor in the list that this makes.
         cast: see `Content`.
         shards: see `Content`.
@@ -43,7 +43,7 @@ class Made:
     dtype: str
     item_size: int
     shape: Shape
-    sources: tuple[Stored, ...]
+    sources: tuple[StoredTensor, ...]
     operations: tuple[SizedOperation, ...]
     number: int
     cast: bool
@@ -91,7 +91,7 @@ def shapes_after(operation: SizedOperation, shapes: Sequence[Shape]) -> list[Sha
 
 
 def lists_of(operations: Sequence[SizedOperation], shapes: Sequence[Shape]) -> list[list[Shape]]:
-    """The shapes of the list that is there at the beginning, and of those after each operation."""
+    """The shapes of the tensors at the beginning, and after each operation."""
     lists = [[*shapes]]
     for operation in operations:
         lists.append(shapes_after(operation, lists[-1]))
@@ -123,7 +123,7 @@ def _inputs(operation: SizedOperation, count: int, number: int) -> Sequence[int]
 class _Leaf:
     """A tensor in files, of the type that is wanted."""
 
-    def __init__(self, made: Made, source: Stored, handles: FileHandles) -> None:
+    def __init__(self, made: MadeTensor, source: StoredTensor, handles: FileHandles) -> None:
         self.shape, self.words = source.shape, words_of(made.item_size)
         self._made, self._source, self._handles = made, source, handles
 

@@ -1,7 +1,7 @@
 """Reading the results of `reshard fingerprint --json`, to merge them.
 
-Results of large checkpoints have hundreds of MB, and anybody may have written them: they are walked
-tensor by tensor, slice by slice, and what is kept of each is a few bytes.
+Results of large checkpoints have hundreds of MB, and are untrusted input: they are parsed slice by slice, and a few
+bytes of each are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from reshard.storage import ReadableFile, UnfitError, opened_regular
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers
 from reshard.text.wording import quoted
 from reshard.verification.boxes import Box
-from reshard.verification.fingerprint import SEVERAL, Copy, Fingerprints, ParameterSums, SharedPlaces
+from reshard.verification.fingerprint import SEVERAL, Fingerprints, ParameterSums, SharedPlaces, ValueSum
 from reshard.verification.sums import PRIME, VERSION
 
 _LARGEST = 1 << 30
@@ -36,19 +36,19 @@ def read_fingerprints(path: str) -> Fingerprints:
         with opened_regular(path) as file:
             size = file.size()
             if size > _LARGEST:
-                raise UnfitError(f"is larger than any such file: it has {size:,} bytes, and {_LARGEST:,} are allowed")
-            return _Reading(file).result
+                raise UnfitError(f"has {size:,} bytes; the limit is {_LARGEST:,}")
+            return _SavedResult(file).result
     except OSError as error:
         raise reading_error(path, error) from error
     except (JsonError, UnfitError) as error:
         raise InputError(
             f"{path}: is no result of `reshard fingerprint --json` of this version ({VERSION}): {error}",
             file=path,
-            hint="pass a file that holds what that command printed, and nothing else",
+            hint="pass a file with the output of that command alone",
         ) from error
 
 
-class _Reading:
+class _SavedResult:
     """One file while it is walked.
 
     Attributes:
@@ -136,7 +136,7 @@ class _Reading:
 
     def _value(self) -> None:
         about: dict[str, object] = {}
-        copies: dict[int, Copy] = {}
+        copies: dict[int, ValueSum] = {}
         for key in self._stream.members():
             if key != "copies":
                 about[key] = self._stream.value()
@@ -145,7 +145,7 @@ class _Reading:
                 fields = Fields(self._stream.value(), "copies")
                 rank = fields.integer("rank", 0, MOST_DEVICES)
                 shape = fields.integers("shape", 0, _MOST_ELEMENTS)
-                copies[rank] = Copy(fields.text("dtype"), shape, _sum(fields))
+                copies[rank] = ValueSum(fields.text("dtype"), shape, _sum(fields))
         name = Fields(about, "values").text("name")
         if name in self.result.values:
             raise JsonError(f"it lists {quoted(name)} twice")

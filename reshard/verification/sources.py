@@ -1,40 +1,45 @@
-"""Reading the checkpoint that was converted: its step and its headers, as a conversion reads them.
+"""Reading the checkpoints that are compared, by the readers of their forms.
 
-Which step is complete, which files are damaged and what is lost is decided by the rooms that conversions use: their
-mistakes show as refusals, or as differences of what is compared here byte by byte.
+Step, completeness and damaged files are decided as conversions decide them: a mistake there shows as a refusal, or as a
+difference in the bytes that are compared here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 
-from reshard.checkpoints import FileHandles
+from reshard.checkpoints import CheckpointIndex, FileHandles, check_crcs
 from reshard.errors import InputError
-from reshard.forms.ranks import SourceTree, StepFiles, find_checkpoints
-from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.parameters import listed_by_source, read_parameters
-from reshard.forms.ranks.selection import StepSelector
-from reshard.forms.ranks.source_ranks import check_ranks
-from reshard.forms.registry import RANKS, read_checkpoint
+from reshard.forms.form import Reading
+from reshard.forms.ranks import StepFiles
+from reshard.forms.ranks.parameters import read_some_ranks
+from reshard.forms.registry import form_named, read_checkpoint
+from reshard.storage import storage_of
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
-from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.report import Report
-from reshard.verification.stored import Source
+from reshard.verification.difference import Difference
+from reshard.verification.library import library_differences
+from reshard.verification.reading import Means
+from reshard.verification.stored import StoredSource
 
 if TYPE_CHECKING:
     from reshard.plan.edits import Edits
 
+_MIN_BLOCK, _MAX_BLOCK = 4 << 10, 8 << 20
 
-class Place(NamedTuple):
+
+class CheckpointPlace(NamedTuple):
     """Where a checkpoint is.
 
     Attributes:
         path: tree, file or `{rank}` path, or the directory of another form.
         form: its form.
-        strategy: of rank directories; `none` where the form tells the layouts.
+        strategy: of rank directories; `none` where the form records the layouts.
         step: which step; ``latest`` for the newest complete one.
         file_suffix: only files whose stem ends so.
     """
@@ -46,80 +51,63 @@ class Place(NamedTuple):
     file_suffix: Optional[str] = None
 
 
-class Reader:
-    """Reads a checkpoint.
+def reader_of(
+    place: CheckpointPlace,
+    handles: FileHandles,
+    report: Report,
+    *,
+    target: Optional[Strategy] = None,
+    ranks: Optional[Sequence[int]] = None,
+    filters: Optional[Filters] = None,
+    files: Optional[Collection[int]] = None,
+    incomplete: bool = False,
+    edits: Optional[Edits] = None,
+) -> Callable[[Mapping[str, str]], StoredSource]:
+    """A function that reads the step, given the files that are damaged and why, by path.
+
+    It raises an InputError where the step is not complete or contradicts itself, and a RetryableError where reading
+    failed.
 
     Args:
-        place: where it is.
+        place: where the checkpoint is.
         handles: open files.
-        report: told what was decided.
-        target: strategy of what it was converted to; None where all of it is needed.
-        ranks: the target ranks asked for; all where None.
-        filters: which parameters are wanted.
-        files: of another form than rank directories, numbers of the files to look into; all where None.
-        incomplete: nothing has to be there whole; for other forms than rank directories.
-        edits: the names and types that decide which tensors of rank directories are wanted.
+        report: gets warnings of damaged files and a note on the step.
+        target: strategy of the converted checkpoint; None where all of the source is needed.
+        ranks: the target ranks that are compared; all where None.
+        filters: the parameters that are compared.
+        files: of other forms than rank directories, numbers of the files to look into; all where None.
+        incomplete: lost slices are no error; for other forms than rank directories.
+        edits: the names and types that decide which tensors of rank directories are needed.
     """
+    form, chosen = form_named(place.form), Filters() if filters is None else filters
+    target = Strategy.none() if target is None else target
+    listed = None if target.is_none else frozenset(target.parameters)
 
-    def __init__(
-        self,
-        place: Place,
-        handles: FileHandles,
-        report: Report,
-        target: Optional[Strategy] = None,
-        ranks: Optional[Sequence[int]] = None,
-        filters: Optional[Filters] = None,
-        files: Optional[Collection[int]] = None,
-        incomplete: bool = False,
-        edits: Optional[Edits] = None,
-    ) -> None:
-        self._place, self._handles, self._report = place, handles, report
-        self._target = Strategy.none() if target is None else target
-        self._listed = frozenset(self._target.parameters)
-        self._ranks, self._files, self._incomplete = ranks, files, incomplete or files is not None
-        self._filters = Filters() if filters is None else filters
-        self._edits = edits
-        self._tree: Optional[SourceTree] = None
-        if place.form == RANKS:
-            self._tree = find_checkpoints(place.path, place.file_suffix)
-            check_ranks(self._tree, place.strategy, handles)
+    def is_needed(name: str) -> bool:
+        return files is None and not incomplete and chosen.admit(name) and (listed is None or name in listed)
 
-    def read(self, damaged: Mapping[str, str]) -> Source:
-        """The step, given files that are damaged, and why, by path.
+    reading = Reading(
+        place.path,
+        handles,
+        report,
+        place.step,
+        wanted=is_needed,
+        source=place.strategy,
+        target=target,
+        ranks=ranks,
+        filters=chosen,
+        file_suffix=place.file_suffix,
+        written=None if edits is None else edits.written(target),
+    )
 
-        Raises:
-            InputError: it is not complete, or contradicts itself.
-            RetryableError: reading failed.
-        """
-        place = self._place
-        if self._tree is None:
-            checkpoint = read_checkpoint(
-                place.form, place.path, place.step, self._handles, self._report, damaged, self._is_wanted
-            )
-            return Source(checkpoint, place.strategy, self._files)
-        written = None if self._edits is None else self._edits.written(self._target)
-        selector = StepSelector(
-            place.strategy, self._target, self._ranks, self._filters, self._handles, self._report, written
-        )
-        steps = self._tree.steps if place.step == "latest" else ()
-        candidates = with_damage(self._tree.candidates(place.step), damaged)
-        selected = selector.select(candidates, steps)
-        for rank, why in selected.source.found.damaged.items():
-            self._report.warn(f"{why}; rank {rank} counts as absent at {selected.label}")
-        return Source(selected, place.strategy)
+    def read(damaged: Mapping[str, str]) -> StoredSource:
+        checkpoint = form.read(replace(reading, damaged=damaged))
+        for rank, path in checkpoint.files.items() if form.options.by_rank else ():
+            if path in damaged:
+                report.warn(f"{damaged[path]}; rank {rank} counts as absent at {checkpoint.label}")
+        return StoredSource(checkpoint, place.strategy, files)
 
-    def _is_wanted(self, name: str) -> bool:
-        """Whether a tensor has to be there whole."""
-        if self._incomplete:
-            return False
-        return self._filters.admit(name) and (self._target.is_none or name in self._listed)
-
-
-def with_damage(candidates: Iterator[StepFiles], damaged: Mapping[str, str]) -> Iterator[StepFiles]:
-    """Candidates that know which of their files are damaged, given why, by path."""
-    for candidate in candidates:
-        known = {rank: damaged[path] for rank, path in candidate.files.items() if path in damaged}
-        yield replace(candidate, damaged=known)
+    return read
 
 
 def read_files_of_ranks(
@@ -129,32 +117,117 @@ def read_files_of_ranks(
     report: Report,
     damaged: Mapping[str, str],
     admit: Callable[[str], bool],
-) -> tuple[Source, dict[str, InputError]]:
-    """Read some ranks' files of one step, complete or not.
+) -> tuple[StoredSource, dict[str, InputError]]:
+    """Read some ranks' files of one step, complete or not; see `read_some_ranks`."""
+    known = {rank: damaged[path] for rank, path in files.items() if path in damaged}
+    found = StepFiles(None, dict(files), damaged=known)
+    checkpoint, problems = read_some_ranks(found, strategy, handles, report, admit)
+    return StoredSource(checkpoint, strategy), problems
+
+
+def read_written(
+    directory: str, form: str, handles: FileHandles, files: Optional[Collection[str]] = None
+) -> tuple[Optional[StoredSource], list[Difference]]:
+    """Read a converted checkpoint of any form but rank directories.
+
+    Readers forgive known defects of other writers. Files written here have none, so everything that was forgiven is a
+    difference.
+
+    Args:
+        directory: where it is.
+        form: its form.
+        handles: open files.
+        files: its files, relative to the directory; those that its reader finds where None.
 
     Returns:
-        What they hold, and the problems of parameters that contradict the strategy, by name.
+        The checkpoint, or None where its reader refuses it; and the differences of whole files.
 
     Raises:
-        InputError: a file cannot be read.
-        RetryableError: reading failed.
+        RetryableError: reading failed in a way that may pass.
     """
-    (candidate,) = with_damage(iter([StepFiles(None, dict(files))]), damaged)
-    step = SourceStep(candidate, handles, report)
-    for rank, why in candidate.damaged.items():
-        report.warn(f"{why}; rank {rank} counts as absent")
-    step.load(step.files)
-    listed = {name for name in listed_by_source(strategy, step) if admit(name)}
-    owners = {name[len(ACCUMULATED_GRADIENTS) :] for name in listed if name.startswith(ACCUMULATED_GRADIENTS)}
-    everything = listed_by_source(strategy, step)
-    tensors = read_parameters(strategy, step, listed | (owners & everything), set())
-    there = step.names()
-    problems: dict[str, InputError] = {}
-    for name in sorted(listed & there - tensors.keys()):
-        owner = name[len(ACCUMULATED_GRADIENTS) :] if name.startswith(ACCUMULATED_GRADIENTS) else name
+    try:
+        checkpoint = read_checkpoint(form, directory, "latest", handles, Report(), {}, lambda name: True)
+        written = StoredSource(checkpoint, Strategy.none())
+        problems = form_named(form).check_written(directory, checkpoint)
+        found = [Difference("file", None, (), text, (name,)) for name, text in problems]
+    except InputError as error:
+        return None, [Difference("file", None, (), error.message)]
+    read = {os.path.relpath(index.path, directory): index for index in checkpoint.indexes.values()}
+    for name, index in read.items():
+        found += [Difference("file", None, (), text, (name,)) for text in library_differences(index)]
+    read_paths = {os.path.relpath(path, directory) for path in checkpoint.files.values()}
+    if files is not None:
+        unread, foreign = sorted(set(files) - read_paths), sorted(read_paths.difference(files))
+        if unread:
+            found.append(
+                Difference("file", None, (), "no reader of this directory takes it for a part of it", (*unread,))
+            )
+        if foreign:
+            found.append(Difference("file", None, (), "is read, but is not of this conversion", (*foreign,)))
+    return written, found
+
+
+class RecordedCrcs:
+    """Compares files with the CRCs that they record; reads each file once.
+
+    Args:
+        means: files, threads and memory.
+        report: gets notes on CRCs that cannot be checked.
+    """
+
+    def __init__(self, means: Means, report: Report) -> None:
+        self._means = means
+        self._report = report
+        self._checked: set[str] = set()
+
+    def damaged(self, indexes: Iterable[CheckpointIndex]) -> dict[str, str]:
+        """Why files are damaged, by path, of those that are damaged and were not checked before.
+
+        Raises:
+            ReshardError: a file cannot be read.
+        """
+        checkable = {index.path: index for index in indexes if index.checkable or index.archived}
+        new = [index for path, index in checkable.items() if path not in self._checked]
+        if not new:
+            return {}
+        means = self._means
+        threads = means.jobs * storage_of(new[0].path).in_flight
+        block = max(_MIN_BLOCK, min(_MAX_BLOCK, means.max_memory // threads))
+        means.progress.begin(sum(index.size for index in new), "checking CRCs")
         try:
-            read_parameters(strategy, step, {name, owner} & everything, {name})
-        except InputError as error:
-            problems[name] = error
-    checkpoint = RankCheckpoint(step, tensors, frozenset(everything))
-    return Source(checkpoint, strategy), problems
+            checks = check_crcs(means.handles, new, threads, block, means.progress.wrote)
+        finally:
+            means.progress.end()
+        self._checked.update(index.path for index in new)
+        for path, reason in sorted(checks.unchecked.items()):
+            self._report.note(f"{path}: its CRC was not checked: {reason}")
+        return {path: error.message for path, error in checks.damaged.items()}
+
+
+def read_sound(
+    read: Callable[[Mapping[str, str]], StoredSource],
+    crcs: Optional[RecordedCrcs],
+    known: Mapping[str, str] = MappingProxyType({}),
+    copies: bool = False,
+) -> StoredSource:
+    """Read a step without the files that do not match their recorded CRC.
+
+    Only files whose contents will be read are checked: of several replicas that of the lowest rank. If it is damaged,
+    the next one takes its place and is checked.
+
+    Args:
+        read: reads a step, given the files that are damaged and why, by path.
+        crcs: checks CRCs; only `known` files are damaged where None.
+        known: files that are damaged, and why, by path.
+        copies: the contents of all files will be read.
+
+    Raises:
+        ReshardError: as `read`, or a file cannot be read.
+    """
+    damaged = dict(known)
+    while True:
+        source = read(damaged)
+        more = {} if crcs is None else crcs.damaged(source.indexes.values() if copies else source.files_read)
+        if not more:
+            return source
+        damaged.update(more)

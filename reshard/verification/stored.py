@@ -1,7 +1,7 @@
 """Tensors as the files of a checkpoint hold them, and their elements.
 
-What is in which file is taken from a `Checkpoint`, as conversions take it: its mistakes show as refusals. Which box
-of a tensor a file's slice is, is worked out here (see `boxes`), and has to fit the shape of every slice.
+Names, types and files come from a `Checkpoint`, as in conversions: mistakes there show as refusals. The box of each
+slice is computed here (see `boxes`) and has to fit the shape of every slice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy.typing as npt
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.by_name import ByName
 from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
+from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
-from reshard.forms.checkpoint2 import Checkpoint2
 from reshard.forms.chunks import ChunkedCheckpoint
-from reshard.forms.ranks.checkpoint import RankCheckpoint
+from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, storage_of
-from reshard.strategies import Strategy
+from reshard.strategies import Stage, Strategy
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.wording import quoted
@@ -44,8 +44,8 @@ from reshard.verification.boxes import (
 
 Words = npt.NDArray[Any]
 
-# Runs shorter than this are read with what lies between them, as long as they are no farther apart, in bytes where
-# reading takes no waiting, else in times of their own length.
+# Runs shorter than this are read together with the gaps between them, if the gaps are small: in bytes on local disks,
+# in multiples of the run on a network.
 _SHORT_RUN, _NEAR, _NEAR_REMOTE, _MAX_SPAN = 32 << 10, 32 << 10, 4, 1 << 20
 
 
@@ -55,13 +55,13 @@ def words_of(item_size: int) -> str:
 
 
 class Rooms(threading.local):
-    """Memory of a thread that is used again for each block, so that it stays in the cache."""
+    """Buffers of a thread, used again for each block so that they stay in the cache."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, npt.NDArray[np.uint8]] = {}
 
     def room(self, name: str, shape: Shape, item_size: int) -> Words:
-        """An array that holds until the next of its name is asked for."""
+        """An array, valid until the next call with its name."""
         nbytes = math.prod(shape) * item_size
         if name not in self._rooms or len(self._rooms[name]) < nbytes:
             self._rooms[name] = np.empty(nbytes, np.uint8)
@@ -69,12 +69,12 @@ class Rooms(threading.local):
 
 
 def new_room(name: str, shape: Shape, item_size: int) -> Words:
-    """Likewise, an array of its own."""
+    """A new array."""
     return np.empty(shape, words_of(item_size))
 
 
 class Content(Protocol):
-    """A tensor whose elements can be had."""
+    """A tensor whose elements can be read."""
 
     @property
     def name(self) -> str:
@@ -98,13 +98,13 @@ class Content(Protocol):
 
     @property
     def cast(self) -> bool:
-        """Whether its elements were cast, so that all that is no number counts as the same."""
+        """Whether its elements were cast, so that all NaN count as equal."""
 
     def read(self, box: Box, handles: FileHandles) -> Words:
         """The elements of a box, as words in its shape."""
 
     def paths(self) -> Collection[str]:
-        """The files of which something may be read."""
+        """The files that its elements are read from."""
 
 
 class Shards(NamedTuple):
@@ -113,7 +113,7 @@ class Shards(NamedTuple):
     Attributes:
         plain: some are recorded and not made.
         unrecorded: none is recorded.
-        undecided: the ranks whose files would tell, where no file does.
+        undecided: the ranks whose files would show it, if no file that is there does.
     """
 
     plain: bool = False
@@ -127,7 +127,7 @@ AS_RECORDED = Shards()
 
 @dataclass(frozen=True)
 class Way:
-    """One way in which files hold a tensor: the slices of a pipeline stage, mostly.
+    """One complete or partial set of slices of a tensor, such as those of a pipeline stage.
 
     Attributes:
         number: of the stage.
@@ -139,7 +139,7 @@ class Way:
 
     @cached_property
     def intervals(self) -> tuple[tuple[list[int], list[tuple[int, int]]], ...]:
-        """Per dimension where the intervals of boxes with elements begin, and these, ascending."""
+        """Per dimension the starts of the intervals of non-empty boxes, and the intervals, ascending."""
         boxes = [box for box in self.held if volume_of(box)]
         found = [sorted({box[dimension] for box in boxes}) for dimension in range(len(boxes[0]) if boxes else 0)]
         return tuple(([start for start, _ in each], each) for each in found)
@@ -176,7 +176,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor that files hold; see `Content`.
 
     Attributes:
@@ -186,7 +186,7 @@ class Stored:
         item_size: see `Content`.
         shape: see `Content`.
         ways: how files hold it, at least one.
-        indexes: what is in the files.
+        indexes: the headers of the files.
         shards: see `Content`.
         cast: see `Content`.
     """
@@ -224,7 +224,7 @@ class Stored:
         Args:
             box: the box.
             handles: open files.
-            room: gives memory.
+            room: gives buffers.
 
         Raises:
             IncompleteSourceError: some are in no file.
@@ -240,9 +240,9 @@ class Stored:
         handles: FileHandles,
         room: Callable[[str, Shape, int], Words] = new_room,
     ) -> Words:
-        """Likewise, from some ways."""
+        """Likewise, from some of the ways."""
         found = room("box", shape_of(box), self.item_size)
-        there = None if len(ways) == 1 else np.zeros(found.shape, bool)
+        covered = None if len(ways) == 1 else np.zeros(found.shape, bool)
         count = 0
         for way in ways:
             for held, both, files in way.meeting(box):
@@ -253,9 +253,9 @@ class Stored:
                 read_box(self.indexes[files[0]], self.stored_name, held, both, part, handles)
                 found[within(both, box)] = part
                 count += part.size
-                if there is not None:
-                    there[within(both, box)] = True
-        if not (count == found.size if there is None else there.all()):
+                if covered is not None:
+                    covered[within(both, box)] = True
+        if not (count == found.size if covered is None else covered.all()):
             raise IncompleteSourceError(
                 f"{quoted(self.name)}: elements of {[list(interval) for interval in box]} are in no readable file",
                 parameter=self.name,
@@ -263,7 +263,7 @@ class Stored:
         return found
 
     def paths(self) -> set[str]:
-        """The files of which something may be read."""
+        """The files that its elements are read from."""
         return {self.indexes[file].path for file in self.first_files()}
 
     def first_files(self) -> set[int]:
@@ -275,11 +275,11 @@ def read_box(index: CheckpointIndex, name: str, held: Box, box: Box, out: Words,
     """Read a box of a slice, in C order.
 
     Args:
-        index: what is in the file.
+        index: the header of the file.
         name: of the tensor in it.
-        held: the box that the slice is.
-        box: what is wanted, within that.
-        out: where it goes; contiguous.
+        held: the box of the slice.
+        box: the box to read, within that of the slice.
+        out: contiguous, of the shape of the box.
         handles: open files.
 
     Raises:
@@ -301,7 +301,7 @@ class _Runs:
         self._file, self._extents = file, tensor.extents
         self._run = stride = item_size
         self._first = 0
-        # How many runs there are along the dimensions that tell them apart, innermost first, and how far apart.
+        # Count and distance of the runs along each outer dimension, innermost first.
         self._steps: list[tuple[int, int]] = []
         joined = True
         for (start, stop), (low, high) in zip(reversed(box), reversed(held)):
@@ -319,7 +319,7 @@ class _Runs:
             self._stored(self._first, out)
             return
         (count, stride), outer = self._steps[0], self._steps[1:]
-        # As many runs at a time as are read with all that lies between them.
+        # Runs that are read at a time, with the gaps between them.
         several = 1
         near = _NEAR_REMOTE * self._run if storage_of(self._file.path).remote else max(_NEAR, 4 * self._run)
         if self._run < _SHORT_RUN and stride <= near:
@@ -355,25 +355,26 @@ class _Runs:
         assert done == len(out)
 
 
-class Source:
-    """A checkpoint, its tensors placed by this room's own reckoning.
+class StoredSource:
+    """A checkpoint, its tensors placed by the loops of `boxes`.
 
     Args:
         checkpoint: the checkpoint.
-        strategy: how rank directories are laid out; others say so themselves.
+        strategy: the layouts of rank directories; other forms record theirs.
         chosen: numbers of the files to look into; all where None.
 
     Attributes:
         checkpoint: the checkpoint.
-        indexes: what is in the files.
-        tensors: what is laid out, by name; what no file holds is left out.
-        values: names of all else, with the files that have it, ascending.
-        listed: names that strategy or metadata lay out, whether files hold them or not.
-        unread: names of what files hold that is neither laid out nor a value.
-        tied: names of pairs of tensors of which only the first is taken, and which should be equal.
+        indexes: the headers of the files, by number.
+        held: per name the files that hold it, ascending.
+        tensors: the tensors with a layout, by name; those that no file holds are left out.
+        values: all other entries that are read, with the files that hold them, ascending.
+        listed: names that the strategy or the metadata lists, whether files hold them or not.
+        unread: names in the files that are neither tensors nor values.
+        tied: pairs of names that should be equal and of which only the first is taken.
     """
 
-    told_by = "in the source"
+    origin = "in the source"
     tied: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, checkpoint: Checkpoint, strategy: Strategy, chosen: Optional[Collection[int]] = None) -> None:
@@ -383,99 +384,103 @@ class Source:
             if chosen is None
             else {number: index for number, index in checkpoint.indexes.items() if number in chosen}
         )
-        self.tensors: Mapping[str, Content] = StoredTensors(self, strategy)
-        groups, held = self._alike()
-        if isinstance(checkpoint, RankCheckpoint):
-            # What a strategy lists is laid out; without one, all that has several elements.
+        self.held = _holders(self.indexes)
+        self.tensors: Mapping[str, Content] = _StoredTensors(self, strategy)
+        if form_named(checkpoint.form).options.needs_strategy:
+            # Without a strategy, every tensor of several elements has a layout: it is whole.
             self.listed = frozenset(self.tensors if strategy.is_none else strategy.parameters)
-            values = held.keys() - self.listed
+            values = self.held.keys() - self.listed
+            self.unread = frozenset(self.held.keys() - self.tensors.keys() - values)
         else:
             self.listed = frozenset(self.tensors)
-            values = {*checkpoint.values(), *checkpoint.without_layout()} & held.keys()
-        # Values that the same files have, as most do, share what says so.
-        files: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for name in values:
-            key = tuple(held[name])
-            if key not in files:
-                files[key] = tuple(sorted(itertools.chain.from_iterable(groups[number] for number in key)))
-        self.values = {name: files[tuple(held[name])] for name in sorted(values)}
-        # The readers of other forms say what they leave out.
-        ranks = isinstance(checkpoint, RankCheckpoint)
-        self.unread = frozenset(held.keys() - {*self.tensors, *self.values} if ranks else ())
-
-    def _alike(self) -> tuple[list[tuple[int, ...]], dict[str, list[int]]]:
-        """Files that are built alike, and per name the numbers of those groups of files that have it."""
-        alike: dict[int, list[int]] = {}
-        for file, index in sorted(self.indexes.items()):
-            alike.setdefault(id(index.tensors), []).append(file)
-        groups = [tuple(files) for files in alike.values()]
-        found: dict[str, list[int]] = {}
-        for number, files in enumerate(groups):
-            for name in self.indexes[files[0]].tensors:
-                found.setdefault(name, []).append(number)
-        return groups, found
+            values = {*checkpoint.values(), *checkpoint.without_layout()} & self.held.keys()
+            # The readers of these forms report what they leave out.
+            self.unread = frozenset()
+        self.values = {name: self.held[name] for name in sorted(values)}
 
     def check_read(self, wanted: Callable[[str], bool]) -> None:
-        """Insist that all that files hold is laid out, or a value.
+        """Insist that every entry of the files is a tensor or a value.
 
         Raises:
             CheckpointError: something is neither, and is wanted.
         """
-        lacking = sorted(filter(wanted, self.unread))
-        if lacking:
+        unread = sorted(filter(wanted, self.unread))
+        if unread:
             raise CheckpointError(
-                f"{self.checkpoint.place}: the files hold what nothing reads: " + listing(lacking), parameter=lacking[0]
+                f"{self.checkpoint.place}: the files hold what nothing reads: " + listing(unread), parameter=unread[0]
             )
 
     @property
     def names(self) -> set[str]:
-        """Everything that some file holds."""
+        """The names of all entries of all files."""
         return self.checkpoint.names()
 
     def value(self, name: str, file: int) -> Tensor:
-        """A file's copy of a value."""
+        """The header of a value in a file."""
         return self.indexes[file].tensors[name]
 
     @property
     def files_read(self) -> list[CheckpointIndex]:
-        """The files whose contents are read where any copy will do."""
+        """The files whose contents are read where any replica will do."""
         files = {numbers[0] for numbers in self.values.values()}
         known: set[int] = set()
         for tensor in self.tensors.values():
-            assert isinstance(tensor, Stored)
+            assert isinstance(tensor, StoredTensor)
             new = [way for way in tensor.ways if id(way) not in known]
             known.update(map(id, new))
             files.update(held[0] for way in new for held in way.held.values() if held)
         return [self.indexes[file] for file in sorted(files)]
 
 
-class StoredTensors(ByName[Content]):
-    """The tensors of a checkpoint; one is made as an object when it is asked for.
+def _holders(indexes: Mapping[int, CheckpointIndex]) -> dict[str, tuple[int, ...]]:
+    """Per name the files that hold it, ascending; names that the same files hold share one tuple."""
+    alike: dict[int, list[int]] = {}
+    for file, index in sorted(indexes.items()):
+        alike.setdefault(id(index.tensors), []).append(file)
+    groups = [*alike.values()]
+    groups_of: dict[str, list[int]] = {}
+    for number, files in enumerate(groups):
+        for name in indexes[files[0]].tensors:
+            groups_of.setdefault(name, []).append(number)
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    holders = {}
+    for name, numbers in groups_of.items():
+        key = tuple(numbers)
+        if key not in shared:
+            shared[key] = tuple(sorted(itertools.chain.from_iterable(groups[number] for number in key)))
+        holders[name] = shared[key]
+    return holders
+
+
+class _StoredTensors(ByName[Content]):
+    """The tensors of a checkpoint; each object is made at its first use.
 
     Raises:
-        CheckpointError: when it is asked for, a slice is not what strategy or metadata make of it.
+        CheckpointError: at its first use, a slice is not the one that strategy or metadata give to its file.
     """
 
-    def __init__(self, source: Source, strategy: Strategy) -> None:
+    def __init__(self, source: StoredSource, strategy: Strategy) -> None:
         checkpoint = source.checkpoint
         self._checkpoint, self._strategy = checkpoint, strategy
-        self._indexes = source.indexes
-        self._all = len(source.indexes) == len(checkpoint.indexes)
+        self._form = form_named(checkpoint.form)
+        self._indexes, self._held = source.indexes, source.held
         # Most tensors are cut and held like another.
         self._known: dict[object, Way] = {}
         self._kept: dict[int, object] = {}
-        self._made: dict[str, Stored] = {}
+        self._made: dict[str, StoredTensor] = {}
         self._samples: dict[int, tuple[int, ...]] = {}
-        super().__init__([*checkpoint.tensors] if self._all else [*filter(self._there, checkpoint.tensors)])
+        self._ranks: dict[tuple[int, int], frozenset[int]] = {}
+        everything = len(source.indexes) == len(checkpoint.indexes)
+        super().__init__([*checkpoint.tensors] if everything else [*filter(self._is_held, checkpoint.tensors)])
         self._set = frozenset(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._set
 
-    def _there(self, name: str) -> bool:
+    def _is_held(self, name: str) -> bool:
         return any(self._indexes.keys() & files for files in self._checkpoint.present(self._checkpoint.tensors[name]))
 
-    def __getitem__(self, name: str) -> Stored:
+    def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._set:
             raise KeyError(name)
         found = self._made.get(name)
@@ -483,16 +488,18 @@ class StoredTensors(ByName[Content]):
             found = self._made[name] = self._stored(name)
         return found
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         tensor = self._checkpoint.tensors[name]
         shards = AS_RECORDED
-        if isinstance(self._checkpoint, RankCheckpoint):
-            ways, shards = self._of_ranks(tensor, self._checkpoint)
+        if self._form.options.needs_strategy:
+            ways, shards = self._of_ranks(tensor)
         else:
             ways = [self._of_sharding(tensor, at, sharding) for at, sharding in enumerate(tensor.shardings)]
-        return Stored(name, name, tensor.dtype, tensor.item_size, tensor.shape, tuple(ways), self._indexes, shards)
+        return StoredTensor(
+            name, name, tensor.dtype, tensor.item_size, tensor.shape, tuple(ways), self._indexes, shards
+        )
 
-    def _of_ranks(self, tensor: GlobalTensor, checkpoint: RankCheckpoint) -> tuple[list[Way], Shards]:
+    def _of_ranks(self, tensor: GlobalTensor) -> tuple[list[Way], Shards]:
         """The stages that hold a tensor, and whether recorded optimizer shards are made."""
         name, ways, plain = tensor.name, [], set()
         recorded = {
@@ -504,7 +511,7 @@ class StoredTensors(ByName[Content]):
         }
         gradients = name.startswith(ACCUMULATED_GRADIENTS)
         for stage in self._strategy.stages:
-            ranks = checkpoint.source.ranks_with(name, stage) if stage.number in recorded else frozenset()
+            ranks = self._ranks_with(name, stage) if stage.number in recorded else frozenset()
             if not ranks:
                 continue
             layout = recorded[stage.number]
@@ -512,10 +519,11 @@ class StoredTensors(ByName[Content]):
             chosen = next((each for each in readings if self._fits(tensor, each, stage.first_rank, ranks)), None)
             if chosen is None:
                 rank = min(ranks)
+                index = self._indexes[rank]
                 raise CheckpointError(
-                    f"{self._indexes[rank].path}: {quoted(name)} of shape {list(self._tensor(name, rank).shape)} is no "
-                    f"slice that the strategy gives to rank {rank} of a tensor of shape {list(tensor.shape)}",
-                    file=self._indexes[rank].path,
+                    f"{index.path}: {quoted(name)} of shape {list(index.tensors[name].shape)} is no slice that the "
+                    f"strategy gives to rank {rank} of a tensor of shape {list(tensor.shape)}",
+                    file=index.path,
                     rank=rank,
                     parameter=name,
                 )
@@ -532,44 +540,47 @@ class StoredTensors(ByName[Content]):
         undecided = () if plain else tuple(rank for stage in recording for rank in stage.ranks)
         return ways, Shards(True in plain, not recording, undecided)
 
+    def _ranks_with(self, name: str, stage: Stage) -> frozenset[int]:
+        """The ranks of a stage whose file holds a name; one object for all names that the same files hold."""
+        files = self._held.get(name, ())
+        key = (stage.number, id(files))
+        if key not in self._ranks:
+            self._ranks[key] = frozenset(rank for rank in files if rank in stage.ranks)
+        return self._ranks[key]
+
     def _fits(self, tensor: GlobalTensor, layout: Recorded, first: int, ranks: Collection[int]) -> bool:
         """Whether the slices in the files have the shapes that a layout gives them."""
         boxes = device_boxes(layout, tensor.shape)
         if layout.uneven is None:
-            # All boxes are of one shape, and of files that are built alike one tells.
+            # All boxes have one shape, and one file stands for all that share its headers.
             if id(ranks) not in self._samples:
-                self._kept[id(ranks)] = ranks
                 self._samples[id(ranks)] = tuple({id(self._indexes[rank].tensors): rank for rank in ranks}.values())
             ranks = self._samples[id(ranks)]
         return boxes is not None and all(
-            shape_of(boxes[rank - first]) == self._tensor(tensor.name, rank).shape for rank in ranks
+            shape_of(boxes[rank - first]) == self._indexes[rank].tensors[tensor.name].shape for rank in ranks
         )
 
-    def _tensor(self, name: str, file: int) -> Tensor:
-        return self._indexes[file].tensors[name]
-
     def _of_sharding(self, tensor: GlobalTensor, number: int, sharding: Sharding) -> Way:
-        """The boxes that files hold of a tensor of another form, as what is recorded of each file says."""
-        placement = self._checkpoint.placements.get(tensor.name) if isinstance(self._checkpoint, Checkpoint2) else None
-        if placement is not None and placement.layout is not None:
-            key: object = (id(placement), number)
+        """The boxes that files hold of a tensor of another form, by what its metadata records of each file."""
+        saved = self._form.saved_cut(self._checkpoint, tensor.name)
+        if saved is not None and saved.layout is not None:
+            key: object = (id(saved), number)
             if key not in self._known:
-                recorded = recorded_layout(placement.layout)
-                boxes = device_boxes(recorded, tensor.shape) or ()
-                place = {rank: at for at, rank in enumerate(placement.ranks)}
+                boxes = device_boxes(recorded_layout(saved.layout), tensor.shape) or ()
+                place = {rank: at for at, rank in enumerate(saved.ranks)}
                 held: dict[Box, list[int]] = {box: [] for box in boxes}
-                for file, rank in sorted(placement.rank_of):
+                for file, rank in sorted(saved.rank_of):
                     if file in self._indexes:
                         held[boxes[place[rank]]].append(file)
                 self._known[key] = Way(number, {box: tuple(files) for box, files in held.items()})
-                self._kept[id(placement)] = placement
+                self._kept[id(saved)] = saved
             return self._known[key]
         if isinstance(self._checkpoint, ChunkedCheckpoint):
             return self._of_chunks(tensor, self._checkpoint, number)
         key = (id(sharding), number)
         if key not in self._known:
             self._kept[id(sharding)] = sharding
-            # What metadata states box by box, in C order; of boxes that are no grid those that files hold.
+            # Metadata lists the boxes one by one, in C order.
             edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
             stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
             self._known[key] = Way(
@@ -589,7 +600,7 @@ class StoredTensors(ByName[Content]):
             box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
             if holder is None or holder not in self._indexes:
                 continue
-            if shape_of(box) != self._tensor(tensor.name, holder).shape:
+            if shape_of(box) != self._indexes[holder].tensors[tensor.name].shape:
                 raise CheckpointError(
                     f"{self._indexes[holder].path}: {quoted(tensor.name)} is no chunk of shape {list(shape_of(box))}",
                     file=self._indexes[holder].path,
@@ -612,6 +623,16 @@ def recorded_layout(layout: Any) -> Recorded:
         layout.recorded_shape,
         layout.expandable,
     )
+
+
+def value_content(indexes: Mapping[int, CheckpointIndex], name: str, file: int) -> StoredTensor:
+    """A file's copy of a value, as a tensor of that file alone."""
+    tensor = indexes[file].tensors[name]
+    # Text has no elements: its bytes are compared.
+    text = tensor.dtype in NO_ARRAYS
+    shape: Shape = (tensor.nbytes,) if text else tensor.shape
+    way = Way(0, {whole_box(shape): (file,)})
+    return StoredTensor(name, name, tensor.dtype, 1 if text else tensor.item_size, shape, (way,), indexes)
 
 
 def by_box(boxes: Sequence[Box], first: int, ranks: Iterable[int]) -> dict[Box, tuple[int, ...]]:

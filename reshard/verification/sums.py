@@ -102,7 +102,7 @@ class Workspace:
                 totals[column] += total
         return sum(factor * total for factor, total in zip(_factors(), totals)) % PRIME
 
-    def _add(self, rows: _Rows, block: _Block, content: Bytes) -> list[int]:
+    def _add(self, rows: _Rows, block: _RowBlock, content: Bytes) -> list[int]:
         """Each column's t of a block, of shape (rows, bytes of each from ``block.start`` on)."""
         words = _words(content, block.start)
         start = block.start // _WORD
@@ -136,7 +136,7 @@ class Workspace:
         return sums.reshape(-1, _COLUMNS)
 
 
-class _Block(NamedTuple):
+class _RowBlock(NamedTuple):
     """A part of a box that is read at once: some whole rows of it, or a part of one.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Rows:
         self._unit = math.prod(self._unit_shape)
         self._held = math.prod(stop - start for start, stop in self._unit_box)
 
-    def blocks(self, most: int) -> Iterator[_Block]:
+    def blocks(self, most: int) -> Iterator[_RowBlock]:
         """The blocks of at most so many bytes each, places that the box leaves out included."""
         rows = math.prod(stop - start for start, stop in self._outer_box)
         positions = self._last - self._first
@@ -193,11 +193,11 @@ class _Rows:
                 position = max(begin, self._first)
                 yield self._block(row, 1, position, min(begin + at_once, self._last) - position)
 
-    def _block(self, row: int, rows: int, position: int, positions: int) -> _Block:
+    def _block(self, row: int, rows: int, position: int, positions: int) -> _RowBlock:
         offset = (row * (self._last - self._first) + position - self._first) * self._held
-        return _Block(row, rows, position * self._unit, positions, offset, rows * positions * self._held)
+        return _RowBlock(row, rows, position * self._unit, positions, offset, rows * positions * self._held)
 
-    def numbers(self, block: _Block) -> Numbers:
+    def numbers(self, block: _RowBlock) -> Numbers:
         """The block's rows as rows of the full tensor."""
         rest = np.arange(block.row, block.row + block.rows)
         numbers, stride = np.zeros(block.rows, dtype=np.int64), 1
@@ -207,7 +207,7 @@ class _Rows:
             stride *= size
         return numbers.astype(np.uint64)
 
-    def dense(self, raw: Bytes, block: _Block) -> Bytes:
+    def dense(self, raw: Bytes, block: _RowBlock) -> Bytes:
         """The block as (rows, bytes), with zeros, which add nothing, where the box leaves places out."""
         if self._held != self._unit:
             filled = np.zeros((block.rows * block.positions, *self._unit_shape), raw.dtype)
@@ -264,7 +264,7 @@ def _factors() -> list[int]:
 
 
 def _splitmix64(counters: Numbers, stream: int) -> Numbers:
-    """A random number for every counter; ``stream`` tells independent uses apart."""
+    """A random number for every counter; each use has a ``stream`` of its own."""
     golden = 0x9E3779B97F4A7C15
     begin = (stream << 60) * golden
     mixed = counters * np.uint64(golden) + np.uint64(begin % 2**64)
@@ -282,5 +282,5 @@ def fingerprint(name: str, dtype: str, shape: Sequence[int], total: int) -> str:
         shape: shape of the full tensor.
         total: the sum over all of it.
     """
-    told = repr((VERSION, name, dtype, tuple(shape), total))
-    return hashlib.blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    text = repr((VERSION, name, dtype, tuple(shape), total))
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -375,7 +375,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", some_of(LARGE, 2))
+@pytest.mark.parametrize("case", some_of(LARGE, 4))
 def test_no_file_costs_more_than_seconds_and_a_bounded_amount_of_memory(tmp_path: Path, case: str) -> None:
     name, make, says = LARGE[case]
     path = tmp_path / name

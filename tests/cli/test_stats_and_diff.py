@@ -149,3 +149,16 @@ def test_a_strategy_of_one_side_is_not_asked_of_the_other(saved: World) -> None:
     fails(2, "diff", saved.src, saved.src, says=["rank files do not record how they are cut"])
     done("convert", saved.src, saved.root / "hf", "--src-strategy", saved.old, "--to", "huggingface")
     fails(2, "diff", saved.root / "hf", saved.src, "--a-strategy", saved.old, says=["needs no strategy"])
+
+
+def test_nan_is_told_with_the_checkpoint_that_holds_it(tmp_path: Path) -> None:
+    plain = np.array([1.0, 2.0, 3.0], "<f4")
+    for name, at in (("a", [1, 2]), ("b", [2])):
+        array = plain.copy()
+        array[at] = np.nan
+        write_checkpoint(tmp_path / f"{name}.ckpt", {"w": Value("Float32", array.view("<u4"))})
+    words = (tmp_path / "a.ckpt", tmp_path / "b.ckpt", "--strategy", "none")
+    assert "w: 1 NaN in A only; the first at [1]" in done("diff", *words).out
+    (row,) = done("diff", *words, "--json").json["differing"]
+    assert (row["nan"], row["nan_a"], row["nan_b"]) == (1, 1, 0)
+    assert "w: 1 NaN in B only" in done("diff", *words[1::-1], *words[2:]).out

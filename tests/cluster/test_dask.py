@@ -1,4 +1,4 @@
-"""--scheduler: the same result, whatever becomes of workers, scheduler and client."""
+"""--scheduler: the result is that of a local run, even if workers, scheduler or client are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions agree with a real MindSpore's where it is right, and are right where it is wrong or refuses.
+"""Conversions equal those of MindSpore, or are correct where MindSpore is wrong or refuses.
 
 `transform_checks.json` says where it is which. Sources are what `save_checkpoint` writes of float32 tensors
 that count up from another start for each parameter, cut by the strategy.

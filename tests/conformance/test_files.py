@@ -1,4 +1,4 @@
-"""What a real MindSpore saves is read here, and what is written here a real MindSpore loads."""
+"""`reshard` reads files that MindSpore saves, and MindSpore loads files that `reshard` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of checkpoints between `reshard` and the libraries that they belong to.
+"""Forms of checkpoints are exchanged between `reshard` and their own libraries.
 
 What `reshard` writes, MindFormers and MindSpore load, every value of every rank as it must be; what they write,
 `reshard` reads. Checkpoints are those of the corpus and random ones, see `worlds`. Each test asks a library once for

@@ -1,4 +1,4 @@
-"""Models that Hugging Face's own library makes come back from MindFormers' names and ranks with equal logits.
+"""Models of Hugging Face keep their logits after a conversion to MindFormers and back.
 
 `make conformance-transformers` runs these tests.
 """

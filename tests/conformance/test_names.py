@@ -1,4 +1,4 @@
-"""Built-in tables of names beside MindFormers' own converters and tables: the same tensors, element for element."""
+"""Built-in tables of names equal MindFormers' own converters and tables, element for element."""
 
 from __future__ import annotations
 

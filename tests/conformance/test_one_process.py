@@ -1,4 +1,4 @@
-"""`reshard` and MindSpore in one process: protobuf names do not clash, whichever is imported first."""
+"""`reshard` and MindSpore in one process: protobuf names do not clash, in either order of imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real MindSpore takes what reshard.open gives, and saved what it opens."""
+"""MindSpore accepts arrays of reshard.open, and reshard.open reads checkpoints of MindSpore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracles themselves: other libraries, asked as these tests ask them, find what is known to be in a checkpoint.
+"""The oracles themselves: other libraries find the known contents of checkpoints.
 
 Everything here is about checkpoints that these libraries wrote, of which it is recorded what is in them.
 """

@@ -1,4 +1,4 @@
-"""Strategy files, group files and rank lists mean here what they mean to a real MindSpore."""
+"""Strategy files, group files and rank lists mean the same here and in MindSpore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's own library saves and loads the directories; it has an environment of its own.
+"""Hugging Face's own library saves and loads the directories, in its own environment.
 
 `make conformance-transformers` runs these tests.
 """

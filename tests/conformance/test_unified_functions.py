@@ -1,4 +1,4 @@
-"""`unified_safetensors` and `load_distributed_checkpoint` of `reshard` beside MindSpore's own, on the same input."""
+"""`unified_safetensors` and `load_distributed_checkpoint` equal MindSpore's functions for the same input."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint2_writing import Laid, numbered, saving
+from tests.conftest import LONG
 from tests.forms.test_checkpoint2 import cases, expected_of, hash_of
 from tests.running import Argument, done, fails, warns
 from tests.trees import layout, read_checkpoint, read_tree, scalar, single, value, write_checkpoint, write_strategy
@@ -38,7 +39,8 @@ def test_what_mindformers_saved_becomes_every_form_and_comes_back(case: Path, tm
         del expected[name]
     done("convert", source, tmp_path / "hf", "--to", "huggingface")
     assert full(tmp_path / "hf") == expected
-    for strategy in ("same", "none"):
+    # By default one of them, which differs from case to case.
+    for strategy in ("same", "none") if LONG else ("same",) if len(case.name) % 2 else ("none",):
         done("convert", source, tmp_path / strategy, "--to", "checkpoint2", "--dst-strategy", strategy)
         done("convert", tmp_path / strategy, tmp_path / f"{strategy}-full", "--to", "unified")
         assert full(tmp_path / f"{strategy}-full") == expected

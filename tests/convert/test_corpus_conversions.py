@@ -12,6 +12,7 @@ import pytest
 
 from tests import cases
 from tests.cases import Case
+from tests.conftest import LONG
 from tests.corpus import CORPUS, FIXTURES, needs_corpus
 from tests.reference import uncovered
 from tests.running import done
@@ -165,7 +166,9 @@ def test_every_form_of_a_strategy_gives_the_same_files(name: str, tmp_path: Path
         same_ranks(read_tree(out / "full"), {0: {**held, **COPIED}})
         same_ranks(read_tree(out / "ranks"), ranks_of(case, full))
 
-    for index, form in enumerate(forms_of(case, tmp_path)):
+    forms = forms_of(case, tmp_path)
+    # The ranks' files of one stage differ in their names alone.
+    for index, form in enumerate(forms if LONG else [*forms[:-1][:: max(1, len(forms) // 2)], forms[-1]]):
         convert(form, tmp_path / f"out{index}")
 
 

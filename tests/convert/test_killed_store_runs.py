@@ -421,7 +421,7 @@ def test_a_lock_of_a_machine_that_has_just_died_is_waited_for(
     wanted = job("ranks", tmp_path)
     objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 3")
     monkeypatch.setattr("reshard.storage.s3.leases.DEAD_AFTER", 4.0)
-    monkeypatch.setattr("reshard.records.locks.GIVEN_UP_AFTER", 4.0)
+    monkeypatch.setattr("reshard.storage.locks.GIVEN_UP_AFTER", 4.0)
     warns(done(*wanted.into(objects.path("out"))), "waiting for", "which another process has locked")
     check_nothing_is_left(objects, wanted)
 
@@ -443,7 +443,7 @@ def test_a_lock_is_waited_for_as_long_as_it_goes_from_hand_to_hand(
 
     objects.put("out/.reshard/lock", b"0badcafe-1-0123456789ab 0")
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now)
-    monkeypatch.setattr("reshard.records.locks.time", clock)
+    monkeypatch.setattr("reshard.storage.locks.time", clock)
     words = wanted.into(objects.path("out"))
     if not others:
         fails(1, *words, says=["another process has held this lock for 135 s"])

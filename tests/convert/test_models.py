@@ -263,7 +263,7 @@ def test_the_configuration_names_the_type_that_weights_were_cast_to(tmp_path: Pa
     verify: list[Argument] = ["verify", tmp_path / "half", "--src", world.hf]
     assert "config.json" not in done(*verify).err
     (tmp_path / "half" / "config.json").write_text(json.dumps(said))
-    warns(done(*verify), "not as beside the source's weights: config.json")
+    warns(done(*verify), "differs from the file beside the source's weights: config.json")
 
 
 def test_a_configuration_of_weights_of_several_types_stays_as_it_is(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_what_somebody_else_put_there_is_refused(objects: Objects, saved: World)
         ("one", "already holds"),
         ("two", "holds checkpoints of another conversion"),
         ("three", "is not a directory"),
-        ("four", "keys of other objects begin so"),
+        ("four", "is not a regular file"),
         ("five", "five"),
     ):
         fails(3, "convert", saved.src, objects.path(key), *cuts(saved), says=[says])

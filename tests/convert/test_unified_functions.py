@@ -123,12 +123,12 @@ def test_several_runs_fill_one_directory(world: World) -> None:
 
 @pytest.mark.parametrize("split", [(0, 2), (3, 2), (1,), (1, 2, 3)])
 def test_a_share_that_there_is_not_is_refused(split: tuple[int, ...], world: World) -> None:
-    with pytest.raises(UsageError, match="is no pair"):
+    with pytest.raises(UsageError, match="is not a pair"):
         unify(world, split_dst_file=split)
 
 
 def test_an_answer_of_another_type_is_refused(world: World) -> None:
-    with pytest.raises(UsageError, match="choice_func answers None for 'w'"):
+    with pytest.raises(UsageError, match="choice_func returns None for 'w'"):
         unify(world, choice_func=lambda name: None if name == "w" else True)
 
 
@@ -227,7 +227,7 @@ def test_weights_that_the_strategy_lists_and_nobody_has_are_told(
         ({"dec_mode": "AES-CBC"}, "dec_mode"),
         ({"unified_safetensors_dir": None}, "unified_safetensors_dir"),
         ({"dst_safetensors_dir": None}, "dst_safetensors_dir"),
-        ({"predict_strategy": {"w": []}}, "no path"),
+        ({"predict_strategy": {"w": []}}, "not a path"),
         ({"rank_id": 7}, "out of range"),
         ({"output_format": "npz"}, "npz"),
     ],
@@ -250,5 +250,5 @@ def test_what_cannot_be_done_without_mindspore_is_refused(options: dict[str, Any
 
 def test_a_tree_of_ranks_is_no_unified_weights(world: World) -> None:
     world.save(FULL)
-    with pytest.raises(ReshardError, match="holds no unified weights"):
+    with pytest.raises(ReshardError, match="contains no unified weights"):
         load(world, world.src)

@@ -1,9 +1,10 @@
-"""The documentation: every example typed as written, its output compared, every link and name looked up."""
+"""The documentation: a test types every example, compares its output, and checks links and names."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tempfile
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from importlib import metadata
@@ -13,17 +14,25 @@ import pytest
 
 from docs.tools import commands, pages, pictures
 from reshard.cli.main import cli
+from tests.conftest import LONG
 from tests.corpus import ROOT
+from tests.docs.forked import forked_command
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
 
 
+@pytest.fixture(scope="module")
+def command() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as place, forked_command(Path(place), **pages.ENVIRONMENT) as directory:
+        yield directory
+
+
 @pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
-def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path) -> None:
+def test_every_example_works_as_typed_and_prints_what_the_page_shows(page: Path, command: Path) -> None:
     with pages.home() as place:
-        for found in pages.type_page(page, place):
+        for found in pages.type_page(page, place, None if LONG else command):
             line = f"{page.name}, line {found.block.start + 1}: `make docs` writes what is printed now"
             assert found.same, f"{line}\n{found.output}"
         if page == README:

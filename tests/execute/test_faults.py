@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ def test_a_call_that_fails_once(kind: str, number: int, options: tuple[str, ...]
     world.save(FULL)
     with failing(kind, world.root, None, number) as faults:
         world.convert(*options)
-    step = 1 if LONG else max(1, faults.calls // 6)
+    step = 1 if LONG else max(1, faults.calls // 4)
     for at in range(1, faults.calls + 1, step):
         shutil.rmtree(world.dst, ignore_errors=True)
         with failing(kind, world.root, at, number):
@@ -139,13 +140,12 @@ def converted(world: World) -> World:
     return world
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", ["status", "lists", "open"])
+@pytest.mark.parametrize(("kind", "command"), some_of(itertools.product(["status", "lists", "open"], COMMANDS), 2))
 def test_a_failure_is_not_told_as_absence(kind: str, command: str, converted: World) -> None:
     words = commands(converted)[command]
     with failing(kind, converted.root, None, errno.EIO) as faults:
         done(*words)
-    for at in range(1, faults.calls + 1, 1 if LONG else max(1, faults.calls // 8)):
+    for at in range(1, faults.calls + 1, 1 if LONG else max(1, faults.calls // 4)):
         for place in ("other", "recovered", "merged.ckpt"):
             shutil.rmtree(converted.root / place, ignore_errors=True)
             (converted.root / place).unlink(missing_ok=True)
@@ -158,8 +158,7 @@ def test_a_failure_is_not_told_as_absence(kind: str, command: str, converted: Wo
             assert str(converted.root) in result.err.replace("\n", ""), where
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("given", [0, 1, 9])
+@pytest.mark.parametrize(("given", "command"), some_of(itertools.product([0, 1, 9], COMMANDS), 3))
 def test_a_read_that_gives_less_is_read_on(given: int, command: str, converted: World) -> None:
     """Nothing of a file is called damaged, or different, because a network file system gave a part of it."""
     words = commands(converted)[command]

@@ -29,7 +29,7 @@ def test_killed_runs_leave_whole_files_and_are_gone_on_with(kind: str, processes
     write_checkpoint(tmp_path / "src", MODEL, old)
     write_strategy(tmp_path / "old", MODEL, old)
     write_strategy(tmp_path / "new", MODEL, new)
-    kills = 200 if LONG else 12
+    kills = 200 if LONG else 6
     words = [sys.executable, "-m", "tests.kills", str(tmp_path), str(kills), str(kills), str(processes)]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr

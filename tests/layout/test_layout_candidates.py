@@ -1,4 +1,4 @@
-"""Which ways there are to hold a tensor's slices, where nobody recorded the layout."""
+"""Possible layouts of tensors without a recorded layout."""
 
 from __future__ import annotations
 

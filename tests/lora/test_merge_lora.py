@@ -1,4 +1,4 @@
-"""Merging adapters against NumPy: W + alpha / r * B A, rounded once, the same whoever writes which part of it."""
+"""Merged adapters equal NumPy: W + alpha / r * B A, rounded once, in any division of the work."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from safetensors.numpy import load_file, save_file
 from reshard import execute
 from reshard.checkpoints import FileHandles
 from reshard.convert.writing import Counted
-from reshard.forms.full import HUGGINGFACE
-from reshard.forms.registry import RANKS
 from reshard.lora import scale_of
 from reshard.lora.low_rank import LowRank, Products
+from reshard.plan.edits import Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
-from reshard.verification.edited import Casts
-from reshard.verification.end_to_end import Adapter, Converted, Target, verify_conversion
+from reshard.verification.end_to_end import Adapter, Converted, ConvertedTarget, verify_conversion
 from reshard.verification.reading import Means
-from reshard.verification.sources import Place
+from reshard.verification.sources import CheckpointPlace
 from tests.running import Argument, done, fails, warns
 from tests.trees import Value, cut_ranks, layout, read_tree, single, write_strategy, write_tree
 
@@ -232,7 +230,9 @@ def test_what_was_merged_is_said(tmp_path: Path) -> None:
     told = done(*words)
     warns(told, "alpha is 24, of", "adapter_config.json", f"{len(matrices())} tensors added to: ")
     warns(fails(3, *words, "--alpha", "2"), "alpha is 2, as typed", "differs in names, types or adapter")
-    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["that command again with --verify"])
+    command = f"reshard merge-lora BASE ADAPTER {tmp_path / 'out'} --verify"
+    fails(2, "verify", tmp_path / "out", "--src", tmp_path / "base", says=["was written by merge-lora", command])
+    assert "--src" not in fails(2, "verify", tmp_path / "out", says=[command]).err
     assert done("diff", tmp_path / "base", tmp_path / "out", "--json").json["differing"]
 
 
@@ -377,7 +377,7 @@ def test_weights_beside_the_matrices_have_to_be_the_bases(tmp_path: Path) -> Non
     assert all(np.array_equal(both[0][name], both[1][name]) for name in SHAPES)
     trained = {**full, "model.norm.weight": full["model.norm.weight"] + np.float32(1)}
     save_file({**beside, **trained}, saved)
-    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "give it as BASE"])
+    fails(3, "merge-lora", src, saved, tmp_path / "none", "--alpha", 16, says=["model.norm.weight", "pass it as BASE"])
     assert not (tmp_path / "none").exists()
 
 
@@ -420,14 +420,14 @@ def test_a_tile_is_worked_out_once_however_small_blocks_are(rows: int) -> None:
 def compared(src: Path, adapter: Path, out: Path, alpha: float = 16) -> list[tuple[str, Optional[str]]]:
     """Kind and parameter of what is not as the base and an adapter of PEFT make it, by `verify_conversion`."""
     with FileHandles() as handles:
-        matrices = Place(str(adapter / "adapter_model.safetensors"), RANKS, Strategy.none())
+        matrices = CheckpointPlace(str(adapter / "adapter_model.safetensors"), "ranks", Strategy.none())
         found = verify_conversion(
             Converted(
-                Place(str(src), HUGGINGFACE, Strategy.none()),
-                Casts(()),
+                CheckpointPlace(str(src), "huggingface", Strategy.none()),
+                Edits(),
                 adapter=Adapter(matrices, scale_of(str(adapter), alpha, Report())),
             ),
-            Target(str(out), HUGGINGFACE, Strategy.none(), {}),
+            ConvertedTarget(str(out), "huggingface", Strategy.none(), {}),
             filters=Filters(),
             means=Means(handles, 2, 1 << 20, execute.Progress()),
             report=Report(),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.model_weights import MODELS, weights
+from tests.packed_model import CONFIG, RULES, SHAPES
 from tests.reference import Strategy
 from tests.running import Argument
 from tests.small import COPIED, SOURCE, TARGET, tensors
@@ -25,60 +26,23 @@ from tests.trees import (
     write_tree,
 )
 
-RULES = """
-[[rule]]
-from = ["model.q", "model.k", "model.v"]
-to = "net.qkv"
-do = "group_qkv"
-
-[[rule]]
-from = ["model.gate", "model.up"]
-to = "net.gate_up"
-do = { interleave = 0, block = 2 }
-
-[[rule]]
-from = "model.down"
-to = "net.down"
-do = "transpose"
-
-[[rule]]
-from = "model.embedding"
-to = "net.embedding"
-do = { pad = 0, size = "vocabulary", multiple = 4 }
-
-[[rule]]
-from = "model.experts.{expert}.up"
-to = "net.experts"
-do = [{ stack = "expert" }, { reshape = ["experts", "rows", "columns"], to = ["experts*rows", "columns"] }]
-
-[sizes]
-heads = "heads"
-groups = "groups"
-head_dim = "head_dim"
-vocabulary = "vocabulary"
-experts = "experts"
-
-[numbers]
-expert = "experts"
-"""
-CONFIG = {"heads": 4, "groups": 2, "head_dim": 2, "vocabulary": 6, "experts": 2}
-_PACKED = {
-    "model.q": ((8, 8), [0, -1]),
-    "model.k": ((4, 8), [0, -1]),
-    "model.v": ((4, 8), [-1, 0]),
-    "model.gate": ((8, 8), [0, -1]),
-    "model.up": ((8, 8), [1, 0]),
-    "model.down": ((8, 4), [-1, 0]),
-    "model.embedding": ((6, 4), [1, 0]),
-    "model.experts.0.up": ((4, 8), [0, -1]),
-    "model.experts.1.up": ((4, 8), [0, 1]),
+# Blocks that alternate take more of the views than one tensor after the other.
+_RULES = RULES.replace("{ concat = 0 }", "{ interleave = 0, block = 2 }")
+_MAPS: dict[str, list[int]] = {
+    "model.v": [-1, 0],
+    "model.up": [1, 0],
+    "model.down": [-1, 0],
+    "model.embedding": [-1, 0],
+    "model.experts.1.up": [0, 1],
+    "model.norm": [0],
 }
-_UNPACKED = {
+_PACKED = {
     "net.qkv": layout([2, 2], [0, -1]),
     "net.gate_up": layout([2, 2], [1, 0]),
     "net.down": layout([2, 2], [-1, 1]),
     "net.embedding": layout([2, 2], [0, 1]),
     "net.experts": layout([2, 2], [[1, 0], [-1]]),
+    "net.norm": layout([2, 2], [1]),
 }
 _SPECIAL = [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F7FFFFF, 0x00000001, 0x3F808000, 0x3F818000, 0x33800000]
 
@@ -173,13 +137,13 @@ def build(root: Path) -> Mapping[str, list[str]]:
         "checkpoint2",
     )
 
-    packed = {name: value(name, shape) for name, (shape, _) in _PACKED.items()}
-    cut = single({name: layout([2, 2], map_) for name, (_, map_) in _PACKED.items()})
+    unpacked = {name: value(name, shape) for name, shape in SHAPES.items()}
+    cut = single({name: layout([2, 2], _MAPS.get(name, [0, -1])) for name in SHAPES})
     (root / "packed").mkdir(parents=True)
-    (root / "packed" / "rules.toml").write_text(RULES)
+    (root / "packed" / "rules.toml").write_text(_RULES)
     (root / "packed" / "config.json").write_text(json.dumps(CONFIG))
     names: list[Argument] = ["--names", root / "packed" / "rules.toml", "--config", root / "packed" / "config.json"]
-    made.add("packed", cut, single(_UNPACKED), packed, *names)
+    made.add("packed", cut, single(_PACKED), unpacked, *names)
 
     place = root / "model" / "src"
     write_checkpoint(place / "model.safetensors", weights("qwen3"), metadata={"format": "pt"})

@@ -30,7 +30,7 @@ from typing import Callable, Optional, TypeVar
 from tests.mutants.operators import Mutant, install, mutants_of
 
 MODULES = (
-    *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views", "view_overlap")),
+    *(f"reshard.layout.{name}" for name in ("layout", "grid", "overlap", "views")),
     *(f"reshard.execute.{name}" for name in ("filling", "parts", "reader", "reading", "run", "casts")),
 )
 REFUSED, SAME, FOUND, CERTIFIED = "refused", "same", "found", "certified"

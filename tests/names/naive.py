@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.layout.views import ZEROS, View
-from reshard.names import Applied, Made, SizedOperation
+from reshard.names import Applied, MadeView, SizedOperation
 
 Array = npt.NDArray[np.int64]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -42,7 +42,7 @@ def elements(view: View, sources: Sequence[Array]) -> Array:
     return found
 
 
-def array_of(made: Made, arrays: Mapping[str, Array]) -> Array:
+def array_of(made: MadeView, arrays: Mapping[str, Array]) -> Array:
     return elements(made.view, [arrays[name] for name in made.sources])
 
 

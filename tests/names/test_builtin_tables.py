@@ -191,7 +191,7 @@ def test_a_layer_that_predicts_further_tokens_is_there_whole() -> None:
 def test_layers_beyond_those_of_the_configuration_are_an_error() -> None:
     config, shapes = TINY["llama"]
 
-    with pytest.raises(NamesError, match="numbers of layer are less than 2"):
+    with pytest.raises(NamesError, match="layer must be less than 2"):
         apply_rules(rules_named("llama"), shapes, {**config, "num_hidden_layers": 2})
     with pytest.raises(NamesError, match=r"missing: 'model\.layers\.3\.input_layernorm\.weight'"):
         apply_rules(rules_named("llama"), shapes, {**config, "num_hidden_layers": 4})
@@ -206,7 +206,7 @@ def test_padding_is_said() -> None:
 
     assert there.made["lm_head.weight"].view.shape == (16, 6)
     assert "padded with zeros along dimension 0 from 11 to 16" in " ".join(there.notes)
-    assert "left out" in " ".join(back.notes)
+    assert "removed" in " ".join(back.notes)
 
 
 def test_a_directory_of_the_name_does_not_hide_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reshard.errors import NamesError, ReshardError, UsageError
-from reshard.names import Configuration, Rules, apply_rules, parse_renames, parse_rules, rules_named
+from reshard.names import Configuration, NameRules, apply_rules, parse_renames, parse_rules, rules_named
 from tests.names.models import TINY
 from tests.names.naive import arrays_of, assert_equal, numbered
 
@@ -25,7 +25,9 @@ def without(shapes: Mapping[str, tuple[int, ...]], *names: str) -> dict[str, tup
     return {name: shape for name, shape in shapes.items() if name not in names}
 
 
-def refused(rules: Rules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any) -> None:
+def refused(
+    rules: NameRules, shapes: Mapping[str, tuple[int, ...]], config: Any, says: list[str], **options: Any
+) -> None:
     with pytest.raises(ReshardError) as caught:
         apply_rules(rules, shapes, config, **options)
     for words in says:
@@ -40,8 +42,8 @@ def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() 
         shapes,
         QWEN3,
         [
-            "no rule speaks of 'model.layers.1.mlp.upproj.weight'; did you mean 'model.layers.{layer}.mlp.up_proj.wei",
-            "no rule speaks of 'extra.w'",
+            "no rule matches 'model.layers.1.mlp.upproj.weight'; did you mean 'model.layers.{layer}.mlp.up_proj.wei",
+            "no rule matches 'extra.w'",
             "missing: 'model.layers.1.mlp.up_proj.weight'; is it 'model.layers.1.mlp.upproj.weight'?",
         ],
     )
@@ -50,7 +52,7 @@ def test_what_is_unknown_and_what_is_missing_is_listed_with_the_nearest_names() 
 def test_the_rule_that_is_shown_leaves_out_what_is_unknown(tmp_path: Path) -> None:
     unknown = {"model.layers.0.extra.w": (2,), "model.layers.1.extra.w": (2,)}
     table = tmp_path / "mine.toml"
-    for named, said in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "in the table:")):
+    for named, said in (("qwen3", "(reshard names show qwen3 > mine.toml)"), (str(table), "to the table:")):
         with pytest.raises(NamesError, match=re.escape(said)) as caught:
             apply_rules(rules_named(named), {**SHAPES, **unknown}, QWEN3)
         table.write_text(rules_named(named).text)
@@ -121,7 +123,7 @@ def test_what_a_star_stood_for_is_there_for_every_value_of_the_numbers(counted: 
     said = str(caught.value)
     assert ("missing: " in said) == bool(missing)
     for parts in unfit:
-        assert f"no name fits 'm.{{layer}}.{parts[0]}.*'" in said
+        assert f"no name matches 'm.{{layer}}.{parts[0]}.*'" in said
 
 
 def test_what_is_missing_beside_a_star_is_named() -> None:
@@ -153,7 +155,7 @@ def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
     refused(rules_named("qwen3"), SHAPES, None, ["need the size heads", "num_attention_heads", "--config FILE"])
     less = {key: value for key, value in QWEN3.items() if key != "num_attention_heads"}
     less["num_attention_head"] = 4
-    refused(rules_named("qwen3"), SHAPES, less, ["does not tell the size heads", "'num_attention_head'"])
+    refused(rules_named("qwen3"), SHAPES, less, ["does not give the size heads", "'num_attention_head'"])
 
 
 @pytest.mark.parametrize(
@@ -164,13 +166,13 @@ def test_a_missing_configuration_is_an_error_where_a_size_is_needed() -> None:
         # As many rows in all, but other heads.
         ({"num_attention_heads": 2, "num_key_value_heads": 3}, "contradict"),
         ({"head_dim": None, "hidden_size": 7}, "7/4, no whole number"),
-        ({"head_dim": "3"}, "head_dim is '3', which is no size"),
-        ({"num_attention_heads": True}, "num_attention_heads is 'True', which is no size"),
-        ({"num_attention_heads": -4}, "which is no size"),
+        ({"head_dim": "3"}, "head_dim is '3', which is not a size"),
+        ({"num_attention_heads": True}, "num_attention_heads is 'True', which is not a size"),
+        ({"num_attention_heads": -4}, "which is not a size"),
         ({"vocab_size": 12}, "vocab = 12"),
-        ({"num_hidden_layers": 2}, "numbers of layer are less than 2"),
+        ({"num_hidden_layers": 2}, "layer must be less than 2"),
         ({"num_hidden_layers": 1 << 40}, "and perhaps more"),
-        ({"use_interleaved_weight_layout_mlp": "maybe"}, "says no gate_up"),
+        ({"use_interleaved_weight_layout_mlp": "maybe"}, "is not a value of gate_up"),
     ],
 )
 def test_a_configuration_that_contradicts_is_an_error(changed: dict[str, Any], says: str) -> None:
@@ -181,7 +183,7 @@ def test_a_configuration_that_contradicts_is_an_error(changed: dict[str, Any], s
 def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
     table = rules_named("qwen3_moe")
     refused(table, EXPERTS, {**MIXTURE, "num_experts": 4}, ["missing: 'model.layers.0.mlp.experts.3.gate_proj.weight'"])
-    refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["by config.json the numbers of expert are less than 2"])
+    refused(table, EXPERTS, {**MIXTURE, "num_experts": 2}, ["expert must be less than 2, by config.json"])
     made = {name: each.view.shape for name, each in apply_rules(table, EXPERTS, MIXTURE).made.items()}
     refused(table, made, {**MIXTURE, "num_experts": 4}, ["is not [experts*hidden, columns] with experts 4"])
     refused(table, made, {**MIXTURE, "num_experts": 2}, ["is not [experts*hidden, columns] with experts 2"])
@@ -190,22 +192,22 @@ def test_experts_that_are_missing_or_too_many_are_an_error() -> None:
 def test_a_layer_is_dense_or_has_experts() -> None:
     table = rules_named("qwen3_moe")
     both = {**EXPERTS, "model.layers.0.mlp.down_proj.weight": (6, 5)}
-    refused(table, both, MIXTURE, ["mlp: both experts and dense are there for layer 0"])
+    refused(table, both, MIXTURE, ["mlp: both experts and dense are present for layer 0"])
     neither = {name: shape for name, shape in EXPERTS.items() if ".layers.1.mlp." not in name}
-    refused(table, neither, MIXTURE, ["mlp: none of experts, dense is there for layer 1"])
+    refused(table, neither, MIXTURE, ["mlp: none of experts, dense is present for layer 1"])
 
 
 def test_both_sides_and_neither_are_no_direction() -> None:
     turned = parse_rules('[[rule]]\nfrom = "*.w"\nto = "*.w"\ndo = "transpose"', "t.toml")
-    refused(turned, {"a.w": (2, 3)}, None, ["fit the checkpoint as left as well as right", "--reverse"])
+    refused(turned, {"a.w": (2, 3)}, None, ["match the checkpoint as left as well as right", "--reverse"])
     assert apply_rules(turned, {"a.w": (2, 3)}, reverse=True).made["a.w"].view.shape == (3, 2)
-    refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["speak of none of the checkpoint's 1 weights"])
+    refused(rules_named("qwen3"), {"something": (2, 2)}, QWEN3, ["match none of the checkpoint's 1 weights"])
 
 
 def test_a_name_that_two_rules_speak_of_is_ambiguous() -> None:
     rules = parse_renames(["model.*=net.*", "*.weight=*.w"])
-    refused(rules, SHAPES, None, ["fit more than one rule: 'model.*', '*.weight'"])
-    refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' fits more than one rule: '*a*'"])
+    refused(rules, SHAPES, None, ["match more than one rule: 'model.*', '*.weight'"])
+    refused(parse_renames(["*a*=*b*"]), {"xaxax": (1,)}, None, ["'xaxax' matches more than one rule: '*a*'"])
 
 
 def test_two_tensors_of_one_name_are_an_error() -> None:
@@ -213,7 +215,7 @@ def test_two_tensors_of_one_name_are_an_error() -> None:
 
 
 def test_a_rename_that_fits_nothing_is_an_error() -> None:
-    refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name fits 'a.ww'; did you mean 'a.w'?"])
+    refused(parse_renames(["a.ww=b"]), {"a.w": (1, 2)}, None, ["no name matches 'a.ww'; did you mean 'a.w'?"])
 
 
 @pytest.mark.parametrize("text", ["a", "=b", "a=", "a.*=b", "a.{layer}=b.*", "{=x}=b", "**=c**", "a{1}=b{1}"])
@@ -287,9 +289,9 @@ def test_rules_can_be_sent_to_other_processes() -> None:
     ("typed", "says"),
     [
         ("qwen4", "no built-in table of this name. Did you mean qwen3?"),
-        ("qwen3,gate_up=halvs", "gate_up is one of interleaved, halves"),
+        ("qwen3,gate_up=halvs", "gate_up must be one of interleaved, halves"),
         ("qwen3,gateup=halves", "Did you mean gate_up?"),
-        ("qwen3,vocab_multiple=many", "vocab_multiple is a number"),
+        ("qwen3,vocab_multiple=many", "vocab_multiple must be a number"),
         ("qwen3,qkv=grouped,qkv=grouped", "qkv is stated twice"),
         ("none.toml", "there is no such file of rules"),
     ],

@@ -18,57 +18,57 @@ SIZES = '[sizes]\nheads = "h"\ngroups = "g"\nhead_dim = "d"\n'
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[", "is no TOML"),
+        ("[", "is not TOML"),
         ("rulez = 1", "'rulez' is unknown. Did you mean rule?"),
-        ("rule = 1", "is written [[rule]]"),
+        ("rule = 1", "must be written [[rule]]"),
         ("[[rule]]", "has neither from nor to"),
-        ('[[rule]]\nfrom = "a"', 'do = "drop" leaves such names out'),
+        ('[[rule]]\nfrom = "a"', 'to skip such names, add do = "drop"'),
         ('[[rule]]\nfrom = "a"\nto = "b"\ndo = "drop"', "needs from or to alone"),
-        ('[[rule]]\nfrom = 3\nto = "b"', "from is no text"),
+        ('[[rule]]\nfrom = 3\nto = "b"', "from must be a text"),
         ('[[rule]]\nfrom = "a"\nto = "b"\nfro = 1', "'fro' is unknown. Did you mean from?"),
         (RULE, "makes 2 tensors, and to has 1 names"),
         (RULE + 'do = "concatt"', "there is no operation 'concatt'. Did you mean concat?"),
-        (RULE + "do = 3", "is no operation such as"),
-        (RULE + "do = { concat = -1 }", "-1 is no dimension"),
+        (RULE + "do = 3", "is not an operation such as"),
+        (RULE + "do = { concat = -1 }", "-1 is not a dimension"),
         (RULE + "do = { concat = 0, part = [] }", "'part' is unknown. Did you mean parts?"),
-        (RULE + 'do = { concat = 0, parts = ["1"] }', "parts is no list of 2 sizes"),
-        (RULE + 'do = { concat = 0, parts = ["x", "rest"] }', "x is no size"),
-        (RULE + 'do = ["concat", "concat"]', "concat is of one tensor alone"),
+        (RULE + 'do = { concat = 0, parts = ["1"] }', "parts must be a list of 2 sizes"),
+        (RULE + 'do = { concat = 0, parts = ["x", "rest"] }', "x is not a size"),
+        (RULE + 'do = ["concat", "concat"]', "concat needs several tensors"),
         (RULE + 'do = "split"', "split takes one tensor, not 2"),
-        (SIZES + RULE + 'do = "group_qkv"', "group_qkv is of three tensors"),
-        (RULE + 'do = ["concat", { stack = "n" }]', "{n} must stand on both sides, or on one"),
-        (RULE + 'do = ["concat", { stack = "m" }]', "{m} must stand on both sides"),
-        (RULE + 'do = ["concat", { transpose = [0, 2] }]', "is no order of dimensions"),
-        (RULE + 'do = ["concat", { reshape = ["x"], to = ["y"] }]', "is no size, and in one shape alone"),
+        (SIZES + RULE + 'do = "group_qkv"', "group_qkv needs three tensors"),
+        (RULE + 'do = ["concat", { stack = "n" }]', "{n} must be on both sides, or on one"),
+        (RULE + 'do = ["concat", { stack = "m" }]', "{m} must be on both sides"),
+        (RULE + 'do = ["concat", { transpose = [0, 2] }]', "is not an order of dimensions"),
+        (RULE + 'do = ["concat", { reshape = ["x"], to = ["y"] }]', "is not a size and is in only one shape"),
         (RULE + 'do = ["concat", { reshape = ["x+1"], to = ["y"] }]', "is no product of sizes"),
-        (RULE + 'do = ["concat", { pad = 0, size = "1" }]', "pad says no multiple"),
-        (RULE + 'do = ["concat", "copy"]', "copy makes several tensors of one"),
-        ('[[rule]]\nfrom = "a.{n}"\nto = "b"', "{n} must stand on both sides"),
-        ('[[rule]]\nfrom = "a.{n"\nto = "b"', "a brace without its other one"),
-        ('[[rule]]\nfrom = "a.{n}{m}"\nto = "b"', "something must stand between"),
-        ('[[rule]]\nfrom = "a1{n}"\nto = "b"', "a digit stands beside a number"),
+        (RULE + 'do = ["concat", { pad = 0, size = "1" }]', "pad needs multiple"),
+        (RULE + 'do = ["concat", "copy"]', "copy needs one tensor"),
+        ('[[rule]]\nfrom = "a.{n}"\nto = "b"', "{n} must be on both sides"),
+        ('[[rule]]\nfrom = "a.{n"\nto = "b"', "an unmatched brace"),
+        ('[[rule]]\nfrom = "a.{n}{m}"\nto = "b"', "need a text between them"),
+        ('[[rule]]\nfrom = "a1{n}"\nto = "b"', "must not be next to a digit"),
         ('[[rule]]\nfrom = "a.{n}.{n}"\nto = "b.{n}"', "has {n} twice"),
-        ('[[rule]]\nfrom = "a.{n+q}"\nto = "b.{n}"', "q is no size"),
-        ('[[rule]]\nfrom = "a.*"\nto = "b"', "not as many stars"),
+        ('[[rule]]\nfrom = "a.{n+q}"\nto = "b.{n}"', "q is not a size"),
+        ('[[rule]]\nfrom = "a.*"\nto = "b"', "different numbers of stars"),
         ('[[rule]]\nfrom = ["a.{n}", "b"]\nto = "b.{n}"\ndo="concat"', "differ in numbers or stars"),
         ('[[rule]]\nfrom = ["a", "a"]\nto = "b"\ndo="concat"', "has a name twice"),
-        ('[[rule]]\nfrom = "a"\nto = "b"\nwhen = "x=y"', "is no option and value"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\nwhen = "x=y"', "is not an option and a value"),
         ('[[rule]]\nfrom = "a"\nto = "b"\nchoice = "x"', "choice and case go together"),
-        ('[[rule]]\nfrom = "a.*"\nto = "b.*"\nchoice = "x"\ncase = "y"', "nothing tells for what a case"),
-        ('[[rule]]\nfrom = "a"\nto = "b"\noptional = 1', "optional is neither true nor false"),
+        ('[[rule]]\nfrom = "a.*"\nto = "b.*"\nchoice = "x"\ncase = "y"', "must not have stars"),
+        ('[[rule]]\nfrom = "a"\nto = "b"\noptional = 1', "optional must be true or false"),
         ("[sizes]\nx = []", "sizes.x: is empty"),
-        ('[sizes]\nX = "x"', "is no name of small letters"),
+        ('[sizes]\nX = "x"', "must be a name of small letters"),
         ('[sizes]\nx = "a b"', "is no product of sizes"),
-        ('[numbers]\nlayer = "layers"', "layers is no size"),
-        ("[options]\nx = 1", "is no table"),
-        ('[options.x]\nvalues = ["a"]\ndefault = "b"', "default is none of a"),
-        ('[options.x]\nvalues = ["a"]\ntold = { true = "b" }', "'b' is none of a"),
-        ('[options.x]\nvalues = ["a"]\nseen = { "n.*" = "a" }', "has a number or a star"),
-        ('[options.x]\nvalues = ["a"]\nseen = { "n.{=q}" = "a" }', "has what is no size"),
+        ('[numbers]\nlayer = "layers"', "layers is not a size"),
+        ("[options]\nx = 1", "must be a table"),
+        ('[options.x]\nvalues = ["a"]\ndefault = "b"', "default must be a"),
+        ('[options.x]\nvalues = ["a"]\ntold = { true = "b" }', "'b' must be a"),
+        ('[options.x]\nvalues = ["a"]\nseen = { "n.*" = "a" }', "must not have numbers or stars"),
+        ('[options.x]\nvalues = ["a"]\nseen = { "n.{=q}" = "a" }', "uses an unknown size"),
         ('[sizes]\nx = "x"\n[options.x]\ndefault = 1', "is the name of a size, too"),
         ('[[blocks.b]]\nfrom = "x"', "lacks from or to"),
-        ('sides = ["a"]', "are not two names"),
-        ('direction = "back"', "direction is either or forward"),
+        ('sides = ["a"]', "must be two different names"),
+        ('direction = "back"', "direction must be either or forward"),
     ],
 )
 def test_what_rules_cannot_say_is_an_error(text: str, says: str) -> None:
@@ -108,14 +108,14 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(NamesError, match="is not UTF-8"):
         read_rules(str(tmp_path / "binary.toml"))
-    with pytest.raises(NamesError, match="it is no file of rules"):
+    with pytest.raises(NamesError, match="it is not a file of rules"):
         read_rules(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1, "a": 2}', '{"a": NaN}', "{" * 10000])
 def test_a_configuration_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(NamesError, match="it is no config"):
+    with pytest.raises(NamesError, match="it is not a config"):
         read_config(str(tmp_path / "config.json"))
 
 

@@ -333,7 +333,8 @@ def check_difference(pair: TensorPair, one: Value, other: Value) -> None:
         distance = np.where(left == right, 0, np.abs(left - right)).astype("f8") if left.size else np.zeros(0)
         scale = np.maximum(np.abs(left), np.abs(right)).astype("f8")
         relative = np.where(distance == 0, 0, np.where(np.isinf(distance), np.inf, distance / scale))
-    assert pair.nan == nan.sum() and pair.differing == nan.sum() + (distance > 0).sum()
+    assert pair.nan == ((nan & np.isnan(a)).sum(), (nan & np.isnan(b)).sum())
+    assert pair.differing == nan.sum() + (distance > 0).sum()
     assert pair.max_abs == pytest.approx(distance.max(initial=0.0), rel=1e-12)
     assert pair.max_rel == pytest.approx(relative.max(initial=0.0), rel=1e-12)
     if pair.differing:

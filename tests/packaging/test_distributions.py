@@ -1,4 +1,4 @@
-"""Wheel and source distribution, built from what the repository holds and used where nothing else is installed."""
+"""Wheel and source distribution, built from the repository and used in an empty environment."""
 
 from __future__ import annotations
 

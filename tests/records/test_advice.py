@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 
 from tests.live import live_run
 from tests.running import Argument, Result, done, fails, reshard, warns
+from tests.sampling import some_of
 from tests.small import World, tensors, without
 from tests.trees import same_ranks, tree_bytes, write_strategy
 
@@ -66,9 +68,7 @@ def replaced_with_a_run_for_all(world: World, *options: Argument) -> None:
     assert len(tree_bytes(world.dst)) == 2
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("options", OTHERWISE, ids=" ".join)
+@pytest.mark.parametrize(("swapped", "options", "part"), some_of(itertools.product([False, True], OTHERWISE, PARTS), 3))
 def test_another_conversion_says_what_to_type_to_go_on(
     options: tuple[str, ...], swapped: bool, part: str, world: World
 ) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.records import locks
-from reshard.storage import temporary
+from reshard.storage import locks, temporary
 from tests.running import fails, warns
 from tests.small import World, tensors
 from tests.trees import same_ranks
@@ -67,9 +66,13 @@ def test_a_lock_that_is_never_given_up_is_an_error_that_names_it(begun: World, w
 
 
 @pytest.mark.parametrize(("which", "kind"), [("begin and end", fcntl.LOCK_SH), ("writing", fcntl.LOCK_EX)])
-def test_a_lock_that_is_given_up_is_waited_for(begun: World, which: str, kind: int) -> None:
+def test_a_lock_that_is_given_up_is_waited_for(
+    begun: World, which: str, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lock_of(begun, which)
-    with held(path, kind, seconds=0.2):
+    monkeypatch.setattr(locks, "GIVEN_UP_AFTER", 30)
+    # Long enough for a busy machine to come to the lock.
+    with held(path, kind, seconds=1):
         warns(begun.convert(), f"waiting for {path}")
     same_ranks(begun.found(), begun.expected(FULL))
 

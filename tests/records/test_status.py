@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.running import Argument, done, fails
 from tests.small import World, tensors
+from tests.trees import value, write_checkpoint
 
 FULL = tensors()
 
@@ -113,3 +114,25 @@ def test_lost_ranks_that_were_put_back_meanwhile_leave_it_complete(plain: World)
     (plain.src / "rank_3" / "net-1_10.ckpt").write_bytes((plain.dst / "rank_3" / "net-1_10.ckpt").read_bytes())
     done(*recover, "--overwrite")
     assert (status(plain)["done"], status(plain)["complete"]) == ([2, 3], True)
+
+
+def test_a_model_without_its_configuration_is_not_complete(tmp_path: Path) -> None:
+    src, out = tmp_path / "src", tmp_path / "out"
+    config, (old, new) = (
+        {"model_type": "toy", "hidden_size": 4},
+        (tmp_path / "src" / "config.json", out / "config.json"),
+    )
+    write_checkpoint(src / "model.safetensors", {"w.weight": value("w", (4, 4))}, metadata={"format": "pt"})
+    old.write_text(json.dumps(config))
+    done("convert", src, out, "--to", "huggingface")
+    assert done("status", out, "--json").json["complete"]
+    new.write_text(json.dumps({**config, "hidden_size": 8}))
+    assert done("status", out, "--json").json["complete"], "users may edit it"
+    new.unlink()
+    assert not done("status", out, "--json").json["complete"]
+    assert [one["files"] for one in fails(4, "verify", out, "--headers-only", "--json").json["differences"]] == [
+        ["config.json"]
+    ]
+    done("convert", src, out, "--to", "huggingface")
+    assert json.loads(new.read_text()) == config
+    assert done("status", out, "--json").json["complete"]

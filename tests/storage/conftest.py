@@ -1,5 +1,5 @@
 """What tests of stores start with."""
 
-from tests.storage.places import place
+from tests.storage.places import place, toy
 
-__all__ = ["place"]
+__all__ = ["place", "toy"]

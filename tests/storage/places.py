@@ -1,4 +1,4 @@
-"""Directories in every store: local ones, among objects, and among objects behind a network that fails."""
+"""Directories in every store: local, in the toy store, in an object store, and in one behind a network that fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Optional, Protocol
 
 import pytest
 
+from reshard.storage import STORES
 from tests.object_store import Objects
+from tests.storage.toy import SCHEME, ToyStore
 
 
 class Place(Protocol):
@@ -79,6 +81,27 @@ class ObjectPlace:
         return [key for key, _ in self._objects.uploads()]
 
 
+class ToyPlace:
+    def __init__(self, store: ToyStore) -> None:
+        self._store = store
+        self.path = f"{SCHEME}place-{uuid.uuid4().hex[:8]}"
+        self._prefix = f"{self.path[len(SCHEME) :]}/"
+
+    def put(self, name: str, data: bytes) -> str:
+        self._store.write_whole(f"{self.path}/{name}", data)
+        return f"{self.path}/{name}"
+
+    def remove(self, name: str) -> None:
+        self._store.remove(f"{self.path}/{name}")
+
+    def content(self) -> dict[str, bytes]:
+        keys = [key for key in self._store.keys(self._prefix) if not key.endswith("/")]
+        return {key[len(self._prefix) :]: self._store.file(key).read_bytes() for key in keys}
+
+    def uploads(self) -> list[str]:
+        return []
+
+
 def failing(number: int, method: str, path: str) -> Optional[str]:
     """Every other request goes wrong, each in its own way."""
     return ("unavailable", None, "drop", None, "cut", None, "lost", None)[number % 8]
@@ -94,11 +117,25 @@ def wait_until_killed(process: int) -> None:
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
 
 
-@pytest.fixture(params=["local", "objects", "failing"])
+@pytest.fixture
+def toy(tmp_path: Path) -> Iterator[ToyStore]:
+    """The toy store, registered."""
+    store = ToyStore(tmp_path / "toy")
+    STORES["toy"] = lambda path: store
+    try:
+        yield store
+    finally:
+        del STORES["toy"]
+
+
+@pytest.fixture(params=["local", "toy", "objects", "failing"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     if request.param == "local":
         yield LocalPlace(tmp_path / "place")
         shutil.rmtree(tmp_path / "place", ignore_errors=True)
+        return
+    if request.param == "toy":
+        yield ToyPlace(request.getfixturevalue("toy"))
         return
     objects: Objects = request.getfixturevalue("objects")
     if request.param == "failing":

@@ -15,7 +15,6 @@ from typing import Callable, Optional
 
 import pytest
 
-from reshard.records import locks
 from reshard.storage import store_of
 from reshard.storage.s3 import S3Store, leases, s3_store
 from tests.corpus import ROOT
@@ -43,7 +42,8 @@ def nothing_told(text: str) -> None:
 def alone(
     objects: Objects, wait: Callable[[], None] = no_wait
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    return s3_store(objects.path()).held_alone(objects.path("run/.reshard/lock"), wait, nothing_told)
+    service = s3_store(objects.path())._service
+    return leases.held_alone(service, objects.path("run/.reshard/lock"), wait, nothing_told)
 
 
 def held(objects: Objects) -> bytes:
@@ -77,7 +77,7 @@ def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> No
 
     def contend(number: int) -> None:
         for _ in range(3):
-            with locks.locked(path, lambda: None, lambda text: None):
+            with store_of(path).lock(path, lambda: None, lambda text: None):
                 count_up(objects)
 
     with ThreadPoolExecutor(6) as threads:
@@ -87,13 +87,14 @@ def test_threads_never_hold_a_lock_together(faults: str, objects: Objects) -> No
 
 _CONTENDS = """
 import os, sys, time, boto3
-from reshard.records import locks
+from reshard.storage import store_of
 bucket, port, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
 client = boto3.client("s3", endpoint_url=port)
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(times):
-    with locks.locked(f"s3://{bucket}/run/.reshard/lock", lambda: None, lambda text: None):
+    path = f"s3://{bucket}/run/.reshard/lock"
+    with store_of(path).lock(path, lambda: None, lambda text: None):
         before = int(client.get_object(Bucket=bucket, Key="count")["Body"].read())
         time.sleep(0.01)
         client.put_object(Bucket=bucket, Key="count", Body=str(before + 1).encode())
@@ -124,9 +125,10 @@ def test_processes_never_hold_a_lock_together(objects: Objects) -> None:
 
 _HOLDS = """
 import sys
-from reshard.records import locks
-with locks.locked(sys.argv[1], lambda: None, lambda text: None):
-    sign = locks.shared(sys.argv[1] + "ed", lambda text: None)
+from reshard.storage import store_of
+store = store_of(sys.argv[1])
+with store.lock(sys.argv[1], lambda: None, lambda text: None):
+    sign = store.share(sys.argv[1] + "ed", lambda text: None)
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -156,7 +158,7 @@ def test_what_a_killed_process_of_this_machine_held_is_had_at_once(asked_for: bo
             wait_until_killed(holder.pid)
         with alone(objects):
             assert held(objects).startswith(leases._machine().encode())
-        with locks.try_alone(objects.path("run/.reshard/locked")) as answer:
+        with store.try_lock(objects.path("run/.reshard/locked")) as answer:
             assert answer is True
     assert held(objects) == b"free"
 
@@ -196,6 +198,29 @@ def test_a_lock_of_another_machine_is_had_when_the_service_has_long_not_heard_of
     assert held(objects) == b"free"
 
 
+@pytest.mark.short
+@pytest.mark.parametrize("conditions", ["heed", "ignore"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_sign_that_is_put_again_while_it_is_removed_stays(again: bool, conditions: str, objects: Objects) -> None:
+    key = f"run/.reshard/sign.{ELSEWHERE}"
+    objects.put(key, b"1")
+    store = s3_store(objects.path())
+    objects.faults.conditions = conditions
+    leases.has_conditional_writes(store._service, objects.path("run/.reshard/lock"))
+    objects.faults.clock = leases.DEAD_AFTER + 5
+    asked: list[str] = []
+
+    def choose(number: int, method: str, path: str) -> None:
+        if again and method in ("PUT", "DELETE") and not asked:
+            asked.append(method)
+            objects.put(key, b"2")
+
+    objects.faults.choose = choose
+    store.remove_dead_signs(objects.path("run/.reshard"))
+    # Without conditions nothing is lost either: who lives puts its sign again.
+    assert objects.content() == ({key: b"2"} if again and conditions == "heed" else {})
+
+
 def test_the_clock_of_this_machine_does_not_matter(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put("run/.reshard/lock", f"{ELSEWHERE} 3".encode())
     objects.put(f"run/.reshard/shared.{ELSEWHERE}", b"")
@@ -229,7 +254,7 @@ def until(true: Callable[[], bool]) -> None:
 def test_who_lives_says_so_again(fails: bool, objects: Objects) -> None:
     if fails:
         objects.faults.choose = failing
-    shared = s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
     key = shared.path.partition(f"{objects.bucket}/")[2]
     with alone(objects):
         until(lambda: int(held(objects).split()[1]) >= 3)
@@ -249,7 +274,7 @@ def test_who_was_taken_for_dead_learns_it_and_does_not_come_back(
     silent: float, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = leases._now
-    shared = s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+    shared = s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
     shared.check()
     s3_store(objects.path()).remove(shared.path)
     monkeypatch.setattr(leases, "_now", lambda: plain() + silent)
@@ -343,7 +368,10 @@ def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(condi
     store = s3_store(objects.path())
     path = objects.path("run/.reshard/lock")
     for _ in range(2):
-        with store.held_alone(path, no_wait, told.append), store.held_alone(path, no_wait, told.append):
+        with (
+            leases.held_alone(store._service, path, no_wait, told.append),
+            leases.held_alone(store._service, path, no_wait, told.append),
+        ):
             assert objects.content() == {}
     assert objects.content() == {}
     assert set(told) == {
@@ -351,7 +379,7 @@ def test_a_service_without_conditional_writes_is_told_of_and_holds_nothing(condi
         f"see each other: let no other run write to {objects.path('run')} at the same time"
     }
     # Objects that say that somebody lives take no conditions.
-    shared = store.lease(objects.path("run/.reshard/shared"))
+    shared = store.share(objects.path("run/.reshard/shared"), nothing_told)
     assert store.leases_in(objects.path("run/.reshard"), "shared.") == [True]
     shared.release()
     assert objects.content() == {}
@@ -377,7 +405,7 @@ def test_nothing_secret_is_said_of_a_lock(objects: Objects) -> None:
         said += [repr(objects.content())]
         objects.faults.choose = lambda *_: "refuse"
         with pytest.raises(PermissionError) as refused:
-            s3_store(objects.path()).lease(objects.path("run/.reshard/shared"))
+            s3_store(objects.path()).share(objects.path("run/.reshard/shared"), nothing_told)
         with pytest.raises(OSError) as also:
             store_of(objects.path()).write_whole(objects.path("x"), b"")
         objects.faults.choose = lambda *_: None

@@ -279,9 +279,9 @@ def test_directories_of_records_come_and_go(place: Place) -> None:
     store_of(root).make_directory(root)
     store_of(root).make_directory(root)
     for directory in (f"{root}/conversion", f"{root}/conversion/done"):
-        record_files.make_directory(directory)
-        record_files.make_directory(directory)
-        assert record_files.listed(directory) == []
+        store_of(root).make_empty_directory(directory)
+        store_of(root).make_empty_directory(directory)
+        assert store_of(root).own_names(directory) == []
     for name in ("0.1", "0.2", "plan.json", "foreign"):
         record_files.make_empty(f"{root}/conversion/done/{name}")
     assert record_files.names_in(f"{root}/conversion/done") == ["0.1", "0.2", "foreign", "plan.json"]
@@ -295,7 +295,7 @@ def test_directories_of_records_come_and_go(place: Place) -> None:
     store_of(root).remove_directory(root)
     for directory in (f"{root}/conversion/done", f"{root}/conversion", root):
         with pytest.raises((FileNotFoundError, NotADirectoryError)):
-            record_files.listed(directory)
+            store_of(root).own_names(directory)
     assert place.content() == {"rank_0/file": b"1"}
 
 
@@ -580,7 +580,7 @@ def test_so_many_parts_are_sent_at_a_time_while_others_are_filled(objects: Objec
                 under_way.remove(number)
 
     objects.faults.choose = choose
-    data = content(8 * PART)
+    data = content(5 * PART)
     sending = Sending(3)
     with contextlib.closing(new_file(objects.path("file"), len(data), None, sending)) as file:
         # One thread fills them all.

@@ -86,7 +86,7 @@ def test_what_may_pass_is_asked_again(run: Objects, monkeypatch: pytest.MonkeyPa
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )  # fmt: skip
 @given(st.lists(st.tuples(st.sampled_from(QUESTIONS), st.sampled_from(PATHS)), max_size=12))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError, UsageError
 from reshard.storage import (
-    Entry,
+    DirectoryEntry,
     OpenFile,
     UnfitError,
     entries_of_each,
@@ -64,7 +64,7 @@ def test_directories_are_listed_together_in_their_order(place: Place) -> None:
         place.put(f"rank_{number}/file-{number}", b"")
     listed = entries_of_each(f"{place.path}/rank_{number}" for number in range(7))
 
-    def names(entries: list[Entry]) -> list[str]:
+    def names(entries: list[DirectoryEntry]) -> list[str]:
         return [entry.name for entry in entries]
 
     assert list(map(names, listed)) == [[f"file-{number}"] for number in range(7)]

@@ -98,7 +98,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reshard.storage.s3.failures.pause", lambda times: 0.001)
 
 
-@pytest.mark.parametrize("name", some_of(STRANGE, 4))
+@pytest.mark.parametrize("name", some_of(STRANGE, 8))
 def test_an_answer_that_cannot_be_true_is_an_error_in_one_line(name: str, objects: Objects, tmp_path: Path) -> None:
     edit, read = STRANGE[name]
     source = objects.upload(DEMO / "src_checkpoints", "ckpt")

@@ -41,7 +41,7 @@ def test_a_process_of_another_container_is_not_taken_for_dead_by_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: NOBODY)
         if not same:
-            patch.setattr(temporary, "_namespace", lambda: "0badcafe")
+            patch.setattr(temporary, "namespace", lambda: "0badcafe")
         fd, path = temporary.create(str(tmp_path))
     store_of(path).remove_dead(str(tmp_path), complete=False)
     assert os.path.exists(path) == (locks or not same)

@@ -16,14 +16,14 @@ from reshard.layout import Layout
 from reshard.strategies.rules import (
     FullTensor,
     ShardSetting,
-    Target,
+    TargetRun,
     make_strategy,
     model_tensors,
     parse_rules,
     parse_sizes,
 )
-from reshard.strategies.rules.builtin_rules import builtin_names, rules_named
-from reshard.strategies.rules.placement import strided_cuts
+from reshard.strategies.rules.candidates import slices_by_device
+from reshard.strategies.rules.toml_file import builtin_names, rules_named
 from tests import made_cases
 from tests.running import done, fails
 from tests.strategies.test_made_strategies import CASES, PANGU, as_recorded, pangu_shape
@@ -127,7 +127,7 @@ def test_a_switch_of_the_configuration_makes_what_was_compiled(start: str, value
 
 
 def placed(layout: Layout) -> object:
-    return strided_cuts(layout.without_shards()), layout.shard_size, layout.shard_step
+    return slices_by_device(layout.without_shards()), layout.shard_size, layout.shard_step
 
 
 def test_what_a_configuration_decides_is_left_open() -> None:
@@ -153,6 +153,6 @@ def test_the_rules_of_pangu_make_a_production_strategy_record_for_record() -> No
     tensors = [FullTensor(name, pangu_shape(name, record), "Float32") for name, record in compiled.items()]
     whole = '[[parameter]]\nmatch = "*.embedding_table"\nmap = ["None", "None"]\noptimizer_shard = false\n'
     text = rules_named("pangu").text.replace("[[parameter]]", f"{whole}[[parameter]]", 1)
-    target = Target(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
+    target = TargetRun(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
     (made,) = make_strategy(parse_rules(text, "pangu"), model_tensors("shapes", tensors, ITEM_SIZES), target, "rules")
     assert made.layouts == compiled

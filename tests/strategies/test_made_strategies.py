@@ -22,7 +22,7 @@ from reshard.strategies import RecordedLayout, read_strategy, read_strategy_file
 from reshard.strategies.rules import (
     FullTensor,
     ShardSetting,
-    Target,
+    TargetRun,
     make_strategy,
     model_tensors,
     parse_rules,
@@ -116,7 +116,7 @@ optimizer_shard = false
     compiled = as_recorded(PANGU)
     tensors = [FullTensor(name, pangu_shape(name, record), "Float32") for name, record in compiled.items()]
     model = model_tensors("shapes", tensors, ITEM_SIZES)
-    target = Target(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
+    target = TargetRun(parse_sizes("dp=64,mp=8"), ShardSetting(-1, 0))
     (made,) = make_strategy(parse_rules(rules, "rules"), model, target, "rules")
     assert made.layouts == compiled
     assert len(compiled) == 1551
@@ -137,7 +137,7 @@ def test_thousands_of_devices_take_no_time_to_speak_of() -> None:
     names = [f"blocks.{layer}.w{number}" for layer in range(64) for number in range(8)]
     model = model_tensors("shapes", [FullTensor(name, (10240, 10240), "Float32") for name in names], ITEM_SIZES)
     rules = parse_rules('[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n', "rules")
-    target = Target(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
+    target = TargetRun(parse_sizes("dp=1280,mp=8"), ShardSetting(-1, 0), weights_only=True)
     (made,) = make_strategy(rules, model, target, "rules")
     assert made.layouts[names[-1]] == RecordedLayout((1280, 8), ((0, -1),), shard_step=8, shard_size=-1)
 
@@ -201,8 +201,8 @@ def test_parameters_without_a_rule_are_grouped_and_the_lines_that_settle_it_do(t
             'matrix = ["mp", "dp"]',
         ),
         ('[[parameter]]\nmatch = "*"\nmpa = ["mp", "None"]\n', "mp=4", "'mpa' is unknown. Did you mean map?"),
-        ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "has no match"),
-        ("[[parameter]\n", "mp=4", "is no TOML"),
+        ('[[parameter]]\nmap = ["mp", "None"]\n', "mp=4", "match is missing"),
+        ("[[parameter]\n", "mp=4", "is not TOML"),
         ('[[parameter]]\nmatch = "*"\nmap = ["mp+cp", "None"]\n', "mp=4", "is no product of sizes"),
     ],
 )
@@ -288,7 +288,7 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
     before = tree_bytes(tmp_path)
     done(*making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said))
     assert tree_bytes(tmp_path) == before
-    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["is there already", "--overwrite"])
+    fails(3, *making(tmp_path, ONE_RULE, {"v": (8, 8)}, *said), says=["exists with other content", "--overwrite"])
     (tmp_path / "out.ckpt").write_text("a letter")
     fails(3, *making(tmp_path, ONE_RULE, {"w": (8, 8)}, *said, "--overwrite"), says=["it is not replaced"])
 
@@ -296,11 +296,11 @@ def test_what_lies_at_out_is_not_replaced_unless_it_may_be(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ("set = 1", "set is a list such as"),
-        ('set = [{ map = ["None", "None"] }]', "has one switch"),
-        ("set = [{ a = true, b = true }]", "has one switch"),
-        ("set = [{ a = [1] }]", "has one switch"),
-        ('set = [{ a = true, map = "mp" }]', "map is a list"),
+        ("set = 1", "set must be a list such as"),
+        ('set = [{ map = ["None", "None"] }]', "must have one switch"),
+        ("set = [{ a = true, b = true }]", "must have one switch"),
+        ("set = [{ a = [1] }]", "must have one switch"),
+        ('set = [{ a = true, map = "mp" }]', "map must be a list"),
     ],
 )
 def test_switches_that_say_nothing_are_refused(said: str, says: str, tmp_path: Path) -> None:
@@ -420,7 +420,7 @@ def test_every_rank_holds_what_the_rule_says_it_holds(
     text = made_cases.rule("*", axes, entries)
     shape = (512, 512)
     model = model_tensors("shapes", [FullTensor("w", shape, "Float32")], ITEM_SIZES)
-    target = Target(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
+    target = TargetRun(parse_sizes(f"dp={dp},cp={cp},mp={mp}"), ShardSetting(shards, 0), weights_only=True)
     assume(shards <= devices)
     (made,) = make_strategy(parse_rules(text, "rules"), model, target, "rules")
     found = made.layouts["w"].layout()
@@ -506,3 +506,11 @@ def test_a_record_that_is_of_another_strategy_names_nothing(tmp_path: Path) -> N
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
     (tmp_path / "out.ckpt.made").write_text("[")
     assert "axis 0 of size 2: cuts dimension 0" in done("strategy", "show", tmp_path / "out.ckpt", "w").out
+
+
+def test_the_first_rule_that_matches_decides_whether_a_parameter_is_trained() -> None:
+    text = 'optimizer_states = "adam_m"\n' + '[[parameter]]\nmatch = "frozen"\nmap = ["mp", "None"]\ntrained = false\n'
+    text += '[[parameter]]\nmatch = "*"\nmap = ["mp", "None"]\n'
+    model = model_tensors("shapes", [FullTensor(name, (8, 8), "Float32") for name in ("frozen", "w")], ITEM_SIZES)
+    [made] = make_strategy(parse_rules(text, "rules"), model, TargetRun(parse_sizes("mp=2"), ShardSetting(0)), "rules")
+    assert set(made.layouts) == {"frozen", "w", "adam_m.w"}

@@ -11,10 +11,10 @@ from reshard.forms.ranks.selection import StepSelector
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
+from reshard.verification.converted import compare_ranks
 from reshard.verification.difference import Difference
-from reshard.verification.rank_target import compare_ranks
 from reshard.verification.reading import Means
-from reshard.verification.stored import Source
+from reshard.verification.stored import StoredSource
 
 
 class Quiet:
@@ -43,11 +43,11 @@ def read_source(
     means: Means,
     target: Optional[Strategy] = None,
     ranks: Optional[Iterable[int]] = None,
-) -> Source:
+) -> StoredSource:
     chosen = None if ranks is None else sorted(ranks)
     target = Strategy.none() if target is None else target
     selector = StepSelector(strategy, target, chosen, Filters(), means.handles, Report())
-    return Source(selector.select([StepFiles(None, dict(files))]), strategy)
+    return StoredSource(selector.select([StepFiles(None, dict(files))]), strategy)
 
 
 def compare_trees(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import InputError
 from reshard.layout import Box, whole_box
-from reshard.verification.fingerprint import Copy, Fingerprints, ParameterSums
+from reshard.verification.fingerprint import Fingerprints, ParameterSums, ValueSum
 from reshard.verification.saved_fingerprints import read_fingerprints
 from reshard.verification.sums import PRIME, Workspace, fingerprint
 from tests import cases
@@ -449,7 +449,7 @@ def result(**changes: Any) -> Fingerprints:
         (result(dtype="Int32"), "w.*type"),
         (result(shape=(8, 12)), "w.*shape"),
         (result(slices={(0, ((0, 8), (0, 3))): 7}), "w.*cut"),
-        (Fingerprints(values={"w": {0: Copy("Float32", (8, 6), 5)}}), "w.*strategy"),
+        (Fingerprints(values={"w": {0: ValueSum("Float32", (8, 6), 5)}}), "w.*strategy"),
     ],
 )
 def test_contradictory_results_are_refused(other: Fingerprints, says: str) -> None:
@@ -460,16 +460,16 @@ def test_contradictory_results_are_refused(other: Fingerprints, says: str) -> No
 
 
 def test_contradictory_copies_are_refused() -> None:
-    mine = Fingerprints(values={"step": {0: Copy("Int32", (1,), 5)}})
-    mine.merge(Fingerprints(values={"step": {1: Copy("Int32", (1,), 6)}}))
+    mine = Fingerprints(values={"step": {0: ValueSum("Int32", (1,), 5)}})
+    mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 6)}}))
     assert mine.differing == ["step"]
     with pytest.raises(InputError, match=r"step.*rank 1"):
-        mine.merge(Fingerprints(values={"step": {1: Copy("Int32", (1,), 5)}}))
+        mine.merge(Fingerprints(values={"step": {1: ValueSum("Int32", (1,), 5)}}))
 
 
 def test_a_result_survives_json(tmp_path: Path) -> None:
     mine = result()
-    mine.values["step"] = {3: Copy("Int32", (), 5)}
+    mine.values["step"] = {3: ValueSum("Int32", (), 5)}
     mine.groups, mine.read = {(0, 2), (2, 4)}, {0: "a", 3: "b"}
     (tmp_path / "result.json").write_text(json.dumps(mine.to_json()))
     assert read_fingerprints(str(tmp_path / "result.json")) == mine

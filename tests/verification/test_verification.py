@@ -26,6 +26,7 @@ from reshard.verification.difference import Difference
 from reshard.verification.fingerprint import fingerprints
 from reshard.verification.reading import Means
 from tests import cases
+from tests.conftest import LONG
 from tests.layouts import examples, strategies, tensors
 from tests.mistakes import another_rank, off_by_one, swapped_rows
 from tests.reference import ONE_DEVICE, Strategy, names_of
@@ -209,7 +210,7 @@ def test_a_wrong_type_or_shape_is_told_by_rank(pair: Pair) -> None:
     target[1]["m.w"] = Value("Float32", target[1]["m.w"].array.reshape(6, 4))
     target[1]["global_step"] = scalar(41)
     pair.write(held(SOURCE), target)
-    assert brief(pair.compare()) == [("type", "global_step", (1,)), ("shape", "m.w", (1,)), ("type", "w", (0,))]
+    assert brief(pair.compare()) == [("shape", "global_step", (1,)), ("shape", "m.w", (1,)), ("type", "w", (0,))]
 
 
 def test_a_shape_that_is_wrong_on_every_rank_is_told(pair: Pair) -> None:
@@ -311,7 +312,7 @@ def test_no_bit_outside_of_contents_can_flip_unseen(pair: Pair, ending: str) -> 
     data = path.read_bytes()
     # The key of a content of no bytes: what it says is the same without it.
     content.add(data.find(b"\x1a\x00") if ending == "ckpt" else -1)
-    for at in sorted(set(range(len(data))) - content):
+    for at in sorted(set(range(len(data))) - content)[:: 1 if LONG else 3]:
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
         path.write_bytes(bytes(changed))
@@ -397,7 +398,7 @@ def test_memory_does_not_grow_with_parameters_times_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(reading, "MAX_SLICES", 128)
-    ranks, few, more = 64, 20, 80
+    ranks, few, more = 64, 8, 28
     peaks: list[int] = []
     for parameters in (few, few, more):
         pair = many(tmp_path / f"{len(peaks)}", ranks, parameters)

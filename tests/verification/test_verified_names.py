@@ -24,6 +24,7 @@ from tests.convert.test_edits import values
 from tests.execute.test_memory import peaks
 from tests.layouts import examples, strategies
 from tests.names.test_properties import RandomRule, random_rules
+from tests.packed_model import CONFIG, RULES, SHAPES
 from tests.running import Argument, Result, done, fails
 from tests.small import COPIED
 from tests.trees import (
@@ -38,53 +39,10 @@ from tests.trees import (
 )
 from tests.verification.test_verification import flipped
 
-HIDDEN, HEADS, GROUPS, SIZE, INNER, VOCABULARY = 8, 4, 2, 2, 8, 5
-CONFIG = {"heads": HEADS, "groups": GROUPS, "head_dim": SIZE, "vocabulary": VOCABULARY}
-RULES = """
-[sizes]
-heads = "heads"
-groups = "groups"
-head_dim = "head_dim"
-vocabulary = "vocabulary"
-
-[[rule]]
-from = ["model.q", "model.k", "model.v"]
-to = "net.qkv"
-do = "group_qkv"
-
-[[rule]]
-from = ["model.gate", "model.up"]
-to = "net.gate_up"
-do = { concat = 0 }
-
-[[rule]]
-from = "model.down"
-to = "net.down"
-do = "transpose"
-
-[[rule]]
-from = "model.embedding"
-to = "net.embedding"
-do = { pad = 0, size = "vocabulary", multiple = 4 }
-
-[[rule]]
-from = "model.norm"
-to = "net.norm"
-"""
-SOURCE_SHAPES = {
-    "model.q": (HEADS * SIZE, HIDDEN),
-    "model.k": (GROUPS * SIZE, HIDDEN),
-    "model.v": (GROUPS * SIZE, HIDDEN),
-    "model.gate": (INNER, HIDDEN),
-    "model.up": (INNER, HIDDEN),
-    "model.down": (HIDDEN, INNER),
-    "model.embedding": (VOCABULARY, HIDDEN),
-    "model.norm": (HIDDEN,),
-}
 SOURCE = single(
     {
         name: layout([2, 2], {"model.down": [-1, 0], "model.norm": [-1], "model.embedding": [-1, 0]}.get(name, [0, -1]))
-        for name in SOURCE_SHAPES
+        for name in SHAPES
     }
 )
 TARGET = single(
@@ -93,6 +51,7 @@ TARGET = single(
         "net.gate_up": layout([2, 2], [-1, 1]),
         "net.down": layout([2, 2], [1, 0]),
         "net.embedding": layout([2, 2], [0, -1]),
+        "net.experts": layout([2, 2], [1, 0]),
         "net.norm": layout([2, 2], [-1]),
     }
 )
@@ -103,7 +62,7 @@ def full() -> dict[str, Value]:
     random = np.random.default_rng(11)
     return {
         name: Value("Float32", random.standard_normal(shape).astype("<f4").view("<u4"))
-        for name, shape in SOURCE_SHAPES.items()
+        for name, shape in SHAPES.items()
     }
 
 
@@ -239,7 +198,7 @@ def not_turned(view: View) -> View:
 @pytest.mark.parametrize(
     ("mistake", "names"),
     [
-        (one_row_off, {"net.qkv", "net.gate_up", "net.down", "net.embedding"}),
+        (one_row_off, {"net.qkv", "net.gate_up", "net.down", "net.embedding", "net.experts"}),
         (other_source, {"net.qkv"}),
         (not_turned, {"net.down"}),
     ],
@@ -339,7 +298,7 @@ def test_a_table_that_was_changed_since_is_not_taken_for_the_recorded_one(models
     models.convert(*models.names)
     done(*models.verify())
     models.rules.write_text(RULES.replace('["model.gate", "model.up"]', '["model.up", "model.gate"]'))
-    fails(2, *models.verify(), says=["says something else now"])
+    fails(2, *models.verify(), says=["these rules have changed since"])
     models.rules.unlink()
     fails(2, *models.verify(), says=["rules.toml"])
 
@@ -352,7 +311,7 @@ def test_names_go_with_a_source(models: Models) -> None:
 def test_tensors_that_are_only_renamed_are_compared_as_ever(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     target = single({name.replace("model.", "net."): made_ for name, made_ in SOURCE[0]["layouts"].items()})
     models.new = write_strategy(models.root / "strategies" / "renamed", target)
-    monkeypatch.setattr(rules.Made, "read", None)
+    monkeypatch.setattr(rules.MadeTensor, "read", None)
     models.convert("--rename", "model.*=net.*", "--verify")
     done(*models.verify("--rename", "model.*=net.*"))
     fails(4, *models.verify("--rename", "model.*=nut.*"))

@@ -103,9 +103,9 @@ def test_what_is_compared_is_worked_out_without_layouts_plans_and_what_carries_t
         rooms = {name for name in imports_of(path.stem) if name.startswith("reshard.")}
         assert not [name for name in rooms if name.split(".")[1] in ("layout", "execute", "opened", "convert")]
         assert not [name for name in rooms if makes_targets.intersection(name.split("."))]
-        # The names and types that are asked for are handed on, as a type, to who chooses the step.
+        # Only as a type: the names and types that are asked for are data, and the choice of a step gets them.
         plan = {name.split(".")[2] for name in rooms if name.startswith("reshard.plan")}
-        assert plan <= ({"edits"} if path.stem in ("end_to_end", "sources") else set())
+        assert plan <= ({"edits"} if path.stem in ("edited", "end_to_end", "sources") else set())
 
 
 def test_verification_loads_nothing_that_carries_conversions_out() -> None:
@@ -287,7 +287,7 @@ def test_shards_that_only_lost_files_could_tell_of_are_not_guessed(tmp_path: Pat
     lose(world, [2, 3])
     result = verify(world)
     assert result.status == 3
-    warns(result, "'accu_grads.emb': whether its optimizer shards are made only files of ranks 2-3 tell")
+    warns(result, "'accu_grads.emb': only files of ranks 2-3 show whether its optimizer shards are made")
     assert differences(world, "--exclude", "accu_grads.*") == [("extra", "accu_grads.emb", [0, 1])]
 
 
@@ -422,7 +422,7 @@ def test_the_step_that_records_name_is_compared_before_there_is_a_manifest(tmp_p
         path.write_bytes(b"{}")
     result = verify(world, "--ranks", "1", "--step", "1_9", "--exclude", "b")
     assert result.status == 0
-    warns(result, "what is compared is chosen without it")
+    warns(result, "it is ignored")
 
 
 def test_a_damaged_file_counts_as_absent(tmp_path: Path) -> None:

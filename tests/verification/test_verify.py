@@ -117,7 +117,7 @@ def test_copies_that_are_not_there_are_not_said_to_be_verified(tmp_path: Path) -
         said = done(*words).err
         assert says in said and ("verified" in said) == ("v" in names)
         assert ("warning" in done(*words, "--quiet").err) == (names == "w")
-        fails(3, *words, "--include", "other.*", says=["nothing would be compared"])
+        fails(3, *words, "--include", "other.*", says=["nothing to compare"])
 
 
 def test_ranks_that_the_manifest_does_not_have_are_wrong_usage(world: World) -> None:
@@ -232,11 +232,11 @@ def test_an_older_step_beside_the_newest_is_a_difference_and_not_taken_for_it(wo
 def test_what_files_lack_is_noted_when_replicas_are_compared(world: World) -> None:
     world.save(FULL)
     words: list[Argument] = ["verify", world.src, "--replicas", "--strategy", world.old]
-    assert "not in every file" not in done(*words).err
+    assert "missing in some files" not in done(*words).err
     held = cut_ranks(SOURCE, FULL, COPIED)
     del held[2]["v"], held[3]["v"], held[1]["w"]
     write_tree(world.src, held)
-    (line,) = [line for line in done(*words).err.splitlines() if "not in every file" in line]
+    (line,) = [line for line in done(*words).err.splitlines() if "missing in some files" in line]
     assert "'w' not on rank 1" in line and "'v' not on ranks 2-3" in line
 
 

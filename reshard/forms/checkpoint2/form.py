@@ -15,7 +15,7 @@ from reshard.errors import InputError
 from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
 from reshard.forms.checkpoint2.iterations import choose, read_tracker
 from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
-from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedStep, Wanted
+from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedCut, SavedStep, Wanted
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
 from reshard.storage import asks_once, is_directory, is_regular_file, read_range
@@ -53,6 +53,11 @@ class Checkpoint2Form(Form):
         from reshard.forms.checkpoint2 import strategy_of
 
         return strategy_of(cast(Checkpoint2, checkpoint))
+
+    def saved_cut(self, checkpoint: Checkpoint, name: str) -> Optional[SavedCut]:
+        """As metadata.json records it; without that file, as other sources do."""
+        saved = cast(Checkpoint2, checkpoint)
+        return saved.placements.get(name) if saved.listed is None or name in saved.listed else None
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """One iteration, each slice once."""

@@ -13,11 +13,11 @@ from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor
 from reshard.errors import CheckpointError
 from reshard.forms.form import Wanted
 from reshard.forms.target import FinishingFile
-from reshard.storage import UnfitError, for_each, read_range, read_small
+from reshard.storage import UnfitError, for_each, is_regular_file, opened_regular, read_range, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.names import is_weight
 from reshard.text.report import Report
-from reshard.text.wording import quoted
+from reshard.text.wording import quoted, some_names
 
 CONFIG = "config.json"
 TYPE_KEYS = ("dtype", "torch_dtype")
@@ -125,3 +125,56 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], cast: bool, 
         return None
     report.note(f"{CONFIG} says {key} {types[0]} now, as the weights are, and no longer {quoted(str(value))}")
     return (json.dumps({**config, **dict.fromkeys(said, types[0])}, indent=2) + "\n").encode()
+
+
+def check_beside(
+    directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
+) -> Iterator[tuple[str, str]]:
+    """Compare the files beside the weights of a source with those beside the target's; see `Form.check_beside`."""
+    different = []
+    for name in source.others:
+        old, new = os.path.join(source.place, name), os.path.join(directory, name)
+        try:
+            if not is_regular_file(new):
+                yield name, f"is missing, and is in {source.place}"
+            elif not (_same_but_type(old, new, written) if cast and name == CONFIG else _same(old, new)):
+                different.append(name)
+        except OSError as error:
+            raise reading_error(new, error) from error
+    if different:
+        # A conversion keeps a file that the directory had before.
+        report.warn(f"{directory}: differs from the file beside the source's weights: {some_names(different)}")
+
+
+def _same(old: str, new: str) -> bool:
+    """Whether two files, either of which may be an object in a store, have the same contents.
+
+    Raises:
+        RetryableError: one became shorter.
+        OSError: one cannot be read.
+    """
+    try:
+        with opened_regular(old) as one, opened_regular(new) as other:
+            size = one.size()
+            ranges = [(offset, min(_PART, size - offset)) for offset in range(0, size, _PART)]
+            return size == other.size() and all(read_range(one, *each) == read_range(other, *each) for each in ranges)
+    except UnfitError:
+        return False
+
+
+def _same_but_type(old: str, new: str, written: Checkpoint) -> bool:
+    """Whether two configurations agree, the new one with the one type that all weights have after a cast.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    tensors = written.tensors
+    types = {one.dtype for name, one in tensors.items() if is_weight(name, tensors) and "Float" in one.dtype}
+    try:
+        before, after = (parse_json(read_small(path, _LARGEST_CONFIG)) for path in (old, new))
+    except (UnfitError, JsonError):
+        return _same(old, new)
+    if not isinstance(before, dict) or len(types) != 1:
+        return bool(before == after)
+    named = types.pop().lower()
+    return bool({key: named if key in TYPE_KEYS else value for key, value in before.items()} == after)

@@ -96,6 +96,14 @@ class HuggingFaceForm(_FullForm):
         others = files_beside(checkpoint, chosen.tensors, wanted)
         return FullDirectory(self.name, chosen.tensors, chosen.values, wanted.max_shard_size, others, chosen.names)
 
+    def check_beside(
+        self, directory: str, written: Checkpoint, source: Checkpoint, cast: bool, report: Report
+    ) -> Iterator[tuple[str, str]]:
+        """The configuration and the tokenizer of another such directory."""
+        from reshard.forms.full.beside import check_beside
+
+        return check_beside(directory, written, source, cast, report)
+
 
 def check_latest(form: Form, reading: Reading) -> None:
     """Refuse a step of a form that has none.

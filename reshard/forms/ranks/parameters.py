@@ -9,19 +9,21 @@ with it. Exactly one reading has to be left; anything else is an error that name
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
-from reshard.checkpoints import Tensor, tensors_named
+from reshard.checkpoints import FileHandles, Tensor, tensors_named
 from reshard.checkpoints.checkpoint import AS_RECORDED, GlobalTensor, ShardReading
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS, TEXT
 from reshard.errors import CheckpointError, InputError, one_error
-from reshard.forms.ranks.checkpoint import SourceStep
+from reshard.forms.ranks import StepFiles
+from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
 from reshard.forms.ranks.holding import StageSharding
 from reshard.layout import Layout, whole
 from reshard.strategies import Stage, Strategy
 from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern
+from reshard.text.report import Report
 from reshard.text.wording import plural, quoted, rank_ranges
 
 
@@ -289,3 +291,51 @@ def _odd_one_out(stored: Sequence[_Stored]) -> int:
             rarest = min(shapes, key=shapes.count)
             return held.ranks[shapes.index(rarest)]
     return stored[0].ranks[0]
+
+
+def read_some_ranks(
+    found: StepFiles, source: Strategy, handles: FileHandles, report: Report, admit: Callable[[str], bool]
+) -> tuple[RankCheckpoint, dict[str, InputError]]:
+    """Read the files of one step that are there, complete or not.
+
+    Args:
+        found: the files, and which are damaged.
+        source: the strategy they were saved with.
+        handles: open files.
+        report: warned of damaged files.
+        admit: the parameters whose contradictions count, by name.
+
+    Returns:
+        The checkpoint, and by name the parameters that contradict the strategy.
+
+    Raises:
+        InputError: a file cannot be read.
+        RetryableError: reading failed.
+    """
+    step = SourceStep(found, handles, report)
+    for rank, why in found.damaged.items():
+        report.warn(f"{why}; rank {rank} counts as absent")
+    step.load(step.files)
+    laid_out = listed_by_source(source, step)
+    # Whether recorded optimizer shards of accumulated gradients are made shows in their parameters.
+    listed = {each for name in laid_out if admit(name) for each in (name, _owner(name))} & laid_out
+    tensors = read_parameters(source, step, listed, set())
+    unread = sorted(filter(admit, (laid_out & step.names()) - tensors.keys()))
+    return RankCheckpoint(step, tensors, frozenset(laid_out)), contradictions(unread, source, step)
+
+
+def contradictions(names: Iterable[str], source: Strategy, step: SourceStep) -> dict[str, InputError]:
+    """How some parameters contradict the strategy, by name; parameters that do not are left out."""
+    found: dict[str, InputError] = {}
+    laid_out = listed_by_source(source, step)
+    for name in names:
+        try:
+            read_parameters(source, step, {name, _owner(name)} & laid_out, {name})
+        except InputError as error:
+            found[name] = error
+    return found
+
+
+def _owner(name: str) -> str:
+    """The parameter that accumulated gradients belong to; any other name itself."""
+    return name[len(ACCUMULATED_GRADIENTS) :] if name.startswith(ACCUMULATED_GRADIENTS) else name

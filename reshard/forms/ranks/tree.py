@@ -25,7 +25,7 @@ from reshard.forms.ranks.path_pattern import RANK, fixed_directory, match_paths
 from reshard.forms.ranks.refused import refuse_other_forms
 from reshard.forms.ranks.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
 from reshard.storage import (
-    Entry,
+    DirectoryEntry,
     absolute,
     asks_once,
     entries_of_each,
@@ -444,7 +444,7 @@ def _checkpoints(path: str) -> Iterator[str]:
         yield os.path.join(path, name)
 
 
-def _named_so(entries: Iterable[Entry]) -> list[str]:
+def _named_so(entries: Iterable[DirectoryEntry]) -> list[str]:
     """The checkpoint files among what is in a directory, by name.
 
     Raises:

@@ -13,15 +13,17 @@ import errno
 import functools
 import hashlib
 import os
-import platform
 import re
 import threading
 import time
 from collections.abc import Iterator
 from typing import Callable, Optional, Protocol
 
+from reshard.storage import temporary
+from reshard.storage.locks import Waiting
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.service import Service
+from reshard.storage.store import Tell
 
 PUT_AGAIN_AFTER = 20.0
 """Seconds after which an object that says that somebody lives is put again."""
@@ -30,6 +32,10 @@ DEAD_AFTER = 120.0
 
 _HOLDER = re.compile(r"([0-9a-f]{8})-(\d+)-[0-9a-f]{12}")
 _FREE = b"free"
+# Seconds by which a lock is waited for longer: the service counts the silence of dead processes by another clock.
+_OTHER_CLOCK = 15.0
+# Each look costs two requests.
+_MAX_PAUSE = 0.5
 _TAKEN_FOR_DEAD = "another run has taken this one for dead, because it was silent for long"
 _NO_ETAG = '"00000000000000000000000000000000"'
 
@@ -81,9 +87,10 @@ class Lease:
 
     Args:
         service: where.
-        path: of the object.
-        content: of the object.
+        path: of the object; a lock's is everybody's, any other this process's own.
+        content: what its content begins with.
         guarded: never put again what another process has removed, because it took this one for dead; see `check`.
+        lock_etag: the version of a lock that this process has just taken; None for an object that is not there yet.
 
     Attributes:
         path: of the object.
@@ -92,33 +99,49 @@ class Lease:
         OSError: it cannot be put.
     """
 
-    def __init__(self, service: Service, path: str, content: bytes = b"", guarded: bool = False) -> None:
+    def __init__(
+        self, service: Service, path: str, content: bytes = b"", guarded: bool = False, lock_etag: Optional[str] = None
+    ) -> None:
         self._service = service
         self.path = path
         self._content = content
         self._guarded = guarded
+        self._is_lock = lock_etag is not None
         self._lock = threading.Lock()
-        self._etag: Optional[str] = None
+        self._etag = lock_etag
         self._number = 0
         self._lost = False
         self._released = False
         self._put_at = _now()
-        service.to_its_end(self._put, lambda _: self._release())
+        if not self._is_lock:
+            service.to_its_end(self._put, lambda _: self._release())
         _keep_alive(self)
 
     def _put(self) -> None:
-        now = _now()
-        if not self._guarded:
-            self._service.put(self.path, self._content)
-        elif not self._lost:
+        if self._guarded:
             # Another content each time, so that it has another ETag.
             self._number += 1
-            content = self._content + b" %d" % self._number
-            if self._etag is None:
-                self._etag = put_if(self._service, self.path, content, IfNoneMatch="*")
-            else:
-                self._etag = _replaced(self._service, self.path, content, self._etag, lambda content: True)
-            self._lost = self._etag is None
+            self._replace(self._content + b" %d" % self._number)
+        else:
+            now = _now()
+            self._service.put(self.path, self._content)
+            self._put_at = now
+
+    def _replace(self, content: bytes) -> None:
+        """Put it in place of the version that this process put; a lock, or what another removed, may be lost."""
+        if self._lost:
+            return
+        now = _now()
+        condition = {"IfNoneMatch": "*"} if self._etag is None else {"IfMatch": self._etag}
+        found = put_if(self._service, self.path, content, **condition)
+        if found is None and self._etag is not None:
+            # Where an earlier request was heeded though every answer was an error, it is still this process's.
+            with contextlib.suppress(FileNotFoundError):
+                there = self._service.read(self.path)
+                if there.content.startswith(self._content + b" "):
+                    found = put_if(self._service, self.path, content, IfMatch=there.etag)
+        self._etag = found
+        self._lost = found is None
         self._put_at = now
 
     def put_again(self) -> None:
@@ -140,7 +163,7 @@ class Lease:
                 raise OSError(errno.ENOLCK, _TAKEN_FOR_DEAD, self.path)
 
     def release(self) -> None:
-        """Remove the object, as far as possible; it is not put again."""
+        """Remove the object, as far as possible, or let another process have the lock; it is not put again."""
         self._service.to_its_end(self._release, lambda _: None)
 
     def _release(self) -> None:
@@ -150,7 +173,11 @@ class Lease:
                 return
             self._released = True
             with contextlib.suppress(OSError):
-                self._service.delete(self.path)
+                if self._is_lock:
+                    self._replace(_FREE)
+                else:
+                    self._service.delete(self.path)
+            self._lost = True
 
     def abandon(self) -> None:
         """Let the object lie, which is a dead process's when it has lain long enough; it is not put again."""
@@ -159,80 +186,53 @@ class Lease:
             self._released = True
 
 
-class _Held:
-    """A lock object while it is this process's; see `held_alone`."""
+def waiting(service: Service, path: str, tell: Tell) -> Waiting:
+    """Waits for the lock of an object."""
 
-    def __init__(self, service: Service, path: str, name: str, etag: str) -> None:
-        self._service = service
-        self._path = path
-        self._name = name
-        self._etag = etag
-        self._number = 0
-        self._lock = threading.Lock()
-        self._lost = False
-        self._put_at = _now()
-        _keep_alive(self)
+    def held_by() -> Optional[str]:
+        try:
+            return _owner(service.read(path).content)
+        except OSError:
+            return None
 
-    def put_again(self) -> None:
-        """Say again that this process lives."""
-        with _unless_busy(self._lock) as idle, contextlib.suppress(OSError):
-            if idle:
-                self._say()
+    hint = "its content begins with a digest of the machine and the process that has it; end that if it hangs"
+    return Waiting(path, tell, hint, _MAX_PAUSE, _OTHER_CLOCK, held_by)
 
-    def check(self) -> None:
-        """Insist that it is still this process's, which may have been suspended.
 
-        Raises:
-            OSError: another has it, or nobody can tell.
-        """
-        with self._lock:
-            if self._lost or _now() - self._put_at > 2 * PUT_AGAIN_AFTER:
-                self._say()
-            if self._lost:
-                raise OSError(errno.ENOLCK, _TAKEN_FOR_DEAD, self._path)
+def remove_dead(service: Service, path: str, etag: str) -> None:
+    """Delete the object of a process that was taken for dead, if it is still the version that was looked at.
 
-    def release(self) -> None:
-        """Let another process have it."""
-        _let_go(self)
-        with self._lock:
-            # Whoever was taken for dead finds another's ETag there, and leaves it alone.
-            with contextlib.suppress(OSError):
-                self._replace(_FREE)
-            self._lost = True
+    Where the service has conditional writes it is replaced first: whoever lives after all, and puts it again at this
+    moment, is seen by that, or learns from its next `Lease.check` that it was taken for dead.
 
-    def _say(self) -> None:
-        self._number += 1
-        # Another content each time, so that it has another ETag.
-        self._replace(_said(self._name, self._number))
-
-    def _replace(self, content: bytes) -> None:
-        if self._lost:
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    if has_conditional_writes(service, path):
+        put = put_if(service, path, b"dead " + os.urandom(6).hex().encode(), IfMatch=etag)
+        if put is None:
             return
-        now = _now()
-        found = _replaced(self._service, self._path, content, self._etag, lambda there: _owner(there) == self._name)
-        self._lost = found is None
-        self._etag = found or ""
-        self._put_at = now
+        etag = put
+    delete_version(service, path, etag)
 
 
-def _replaced(
-    service: Service, path: str, content: bytes, etag: str, is_ours: Callable[[bytes], bool]
-) -> Optional[str]:
-    """Put an object in place of this process's own; its ETag, or None where that is another's by now, or gone."""
-    found = put_if(service, path, content, IfMatch=etag)
-    if found is None:
-        # Where an earlier request was heeded though every answer was an error, it is still this process's.
-        with contextlib.suppress(FileNotFoundError):
-            there = service.read(path)
-            if is_ours(there.content):
-                return put_if(service, path, content, IfMatch=there.etag)
-    return found
+def delete_version(service: Service, path: str, etag: str) -> None:
+    """Delete an object, unless it is another version by now.
+
+    Raises:
+        OSError: the service does not answer as it should.
+    """
+    try:
+        service.delete(path, etag)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
 
 
 @contextlib.contextmanager
-def held_alone(
-    service: Service, path: str, wait: Callable[[], None], tell: Callable[[str], None]
-) -> Iterator[Callable[[], None]]:
+def held_alone(service: Service, path: str, wait: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
     """Hold a lock alone while the block runs; what it is given insists that it is still held, or raises `OSError`.
 
     Args:
@@ -255,20 +255,16 @@ def held_alone(
     while True:
         etag = service.to_its_end(
             lambda: _taken(service, path, name),
-            lambda etag: _Held(service, path, name, etag).release() if etag is not None else None,
+            lambda etag: Lease(service, path, name.encode(), True, etag)._release() if etag is not None else None,
         )
         if etag is not None:
             break
         wait()
-    held = _Held(service, path, name, etag)
+    held = Lease(service, path, name.encode(), guarded=True, lock_etag=etag)
     try:
         yield held.check
     finally:
-        service.to_its_end(held.release, lambda _: None)
-
-
-def _said(name: str, number: int) -> bytes:
-    return f"{name} {number}".encode()
+        held.release()
 
 
 def _owner(content: bytes) -> str:
@@ -282,10 +278,10 @@ def _taken(service: Service, path: str, name: str) -> Optional[str]:
         # Looked at first: it is there from the first time on.
         found = service.read(path)
     except FileNotFoundError:
-        return put_if(service, path, _said(name, 0), IfNoneMatch="*")
+        return put_if(service, path, f"{name} 0".encode(), IfNoneMatch="*")
     if found.content != _FREE and is_alive(_owner(found.content), found.age):
         return None
-    return put_if(service, path, _said(name, 0), IfMatch=found.etag)
+    return put_if(service, path, f"{name} 0".encode(), IfMatch=found.etag)
 
 
 def put_if(service: Service, path: str, content: bytes, **condition: str) -> Optional[str]:
@@ -434,13 +430,4 @@ def _now() -> float:
 @functools.cache
 def _machine() -> str:
     """This machine, since it was started, and the processes that can be seen, in a few characters."""
-    parts = [platform.node()]
-    for path, read in (("/proc/sys/kernel/random/boot_id", _text), ("/proc/self/ns/pid", os.readlink)):
-        with contextlib.suppress(OSError):
-            parts.append(read(path))
-    return hashlib.sha256(" ".join(parts).encode(errors="surrogateescape")).hexdigest()[:8]
-
-
-def _text(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read()
+    return hashlib.sha256(f"{temporary.machine()} {temporary.namespace()}".encode()).hexdigest()[:8]

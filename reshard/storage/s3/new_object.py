@@ -14,14 +14,12 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from reshard.storage.s3.address import Address
+from reshard.storage.s3.address import RUN, WRITE, Address, metadata_of
 from reshard.storage.s3.leases import Lease, knows_conditions
-from reshard.storage.s3.metadata import RUN, WRITE, metadata_of
 from reshard.storage.s3.objects import Version, version_of
-from reshard.storage.s3.service import Blocks, Service, field
+from reshard.storage.s3.service import SentBytes, Service, field
 from reshard.storage.s3.uploads import abort_all, claim
-from reshard.storage.status import FileStatus
-from reshard.storage.store import Expected, Sending
+from reshard.storage.store import Expected, FileStatus, Sending
 
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
@@ -136,7 +134,7 @@ class NewObject:
                 raise self._given_up()
             self._putting += 1
         try:
-            body = Blocks(memoryview(part.data))
+            body = SentBytes(memoryview(part.data))
             answer = self._ask("upload_part", UploadId=upload, PartNumber=number + 1, Body=body)
             etag = field(answer, "ETag", str, self._path)
         finally:
@@ -230,7 +228,7 @@ class NewObject:
 
     def _publish(self, **condition: str) -> None:
         if self._size <= self._part_bytes:
-            body = Blocks(memoryview(self._filling[0].data))
+            body = SentBytes(memoryview(self._filling[0].data))
             self._ask("put_object", Body=body, Metadata=self._metadata, **condition)
             return
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]}

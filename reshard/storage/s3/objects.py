@@ -11,12 +11,11 @@ from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Measured
 from reshard.storage.s3 import failures
-from reshard.storage.s3.address import Address, number_of
+from reshard.storage.s3.address import Address, modified_at, number_of
 from reshard.storage.s3.failures import StrangeAnswer
-from reshard.storage.s3.metadata import modified_at
 from reshard.storage.s3.service import Service, field
 from reshard.storage.s3.windows import Jumps, Windows
-from reshard.storage.status import FileStatus
+from reshard.storage.store import FileStatus
 
 # Read when an object is opened, in the request that tells its size: the header of most files.
 HEAD = 64 << 10
@@ -273,6 +272,10 @@ class ObjectFile:
         out = bytearray(count)
         self._reader.read_into(self._version, offset, memoryview(out))
         return bytes(out)
+
+    def being_written(self) -> bool:
+        """Objects are replaced, never written to."""
+        return False
 
     def close(self) -> None:
         """Nothing is held open."""

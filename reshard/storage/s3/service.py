@@ -18,10 +18,10 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar
 from urllib.parse import urlsplit
 
 from reshard.errors import InputError
+from reshard.storage.registry import endpoint
 from reshard.storage.s3 import failures
 from reshard.storage.s3.address import Address
 from reshard.storage.s3.failures import StrangeAnswer
-from reshard.storage.store import endpoint
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -58,11 +58,13 @@ class Listed(NamedTuple):
         key: of the object.
         size: bytes.
         age: seconds since it was put, by the service's clock.
+        etag: the service's mark of its version; empty where the list has none.
     """
 
     key: str
     size: int
     age: float
+    etag: str
 
 
 class Page(NamedTuple):
@@ -104,7 +106,7 @@ def field(answer: Any, name: str, kind: type[T], path: str) -> T:
     return value
 
 
-class Blocks:
+class SentBytes:
     """Bytes as a file that is sent in blocks: each has its own timeout, and none is copied."""
 
     def __init__(self, data: memoryview) -> None:
@@ -249,7 +251,7 @@ class Service:
 
         def call() -> Any:
             body = wanted.get("Body")
-            if isinstance(body, Blocks):
+            if isinstance(body, SentBytes):
                 body.seek(0)
             return getattr(self.client, operation)(**wanted)
 
@@ -325,14 +327,24 @@ class Service:
         bucket, key = Address.parse(path)
         return self.ask(path, "put_object", Bucket=bucket, Key=key, Body=content, **more)
 
-    def delete(self, path: str) -> None:
+    def delete(self, path: str, etag: str = "") -> None:
         """Delete an object; nothing where there is none.
 
+        Args:
+            path: of the object.
+            etag: delete this version alone. Services that know no such condition pass over it, or refuse it.
+
         Raises:
-            OSError: as `ask`.
+            OSError: as `ask`; `errno.ESTALE` for another version.
         """
         bucket, key = Address.parse(path)
-        self.ask(path, "delete_object", Bucket=bucket, Key=key)
+        condition = {"IfMatch": etag} if etag else {}
+        try:
+            self.ask(path, "delete_object", Bucket=bucket, Key=key, **condition)
+        except OSError as error:
+            if not etag or error.errno != errno.ENOTSUP:
+                raise
+            self.delete(path)
 
     def pages(self, path: str, prefix: str, delimiter: str = "/", most: Optional[int] = None) -> Iterator[Page]:
         """A list of the objects of a bucket, page by page.
@@ -410,9 +422,8 @@ def _page(answer: Any, prefix: str, path: str) -> Page:
     objects = []
     for entry in answer.get("Contents", ()):
         modified = field(entry, "LastModified", datetime, path)
-        objects.append(
-            Listed(field(entry, "Key", str, path), field(entry, "Size", int, path), age_of(modified, answer))
-        )
+        key, size = field(entry, "Key", str, path), field(entry, "Size", int, path)
+        objects.append(Listed(key, size, age_of(modified, answer), entry.get("ETag") or ""))
     prefixes = [field(entry, "Prefix", str, path) for entry in answer.get("CommonPrefixes", ())]
     for key in (*(entry.key for entry in objects), *prefixes):
         if not key.startswith(prefix):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Callable, NamedTuple, Optional
 
 from reshard.storage.costs import Storage
-from reshard.storage.s3.address import Address, number_of
-from reshard.storage.s3.leases import Lease, has_conditional_writes, held_alone, holder, is_alive, is_holder
-from reshard.storage.s3.metadata import metadata_now
+from reshard.storage.s3 import leases
+from reshard.storage.s3.address import Address, metadata_now, number_of
+from reshard.storage.s3.leases import Lease, has_conditional_writes, holder, is_alive, is_holder
 from reshard.storage.s3.new_object import NewObject, part_bytes
 from reshard.storage.s3.objects import HELD, ObjectFile, ObjectReader, version_of
 from reshard.storage.s3.service import Service, service
 from reshard.storage.s3.uploads import remove_dead
-from reshard.storage.status import FileStatus
-from reshard.storage.store import Entry, Expected, Sending
+from reshard.storage.store import DirectoryEntry, Expected, FileStatus, Sending, Store, Tell
 
 
 class ObjectEntry(NamedTuple):
@@ -40,12 +40,15 @@ class ObjectEntry(NamedTuple):
         return not self.directory
 
 
-class S3Store:
+class S3Store(Store):
     """The objects of one service.
 
     Args:
         asked: the service.
     """
+
+    conditional = True
+    at_a_time = 32
 
     def __init__(self, asked: Service) -> None:
         self._service = asked
@@ -68,11 +71,11 @@ class S3Store:
             return self._directory(address)
         raise FileNotFoundError(errno.ENOENT, "there is no such object", path)
 
-    def entries(self, directory: str) -> list[Entry]:
+    def entries(self, directory: str) -> list[DirectoryEntry]:
         """What is in a directory."""
         address = Address.parse(directory)
         prefix = address.prefix
-        found: dict[str, Entry] = {}
+        found: dict[str, DirectoryEntry] = {}
         # An object of no name stands for a directory, in some programs.
         marked = False
         for page in self._service.pages(directory, prefix):
@@ -120,30 +123,27 @@ class S3Store:
         """Put an object."""
         self._service.put(path, data, Metadata=metadata_now())
 
-    def make_directory(self, path: str) -> bool:
+    def check_root(self, path: str) -> None:
+        """Insist that there is such a bucket."""
+        self._any_below(Address(Address.parse(path).bucket, ""), path)
+
+    def remove(self, path: str, if_same: Optional[Callable[[FileStatus], bool]] = None) -> None:
+        """Delete an object; with a condition, the version that meets it, where the service knows such requests."""
+        if if_same is None:
+            self._service.delete(path)
+            return
+        found = self.status(path)
+        if if_same(found):
+            leases.delete_version(self._service, path, found.version)
+
+    def make_empty_directory(self, path: str) -> None:
         """Put what stands for a directory that is empty."""
         bucket, key = Address.parse(path)
         # A bucket is one already.
         if key:
             self._service.ask(path, "put_object", Bucket=bucket, Key=f"{key}/", Body=b"")
-        return False
 
-    def touch(self, path: str) -> bool:
-        """Objects have the time at which they were put."""
-        return False
-
-    def flush(self, directory: str) -> None:
-        """What was put lasts."""
-
-    def check_root(self, path: str) -> None:
-        """Insist that there is such a bucket."""
-        self._any_below(Address(Address.parse(path).bucket, ""), path)
-
-    def remove(self, path: str) -> None:
-        """Delete an object."""
-        self._service.delete(path)
-
-    def remove_directory(self, path: str) -> None:
+    def remove_empty_directory(self, path: str) -> None:
         """Delete what stands for an empty directory."""
         bucket, key = Address.parse(path)
         if key:
@@ -170,29 +170,34 @@ class S3Store:
             found += [is_alive(listed.key[len(key) + 1 + len(start) :], listed.age) for listed in page.objects]
         return found
 
-    def remove_dead_leases(self, directory: str) -> None:
-        """Remove the objects right in a directory that say that a process lives which is dead, as far as possible."""
+    def lock(self, path: str, again: Callable[[], None], tell: Tell) -> AbstractContextManager[Callable[[], None]]:
+        """Hold a lock's object alone."""
+        return leases.held_alone(self._service, path, leases.waiting(self._service, path, tell).pause, tell)
+
+    def share(self, path: str, tell: Tell) -> Lease:
+        """An object beside a path that says that this process lives; its name begins so."""
+        return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
+
+    @contextlib.contextmanager
+    def try_lock(self, path: str) -> Iterator[Optional[bool]]:
+        """Look whether a process lives that has such an object."""
+        directory, _, name = path.rpartition("/")
+        yield not any(self.leases_in(directory, f"{name}."))
+
+    def sign_in(self, directory: str) -> Lease:
+        """An object that says that this process lives."""
+        return self.share(f"{directory}/sign", lambda text: None)
+
+    def remove_dead_signs(self, directory: str) -> None:
+        """Remove the objects right in a directory that say that a process lives which is dead."""
         key = Address.parse(directory).key
         with contextlib.suppress(OSError):
             for page in self._service.pages(directory, f"{key}/"):
                 for listed in page.objects:
                     name = listed.key.rpartition(".")[2]
                     if is_holder(name) and not is_alive(name, listed.age):
-                        self._service.delete(f"{directory}/{listed.key[len(key) + 1 :]}")
-
-    def lease(self, path: str) -> Lease:
-        """An object beside a path that says that this process lives, until it is released; its name begins so.
-
-        Raises:
-            OSError: it cannot be put.
-        """
-        return Lease(self._service, f"{path}.{holder()}", guarded=has_conditional_writes(self._service, path))
-
-    def held_alone(
-        self, path: str, wait: Callable[[], None], tell: Callable[[str], None]
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Hold a lock alone; see `leases.held_alone`."""
-        return held_alone(self._service, path, wait, tell)
+                        path = f"{directory}/{listed.key[len(key) + 1 :]}"
+                        leases.remove_dead(self._service, path, listed.etag)
 
     def _object(self, address: Address, path: str) -> Optional[FileStatus]:
         try:

@@ -1,27 +1,28 @@
 """Strategies that no compile has written: made from rules and shapes, or derived from other strategies.
 
-`sizes` and `model` are what rules say, `toml_file` reads them; `placement` and `optimizer_shards` are what a compiler
-makes of them, `make` puts it together and `write` writes it. Whatever does not follow is an error that says which
-lines would settle it. Nothing here knows of checkpoints.
+A rule stands for one or several candidates, a grid of named axes with the axes that cut each dimension
+(`candidates`). `toml_file` reads rules, `make` turns them into a strategy, `shown` and `learn` find them in strategies,
+`write` writes the result. Anything undecided is an error with the lines that would settle it. This room does not use
+checkpoints.
 """
 
-from reshard.strategies.rules.make import MadeStage, Target, make_strategy
-from reshard.strategies.rules.model import Rules
+from reshard.strategies.rules.make import MadeStage, TargetRun, make_strategy
+from reshard.strategies.rules.model import LayoutRules
 from reshard.strategies.rules.optimizer_shards import DEFAULT_THRESHOLD, ShardSetting
-from reshard.strategies.rules.sizes import Sizes, parse_sizes
+from reshard.strategies.rules.sizes import AxisSizes, parse_sizes
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, model_tensors
 from reshard.strategies.rules.toml_file import parse_rules, read_rules
 from reshard.strategies.rules.write import write_strategy
 
 __all__ = [
     "DEFAULT_THRESHOLD",
+    "AxisSizes",
     "FullTensor",
+    "LayoutRules",
     "MadeStage",
     "ModelTensors",
-    "Rules",
     "ShardSetting",
-    "Sizes",
-    "Target",
+    "TargetRun",
     "make_strategy",
     "model_tensors",
     "parse_rules",

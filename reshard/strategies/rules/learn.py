@@ -1,30 +1,32 @@
-"""Rules from strategies: what they show of a model, and what they do not.
+"""Rules from strategies: the candidates that they show, as rules for `derive` or as the text of a file.
 
-Beyond what was shown nothing is taken for granted: a cut is not taken to grow with its axis, since code may cap it,
-and the order of devices is not taken to be the usual one. `Assumption` names what may be assumed all the same.
+Beyond what was shown nothing is assumed: a cut is not taken to grow with its axis, since code may cap it, and the order
+of devices is not taken to be the usual one. `ASSUMPTIONS` are made only where the user asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Optional
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
+from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout
-from reshard.strategies.rules.model import Pipeline, Rule, Rules, Shown
-from reshard.strategies.rules.orders import is_dp_outermost
+from reshard.strategies.rules.candidates import DEFAULT_MATRIX, SIZED, WHOLE
+from reshard.strategies.rules.model import NOT_SHOWN, LayoutRule, LayoutRules, Pipeline, Shown
 from reshard.strategies.rules.pipeline import is_numbered
 from reshard.strategies.rules.shown import (
+    ShownShards,
     ShownWeight,
-    Source,
+    SourceRun,
     layout_for,
+    shown_shards,
     shown_weights,
     unshown_sizes,
 )
-from reshard.strategies.rules.shown_shards import ShownShards, shown_shards
-from reshard.strategies.rules.sizes import NAMES, Sizes, condition
-from reshard.strategies.rules.tensors import FullTensor, ModelTensors
+from reshard.strategies.rules.sizes import NAMES, AxisSizes, condition
+from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
 from reshard.text.messages import listing
 
 GROWTH = "growth"
@@ -34,30 +36,37 @@ ASSUMPTIONS = {
     DP_OUTERMOST: "data parallel is outermost in the device matrix where no strategy shows the order of devices; "
     "where that is not so, ranks get slices of the right shape that are others'",
 }
-"""What may be assumed, and what that means."""
+"""What may be assumed, and its meaning."""
 
-_SIZED = ("mp", "cp", "ep")
+_WHY = {
+    "mp": "code may cap a cut, at the number of key and value heads for one",
+    "cp": "what context parallelism cuts",
+    "ep": "what expert parallelism cuts",
+}
+_NOT_SHOWN = toml_string(NOT_SHOWN)
+# Cuts that a whole dimension may have at other sizes, and the size that must be above 1 for each.
+_WIDER = (("mp", "mp"), ("mp*cp", "cp"))
+_NOTHING_OF_MP = "what model parallelism cuts"
 
 
-@dataclass(frozen=True)
-class Learned:
+class Learned(NamedTuple):
     """What sources show.
 
     Attributes:
-        weights: per weight the ways of cutting it.
+        weights: per weight its candidates.
         shards: per weight whether the optimizer may shard it.
-        rules: a rule per weight, the ways in it; of weights without a way none.
+        rules: a rule per weight with its candidates; none for weights without.
         unexplained: weights whose cuts no size explains.
     """
 
     weights: Mapping[str, ShownWeight]
     shards: Mapping[str, ShownShards]
-    rules: Rules
+    rules: LayoutRules
     unexplained: tuple[str, ...]
 
 
 def learn(
-    sources: Sequence[Source], model: ModelTensors, assume: Sequence[str] = (), target: Optional[Sizes] = None
+    sources: Sequence[SourceRun], model: ModelTensors, assume: Sequence[str] = (), target: Optional[AxisSizes] = None
 ) -> Learned:
     """Read rules out of strategies.
 
@@ -65,94 +74,81 @@ def learn(
         sources: strategies with the sizes of their runs, at least one.
         model: the weights of the first, with their shapes.
         assume: names of `ASSUMPTIONS`.
-        target: where these are a source's sizes, its layouts are taken as they are.
+        target: where these are a source's sizes, its layouts are copied.
 
     Raises:
-        StrategyError: a size that was said cuts nothing, or a layout does not fit its tensor.
+        StrategyError: a size of a source cuts nothing, or a layout does not fit its tensor.
     """
     weights = shown_weights(sources, model)
     alike = next((source for source in sources if target is not None and _same(source.sizes, target)), None)
-    # Axes of the model's own have no known cuts; its layouts can only be taken as they are.
+    # The cuts of a model's own axes are unknown; layouts with them can only be copied.
     own_axes = any(name not in NAMES for source in sources for name in source.sizes.named)
     if not own_axes:
-        _check_said(sources, weights)
+        _check_sizes_cut(sources, weights)
     shards = shown_shards(sources, model, weights)
     rules = []
     unexplained = []
     for name, weight in weights.items():
         recorded = _recorded(alike, weight.tensor) if alike is not None else None
-        readings = weight.readings
+        candidates = weight.candidates
         if DP_OUTERMOST in assume:
-            readings = tuple(filter(lambda reading: is_dp_outermost(reading.matrix), readings)) or readings
-        if not readings and (recorded is None or not own_axes):
+            candidates = tuple(each for each in candidates if "dp" in each.matrix[0].names) or candidates
+        if not candidates and (recorded is None or not own_axes):
             unexplained.append(name)
             continue
-        said, shown_for = shards[name]
-        where = "what the strategies show"
+        may_shard, shown_for = shards[name]
         rules.append(
-            Rule(
+            LayoutRule(
                 (name,),
-                where,
-                readings=readings,
+                "what the strategies show",
+                candidates=candidates,
                 recorded=recorded,
-                optimizer_shard=said,
+                optimizer_shard=may_shard,
                 shard_shown_for=shown_for,
             )
         )
-    path = sources[0].strategy.path
-    return Learned(
-        weights,
-        shards,
-        Rules(path, tuple(rules), _pipeline(sources, model), shown_for=_shown_for(sources, assume)),
-        tuple(unexplained),
+    shown = LayoutRules(
+        sources[0].strategy.path, tuple(rules), _pipeline(sources, model), shown_for=_shown_for(sources, assume)
     )
+    return Learned(weights, shards, shown, tuple(unexplained))
 
 
-def _same(one: Sizes, other: Sizes) -> bool:
+def _same(one: AxisSizes, other: AxisSizes) -> bool:
     names = {*one.named, *other.named} - {"pp"}
     return all(one.named.get(name) == other.named.get(name) for name in names)
 
 
-def _check_said(sources: Sequence[Source], weights: Mapping[str, ShownWeight]) -> None:
+def _check_sizes_cut(sources: Sequence[SourceRun], weights: Mapping[str, ShownWeight]) -> None:
     for source, names in unshown_sizes(sources, weights.values()).items():
-        if any(not weight.readings for weight in weights.values()):
-            # What cuts them is not known, which is said of them.
+        if any(not weight.candidates for weight in weights.values()):
+            # `check_explained` reports these weights.
             continue
         name = names[0]
         where = f"{source.strategy.path}: {name}={source.sizes[name]}"
         if name == "cp":
             hint = "count context parallelism that cuts nothing as data parallelism: in dp, without cp"
         else:
-            hint = "say the sizes that this run had"
+            hint = "give the sizes of this run"
         raise StrategyError(f"{where} cuts no parameter for certain", file=source.strategy.path, hint=hint)
 
 
-def _recorded(source: Source, tensor: FullTensor) -> Optional[RecordedLayout]:
+def _recorded(source: SourceRun, tensor: FullTensor) -> Optional[RecordedLayout]:
     """A weight's record in a source, without optimizer shards, one entry per dimension; None if it is not listed."""
     holding = source.holding(tensor.name)
     if not holding:
         return None
     stage, layout = holding[0]
     own = layout_for(layout, tensor, source.strategy.path)
-    nested = source.recorded[stage.number][tensor.name].nested or any(len(axes) > 1 for axes in own.tensor_map)
-    maps = [axes or (-1,) for axes in own.tensor_map]
-    uneven = own.uneven or ()
-    return RecordedLayout(
-        own.device_matrix,
-        tuple(maps) if nested else (tuple(entry[0] for entry in maps),),
-        nested,
-        split_sizes=uneven,
-        split_offsets=tuple(sum(uneven[:index]) for index in range(len(uneven))),
-    )
+    return RecordedLayout.of(own, source.recorded[stage.number][tensor.name].nested or None)
 
 
-def _shown_for(sources: Sequence[Source], assume: Sequence[str]) -> tuple[Shown, ...]:
-    """What must be true of a target: no kind of parallelism that no source has, and no wider cuts by mp.
+def _shown_for(sources: Sequence[SourceRun], assume: Sequence[str]) -> tuple[Shown, ...]:
+    """Conditions on a target: no kind of parallelism that no source has, and no wider cuts by mp.
 
-    Code caps cuts by mp, at the number of key and value heads for one. Of other kinds no such code is known.
+    Code caps cuts by mp, for example at the number of key and value heads. No code is known that caps others.
     """
     shown = []
-    for name in _SIZED:
+    for name in SIZED:
         largest = max(source.sizes[name] for source in sources)
         hint = f"pass a strategy with a larger {name}, too: --also S --also-sizes ..."
         if largest == 1:
@@ -163,7 +159,7 @@ def _shown_for(sources: Sequence[Source], assume: Sequence[str]) -> tuple[Shown,
     return tuple(shown)
 
 
-def _pipeline(sources: Sequence[Source], model: ModelTensors) -> Pipeline:
+def _pipeline(sources: Sequence[SourceRun], model: ModelTensors) -> Pipeline:
     """Which weights outside the layers are on the first stage, and which on the last."""
     first, last = [], []
     for name in model.weights:
@@ -178,8 +174,8 @@ def _pipeline(sources: Sequence[Source], model: ModelTensors) -> Pipeline:
     return Pipeline(tuple(first), tuple(last))
 
 
-def uneven_source(sources: Sequence[Source], layers: Mapping[str, int]) -> Optional[str]:
-    """A source whose layers are not divided evenly among its stages, in words; None if there is none."""
+def uneven_source(sources: Sequence[SourceRun], layers: Mapping[str, int]) -> Optional[str]:
+    """A message about a source with uneven layers per stage; None if all are even."""
     for source in sources:
         counts = [len({layers[name] for name in stage.layouts if name in layers}) for stage in source.strategy.stages]
         if len(set(counts)) > 1:
@@ -187,16 +183,125 @@ def uneven_source(sources: Sequence[Source], layers: Mapping[str, int]) -> Optio
     return None
 
 
-def check_explained(learned: Learned, stated: Sequence[Rule], sources: Sequence[Source]) -> None:
-    """See that of weights whose cuts no size explains it is stated how they are cut."""
-    left = [name for name in learned.unexplained if not any(rule.matches(name) and rule.says_cuts for rule in stated)]
-    if left:
-        layout = next(layout for source in sources for _, layout in source.holding(left[0]))
+def check_explained(learned: Learned, stated: Sequence[LayoutRule], sources: Sequence[SourceRun]) -> None:
+    """Refuse weights whose cuts no size explains, unless a stated rule gives them.
+
+    Raises:
+        StrategyError: names them.
+    """
+    missing = [name for name in learned.unexplained if not any(rule.matches(name) and rule.has_cuts for rule in stated)]
+    if missing:
+        layout = next(layout for source in sources for _, layout in source.holding(missing[0]))
         raise StrategyError(
             f"{sources[0].strategy.path}: no size explains device matrix {list(layout.device_matrix)}, tensor map "
-            f"{layout.map_text}: " + listing(left),
+            f"{layout.map_text}: " + listing(missing),
             file=sources[0].strategy.path,
-            parameter=left[0],
-            hint="check the sizes that were said. A model with a device grid of its own has names of its own for its "
+            parameter=missing[0],
+            hint="check the sizes. A model with a device grid of its own has names of its own for its "
             "axes, as in x=2,y=4, and is derived for the same sizes alone",
         )
+
+
+def rules_text(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, shapes_known: bool) -> str:
+    """The rules as a file, with marks where the strategies leave something open.
+
+    Args:
+        learned: what the strategies show.
+        sources: the strategies.
+        model: the weights.
+        shapes_known: whether their shapes are known; if not, a whole dimension may be one that did not divide.
+    """
+    largest = {name: max(source.sizes[name] for source in sources) for name in ("mp", "cp")}
+    wider = "" if shapes_known else "".join(f"|{cut}?" for cut, name in _WIDER if largest[name] > 1)
+    shards = {name: _shard_text(shown) for name, shown in learned.shards.items()}
+    no_shards = all(shard == _NOT_SHOWN for shard in shards.values())
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, weight in learned.weights.items():
+        lines = tuple(_layout_lines(weight, wider, largest["mp"] > 1)) or (_layout_words(sources, name),)
+        if weight.candidates:
+            shard = None if no_shards else shards[name]
+            lines += () if shard is None else (f"optimizer_shard = {shard}",)
+            lines += ("trained = false",) if model.states and name not in model.states else ()
+        groups.setdefault(lines, []).append(name)
+    text = list(_head(learned, sources, model, no_shards))
+    for lines, names in groups.items():
+        match = f"match = {one_or_list(patterns_for(names, list(model.weights)))}"
+        if learned.weights[names[0]].candidates:
+            text += ["", "[[parameter]]", match, *lines]
+        else:
+            text += ["", f"# No size explains {lines[0]}. Add a rule for it:", "# [[parameter]]", f"# {match}"]
+    return "\n".join(text) + "\n"
+
+
+def _head(learned: Learned, sources: Sequence[SourceRun], model: ModelTensors, no_shards: bool) -> Iterator[str]:
+    said = ", ".join(f"{source.strategy.path} ({source.sizes.text})" for source in sources)
+    yield f"# Rules for `reshard strategy make`, as shown by {said}"
+    yield f"shown_with = {quoted_list([source.sizes.text for source in sources])}"
+    shown_for = learned.rules.shown_for
+    if shown_for:
+        yield ""
+        yield "# Nothing is shown beyond these. Remove a condition if the rules are true beyond it."
+        yield "shown_for = ["
+        for condition, _ in shown_for:
+            name = condition.text.partition("<=")[0]
+            why = _NOTHING_OF_MP if condition.text == "mp<=1" else _WHY[name]
+            yield f"    {toml_string(condition.text)},  # {why}"
+        yield "]"
+    if no_shards:
+        yield ""
+        yield "# Which parameters have opted out of optimizer shards is not shown: true or false, here or in a rule."
+        yield f"optimizer_shard = {_NOT_SHOWN}"
+    states = Counter(model.states.values())
+    if states:
+        yield ""
+        yield f"optimizer_states = {quoted_list(states.most_common(1)[0][0])}"
+    yield ""
+    yield "[pipeline]"
+    pipeline = learned.rules.pipeline
+    names = list(model.weights)
+    for key, placed in (("first", pipeline.first), ("last", pipeline.last)):
+        yield f"{key} = {quoted_list(patterns_for(placed, names))}"
+    others = [name for name in names if name not in (*pipeline.first, *pipeline.last) and not is_numbered(name)]
+    if others:
+        yield "# The stage of these is not shown; a target with several stages needs each in one of the lists:"
+        yield from (f"#     {toml_string(pattern)}," for pattern in patterns_for(others, names))
+
+
+def _layout_words(sources: Sequence[SourceRun], name: str) -> str:
+    layout = next(layout for source in sources for _, layout in source.holding(name))
+    return f"device matrix {list(layout.device_matrix)}, tensor map {layout.map_text}"
+
+
+def _layout_lines(weight: ShownWeight, wider: str, mp_shown: bool) -> Iterator[str]:
+    """The lines of a weight's candidates; none without candidates.
+
+    Args:
+        weight: the weight.
+        wider: the other cuts that a whole dimension may have.
+        mp_shown: whether a strategy shows the cuts of model parallelism.
+    """
+    candidates = weight.candidates
+    if all(cut == WHOLE for candidate in candidates for cut in candidate.cuts):
+        candidates = candidates[:1]
+    matrices = [quoted_list([axis.text for axis in matrix]) for matrix in dict.fromkeys(c.matrix for c in candidates)]
+    if len(matrices) > 1:
+        yield "# which order of devices is not shown"
+        yield f"matrix = [{', '.join(matrices)}]"
+    elif candidates and candidates[0].matrix != DEFAULT_MATRIX:
+        yield f"matrix = {matrices[0]}"
+    if candidates:
+        cuts = [dict.fromkeys(cut.text for cut in of) for of in zip(*(candidate.cuts for candidate in candidates))]
+        entries = ["|".join(of) if mp_shown or list(of) != [WHOLE.text] else NOT_SHOWN for of in cuts]
+        yield f"map = {quoted_list([entry + wider if entry == WHOLE.text else entry for entry in entries])}"
+    if any(candidate.nested for candidate in candidates):
+        yield "nested = true"
+
+
+def _shard_text(shown: ShownShards) -> Optional[str]:
+    """The value of optimizer_shard; None for the default."""
+    may_shard, shown_for = shown
+    if may_shard is None or shown_for is not None:
+        return _NOT_SHOWN
+    if isinstance(may_shard, bool):
+        return None if may_shard else "false"
+    return toml_string(may_shard.text)

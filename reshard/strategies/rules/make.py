@@ -1,10 +1,10 @@
-"""Making a strategy: rules, shapes and sizes in; what a compile would record out, or what does not follow.
+"""Making a strategy: rules, shapes and sizes in; the records of a compile out, or an error with what is undecided.
 
-1. Every weight takes the first rule that fits its name. Where a rule leaves open how it is cut, all ways
-   are tried; they must come to the same slices.
-2. Weights go to stages: layers by number, others by what ``[pipeline]`` says.
+1. Every weight takes the first rule that matches its name. Where the rule leaves its cuts open, all candidates are
+   tried; they must give the same slices.
+2. Weights go to stages: layers by number, others by ``[pipeline]``.
 3. The optimizer's shards are those that the compiler makes.
-4. Optimizer state lies as its weight, and so do accumulated gradients, which pipelines have.
+4. Optimizer state and, in pipelines, accumulated gradients have the layout of their weight.
 """
 
 from __future__ import annotations
@@ -12,37 +12,45 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
+from reshard.storage.toml_tables import one_or_list, quoted_list, toml_string
 from reshard.strategies.model import RecordedLayout
-from reshard.strategies.rules.communication import SERVER, device_count_allowed, forbidden_group
-from reshard.strategies.rules.model import DEFAULT_MATRIX, WHOLE, Cut, Reading, Rule, Rules, merged
+from reshard.strategies.rules.candidates import (
+    DEFAULT_MATRIX,
+    WHOLE,
+    Candidate,
+    NamedLayout,
+    any_cut,
+    slices_by_device,
+)
+from reshard.strategies.rules.model import LayoutRule, LayoutRules
 from reshard.strategies.rules.optimizer_shards import (
     NO_SHARDS,
+    SERVER,
     ShardSetting,
     UndecidedError,
+    device_count_allowed,
+    forbidden_group,
     shard_record,
 )
 from reshard.strategies.rules.pipeline import stages_of
-from reshard.strategies.rules.placement import Axis, Placement, place, strided_cuts
-from reshard.strategies.rules.problems import Problems, UnsettledError
-from reshard.strategies.rules.sizes import EXPERTS, NoReadingError, Sizes, product
-from reshard.strategies.rules.tensors import FullTensor, ModelTensors
-from reshard.strategies.rules.toml_text import quoted_list, toml_string
-from reshard.text.messages import listing
+from reshard.strategies.rules.sizes import AxisSizes, NoCandidateError
+from reshard.strategies.rules.tensors import FullTensor, ModelTensors, patterns_for
+from reshard.text.messages import Message, joined, listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
 from reshard.text.products import ExpressionError
-from reshard.text.wording import rank_ranges
+from reshard.text.wording import plural, rank_ranges
 
-MODEL = "mp"
-# More readings of a rule than so many say nothing.
-_MOST_READINGS = 4096
+# A rule with more candidates leaves everything open.
+_MAX_CANDIDATES = 4096
+_MAX_GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetRun:
     """The run whose strategy is made.
 
     Attributes:
@@ -52,7 +60,7 @@ class Target:
         weights_only: without optimizer state and gradients, as for inference.
     """
 
-    sizes: Sizes
+    sizes: AxisSizes
     shards: ShardSetting
     layers_per_stage: Optional[tuple[int, ...]] = None
     weights_only: bool = False
@@ -77,67 +85,100 @@ class MadeStage:
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def make_strategy(rules: Rules, tensors: ModelTensors, target: Target, where: str) -> list[MadeStage]:
-    """Make the strategy of a run that never was.
+class Unsettled(NamedTuple):
+    """Something that rules leave open.
+
+    Attributes:
+        problem: in words.
+        settled_by: the lines of a rule, without its match, per way to settle it; none where rules cannot.
+        comment: the comment above these lines.
+        options: options that settle it, one of them true of the run; then no lines are printed.
+    """
+
+    problem: str
+    settled_by: tuple[tuple[str, ...], ...] = ()
+    comment: str = ""
+    options: tuple[str, ...] = ()
+
+
+class UnsettledError(Exception):
+    """Rules leave something of one parameter open.
+
+    Attributes:
+        unsettled: what they leave open.
+    """
+
+    def __init__(self, *unsettled: object) -> None:
+        super().__init__(*unsettled)
+        self.unsettled = Unsettled(*unsettled)  # type: ignore[arg-type]
+
+
+class _Placed(NamedTuple):
+    """A weight's layout, its rule, and the sizes that cut it."""
+
+    layout: NamedLayout
+    rule: LayoutRule
+    cut_by: frozenset[str]
+
+
+def make_strategy(rules: LayoutRules, tensors: ModelTensors, target: TargetRun, where: str) -> list[MadeStage]:
+    """Make the strategy of a run that was never compiled.
 
     Args:
-        rules: what is said of the model.
-        tensors: the model's tensors.
+        rules: of the model.
+        tensors: of the model.
         target: the run.
-        where: where lines that settle something are put, for messages.
+        where: the place for lines that settle something, for messages.
 
     Returns:
         The stages, in order.
 
     Raises:
-        StrategyError: something does not follow, contradicts itself, or would not be compiled.
+        StrategyError: something is undecided, contradicts itself, or would not be compiled.
         UsageError: layers cannot be divided among stages so.
     """
     _check_devices(target)
     _check_shown(rules, target.sizes)
     names = list(tensors.weights)
     states = {} if target.weights_only else _states(rules, tensors)
-    problems = Problems()
-    placed: dict[str, tuple[Placement, Rule]] = {}
-    cut_by: set[str] = set()
-    known: dict[tuple[int, ...], Rule] = {}
-    cache: dict[object, tuple[Placement, frozenset[str]]] = {}
+    unsettled: dict[Unsettled, list[str]] = {}
+    placed: dict[str, _Placed] = {}
+    cache: dict[object, _Placed] = {}
     for name, tensor in tensors.weights.items():
         try:
-            rule = _rule_of(rules, tensor, known)
+            rule = rules.rule_for(name)
             key = (id(rule), tensor.shape)
             if key not in cache:
-                cache[key] = _placement(rule, tensor, target.sizes, rules.shown_with)
-            placed[name] = cache[key][0], rule
-            cut_by |= cache[key][1]
+                cache[key] = _placed(rule, tensor.shape, target.sizes, rules.shown_with)
+            placed[name] = cache[key]
         except UnsettledError as problem:
-            problems.add(name, problem)
-    problems.raise_if_any(rules.path, names, where)
-    _check_cutting(rules, target.sizes, cut_by)
+            unsettled.setdefault(problem.unsettled, []).append(name)
+    _check_settled(unsettled, rules.path, names, where)
+    _check_cutting(rules, target.sizes, {size for each in placed.values() for size in each.cut_by})
     stage_of = stages_of(names, rules.pipeline, target.sizes.stages, target.layers_per_stage, rules.path)
     devices = target.sizes.stage_devices
     made = [MadeStage(number, number * devices) for number in range(target.sizes.stages)]
-    for name, (placement, rule) in placed.items():
+    for name, (layout, rule, _) in placed.items():
         stage, tensor = made[stage_of[name]], tensors.weights[name]
         try:
-            record = _with_shards(placement, rule, rules, tensors, tensor, stage, target)
+            record = _with_shards(layout, rule, rules, tensors, tensor, stage.first_rank, target)
         except UnsettledError as problem:
-            problems.add(name, problem)
+            unsettled.setdefault(problem.unsettled, []).append(name)
             continue
         prefixes = [f"{prefix}." for prefix in states.get(name, ())]
         if name in states and target.sizes.stages > 1:
             prefixes.append(ACCUMULATED_GRADIENTS)
-        axes = tuple(axis.name for axis in placement.axes)
+        axes = tuple(axis.name for axis in layout.axes)
         for prefix in ("", *prefixes):
             stage.layouts[prefix + name] = record
             stage.shapes[prefix + name] = tensor.shape
             stage.axes[prefix + name] = axes
-    problems.raise_if_any(rules.path, names, where)
-    _check_groups(made, placed, stage_of)
+    _check_settled(unsettled, rules.path, names, where)
+    _check_groups({name: (each.layout, made[stage_of[name]].first_rank) for name, each in placed.items()})
     return made
 
 
-def _check_devices(target: Target) -> None:
+def _check_devices(target: TargetRun) -> None:
     sizes = target.sizes
     devices = sizes.stage_devices * sizes.stages
     if not device_count_allowed(devices):
@@ -152,8 +193,8 @@ def _check_devices(target: Target) -> None:
         )
 
 
-def _check_shown(rules: Rules, sizes: Sizes) -> None:
-    """See that the target is not beyond what the rules' sources showed."""
+def _check_shown(rules: LayoutRules, sizes: AxisSizes) -> None:
+    """Refuse a target beyond the sizes for which the rules are known."""
     for one, hint in rules.shown_for:
         try:
             holds = one.holds(sizes)
@@ -167,7 +208,8 @@ def _check_shown(rules: Rules, sizes: Sizes) -> None:
             )
 
 
-def _states(rules: Rules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
+def _states(rules: LayoutRules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
+    """Per weight the prefixes of its optimizer state."""
     if tensors.other_shapes:
         raise StrategyError(
             f"{tensors.path}: optimizer state of another shape than its weight's; how it is cut is not known: "
@@ -180,11 +222,7 @@ def _states(rules: Rules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
         return tensors.states
     if rules.optimizer_states is not None:
         prefixes = [prefix.rstrip(".") for prefix in rules.optimizer_states]
-        return {
-            name: prefixes
-            for name in tensors.weights
-            if merged([rule for rule in rules.rules if rule.matches(name)]).trained
-        }
+        return {name: prefixes for name in tensors.weights if rules.rule_for(name).trained}
     raise StrategyError(
         f"{tensors.path} lists no optimizer state, and {rules.path} has no optimizer_states",
         file=rules.path,
@@ -193,198 +231,189 @@ def _states(rules: Rules, tensors: ModelTensors) -> Mapping[str, Sequence[str]]:
     )
 
 
-def _rule_of(rules: Rules, tensor: FullTensor, known: dict[tuple[int, ...], Rule]) -> Rule:
-    """The first rule that fits, with what is said of it before.
+def _placed(rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_with: Sequence[AxisSizes]) -> _Placed:
+    """The layout of a weight.
 
     Raises:
-        UnsettledError: none fits.
-    """
-    fitting: list[Rule] = []
-    for rule in rules.rules:
-        if rule.matches(tensor.name):
-            fitting.append(rule)
-            if rule.says_cuts and rule.said is None:
-                break
-    key = tuple(map(id, fitting))
-    if key not in known:
-        known[key] = merged(fitting)
-    if known[key].says_cuts:
-        return known[key]
-    whole = quoted_list(["None"] * len(tensor.shape))
-    raise UnsettledError(
-        f"no rule fits (shape {list(tensor.shape)})",
-        [[f"map = {whole}"]],
-        'if it is whole; "mp" in the place of a dimension that mp cuts',
-    )
-
-
-def _placement(
-    rule: Rule, tensor: FullTensor, sizes: Sizes, shown_with: Sequence[Sizes]
-) -> tuple[Placement, frozenset[str]]:
-    """Where the slices lie, and which sizes cut.
-
-    Raises:
-        UnsettledError: the rule can mean different slices, or none.
+        UnsettledError: the rule has candidates with different slices, or none.
     """
     if rule.recorded is not None:
-        return _as_recorded(rule.recorded), frozenset(sizes.named)
-    found: dict[object, tuple[Reading, Placement]] = {}
+        return _Placed(NamedLayout.unnamed(rule.recorded), rule, frozenset(sizes.named))
+    found: dict[object, tuple[Candidate, NamedLayout]] = {}
     refused: dict[str, None] = {}
     impossible: dict[str, None] = {}
-    for reading in _allowed(list(_readings(rule, tensor, sizes)), rule, tensor, shown_with):
+    for candidate in _candidates(rule, shape, sizes, shown_with):
         try:
-            placed = place(reading.matrix, reading.cuts, tensor.shape, sizes, reading.nested, rule.split_sizes)
-        except NoReadingError as error:
+            layout = candidate.layout(shape, sizes, rule.split_sizes)
+        except NoCandidateError as error:
             impossible[str(error)] = None
         except ExpressionError as error:
             refused[str(error)] = None
         else:
-            found.setdefault(strided_cuts(placed.layout), (reading, placed))
-    ways = [reading for reading, _ in found.values()]
+            found.setdefault(slices_by_device(layout.layout), (candidate, layout))
+    ways = tuple(_lines_of([candidate for candidate, _ in found.values()]))
     if refused or not found:
-        # A way that does not compile may be the true one.
-        raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", _ways(ways), "if it is cut otherwise")
+        # The true candidate may be one that does not compile.
+        raise UnsettledError(f"{rule.where}: {'; '.join(refused or impossible)}", ways, "if it is cut otherwise")
     if len(found) > 1:
-        options = [f"--set {switch}={value}" for switch, value, _ in rule.variants]
-        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", _ways(ways), "either", options)
-    ((reading, placed),) = found.values()
-    cutting = [cut for cut, slices in zip(reading.cuts, placed.layout.tensor_cuts) if slices > 1]
-    return placed, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names)
+        options = tuple(f"--set {switch}={value}" for switch, value, _ in rule.variants)
+        raise UnsettledError(f"{rule.where} can mean {len(found)} layouts", ways, "either", options)
+    ((candidate, layout),) = found.values()
+    cutting = [cut for cut, slices in zip(candidate.cuts, layout.layout.tensor_cuts) if slices > 1]
+    return _Placed(layout, rule, frozenset(name for cut in cutting for factor in cut.factors for name in factor.names))
 
 
-def _readings(rule: Rule, tensor: FullTensor, sizes: Sizes) -> Iterator[Reading]:
-    """All ways in which a rule can be meant, the one that is written first first."""
-    if rule.readings:
-        yield from rule.readings
-        return
-    entries = ((WHOLE,),) * len(tensor.shape) if rule.entries is None else rule.entries
-    if len(entries) != len(tensor.shape):
+def _candidates(
+    rule: LayoutRule, shape: tuple[int, ...], sizes: AxisSizes, shown_with: Sequence[AxisSizes]
+) -> Sequence[Candidate]:
+    """All candidates of a rule, the one that is written first first; those that strategies exclude are left out."""
+    if rule.candidates:
+        return rule.candidates
+    if not rule.has_cuts:
+        whole = quoted_list(["None"] * len(shape))
         raise UnsettledError(
-            f"{rule.where}: map has {len(entries)} entries, and the tensor {len(tensor.shape)} dimensions "
-            f"(shape {list(tensor.shape)})"
+            f"no rule fits (shape {list(shape)})",
+            ((f"map = {whole}",),),
+            'if it is whole; "mp" in the place of a dimension that mp cuts',
         )
-    alternatives = [_everything(sizes) if entry is None else entry for entry in entries]
-    for number, (matrix, cuts) in enumerate(itertools.product(rule.matrices, itertools.product(*alternatives))):
-        if number >= _MOST_READINGS:
-            raise UnsettledError(f"{rule.where} can mean more than {_MOST_READINGS} layouts")
-        yield Reading(matrix, cuts, rule.nested)
+    entries = ((WHOLE,),) * len(shape) if rule.entries is None else rule.entries
+    if len(entries) != len(shape):
+        raise UnsettledError(
+            f"{rule.where}: map has {len(entries)} entries, and the tensor {len(shape)} dimensions "
+            f"(shape {list(shape)})"
+        )
+    cuts = itertools.product(*(any_cut(sizes) if entry is None else entry for entry in entries))
+    both = itertools.islice(itertools.product(rule.matrices, cuts), _MAX_CANDIDATES + 1)
+    found = [Candidate(matrix, chosen, rule.nested) for matrix, chosen in both]
+    if len(found) > _MAX_CANDIDATES:
+        raise UnsettledError(f"{rule.where} can mean more than {_MAX_CANDIDATES} layouts")
+    if len(found) > 1:
+        for shown in shown_with:
+            slices = [candidate.slices(shape, shown, rule.split_sizes) for candidate in found]
+            found = [candidate for candidate, each in zip(found, slices) if each == slices[0]]
+    return found
 
 
-def _allowed(
-    readings: Sequence[Reading], rule: Rule, tensor: FullTensor, shown_with: Sequence[Sizes]
-) -> Sequence[Reading]:
-    """Those of several readings that come to what was shown: to the same slices as the first."""
-    if len(readings) == 1 or rule.readings:
-        return readings
-    kept = list(readings)
-    for sizes in shown_with:
-        shown = [_slices_of(reading, rule, tensor, sizes) for reading in kept]
-        kept = [reading for reading, slices in zip(kept, shown) if slices == shown[0]]
-    return kept
-
-
-def _slices_of(reading: Reading, rule: Rule, tensor: FullTensor, sizes: Sizes) -> object:
-    try:
-        found = place(reading.matrix, reading.cuts, tensor.shape, sizes, reading.nested, rule.split_sizes)
-    except ExpressionError:
-        return None
-    return strided_cuts(found.layout)
-
-
-def _everything(sizes: Sizes) -> tuple[Cut, ...]:
-    """What a dimension of which nothing is shown may be cut over, as far as is known from the field."""
-    names = [MODEL, EXPERTS, f"{MODEL}*cp"] if sizes["cp"] > 1 else [MODEL, EXPERTS]
-    cuts = [Cut((product(name),), where_divides=True) for name in names if product(name).whole(sizes) > 1]
-    return (WHOLE, *cuts)
-
-
-def _ways(readings: Sequence[Reading]) -> Iterator[list[str]]:
-    several = len({reading.matrix for reading in readings}) > 1
-    for matrix, cuts, nested in readings:
-        yield [
-            *(
-                [f"matrix = {quoted_list([axis.text for axis in matrix])}"]
-                if several or matrix != DEFAULT_MATRIX
-                else []
-            ),
-            f"map = {quoted_list([cut.text for cut in cuts])}",
-            *(["nested = true"] if nested else []),
-        ]
-
-
-def _as_recorded(recorded: RecordedLayout) -> Placement:
-    axes = tuple(
-        Axis(f"axis {len(recorded.device_matrix) - 1 - place}", size)
-        for place, size in enumerate(recorded.device_matrix)
-    )
-    return Placement(axes, recorded.dimensions, recorded.nested, recorded.split_sizes if recorded.split_offsets else ())
+def _lines_of(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:
+    """Per candidate the lines of a rule that states it."""
+    several = len({candidate.matrix for candidate in candidates}) > 1
+    for matrix, cuts, nested in candidates:
+        lines = [f"map = {quoted_list([cut.text for cut in cuts])}"]
+        if several or matrix != DEFAULT_MATRIX:
+            lines.insert(0, f"matrix = {quoted_list([axis.text for axis in matrix])}")
+        yield (*lines, "nested = true") if nested else tuple(lines)
 
 
 def _with_shards(
-    placement: Placement,
-    rule: Rule,
-    rules: Rules,
+    layout: NamedLayout,
+    rule: LayoutRule,
+    rules: LayoutRules,
     tensors: ModelTensors,
     tensor: FullTensor,
-    stage: MadeStage,
-    target: Target,
+    first_rank: int,
+    target: TargetRun,
 ) -> RecordedLayout:
     """The record, with the optimizer's shards.
 
     Raises:
-        UnsettledError: whether it is sharded does not follow.
+        UnsettledError: it is unknown whether the weight is sharded.
     """
     try:
         may_shard = rule.may_shard(target.sizes)
     except ExpressionError as error:
         raise UnsettledError(f"{rule.where}: optimizer_shard: {error}") from error
     if may_shard is False:
-        return placement.recorded()
+        return layout.recorded()
     dtype = rule.dtype or tensor.dtype or rules.dtype
     item_size = tensors.item_sizes.get(dtype) if dtype is not None else None
     if dtype is not None and item_size is None:
-        raise UnsettledError(f"{dtype} is no element type that MindSpore has")
+        raise UnsettledError(f"{dtype} is not an element type of MindSpore")
     try:
-        record = shard_record(placement.layout, stage.first_rank, tensor.shape, item_size, target.shards)
+        record = shard_record(layout.layout, first_rank, tensor.shape, item_size, target.shards)
     except UndecidedError as error:
-        raise UnsettledError(
-            str(error), () if item_size is not None else (('dtype = "Float32"',),), "its element type in training"
-        ) from error
+        settled_by = () if item_size is not None else (('dtype = "Float32"',),)
+        raise UnsettledError(str(error), settled_by, "its element type in training") from error
     if record != NO_SHARDS and may_shard is None:
         raise UnsettledError(
             "whether the optimizer may shard them is not shown",
             (("optimizer_shard = false",), ("optimizer_shard = true",)),
             "either",
         )
-    return placement.recorded(*record)
+    return layout.recorded(*record)
 
 
-def _check_cutting(rules: Rules, sizes: Sizes, cut_by: set[str]) -> None:
-    for name in (MODEL, EXPERTS):
+def _check_cutting(rules: LayoutRules, sizes: AxisSizes, cut_by: set[str]) -> None:
+    for name in ("mp", "ep"):
         if sizes[name] > 1 and name not in cut_by:
             raise StrategyError(
                 f"{rules.path}: {name}={sizes[name]} cuts no parameter",
                 file=rules.path,
-                hint=f"leave {name} out of the sizes, or say what it cuts",
+                hint=f"leave {name} out of the sizes, or add a rule with a cut by {name}",
             )
 
 
-def _check_groups(
-    made: Sequence[MadeStage], placed: Mapping[str, tuple[Placement, Rule]], stage_of: Mapping[str, int]
-) -> None:
+def _check_groups(placed: Mapping[str, tuple[NamedLayout, int]]) -> None:
+    """Refuse layouts, given with the first rank of their stage, whose groups the compiler refuses."""
     seen: set[tuple[Layout, int]] = set()
-    for name, (placement, _) in placed.items():
-        stage = made[stage_of[name]]
-        offset = stage.first_rank % SERVER
-        if (placement.layout, offset) in seen:
+    for name, (named, first_rank) in placed.items():
+        layout, offset = named.layout, first_rank % SERVER
+        if (layout, offset) in seen:
             continue
-        seen.add((placement.layout, offset))
-        group = forbidden_group(placement.layout, offset)
+        seen.add((layout, offset))
+        group = forbidden_group(layout, offset)
         if group:
-            ranks = [rank + stage.first_rank - offset for rank in group]
+            ranks = [rank + first_rank - offset for rank in group]
             raise StrategyError(
-                f"{name!r}: device matrix {list(placement.device_matrix)} has {rank_ranges(ranks)} as a group, which "
+                f"{name!r}: device matrix {list(layout.device_matrix)} has {rank_ranges(ranks)} as a group, which "
                 "MindSpore's compiler refuses on Ascend",
                 parameter=name,
                 hint=f"every server of {SERVER} must have the same devices of a group: all, a half, or pairs of them",
             )
+
+
+def _check_settled(found: Mapping[Unsettled, Sequence[str]], path: str, known: Sequence[str], where: str) -> None:
+    """Refuse what rules leave open.
+
+    Args:
+        found: the parameters by what is open.
+        path: the rules.
+        known: all parameters, so that printed patterns match no others.
+        where: the place for the printed lines.
+
+    Raises:
+        StrategyError: names every group and prints the lines that would settle it.
+    """
+    if not found:
+        return
+    count = sum(map(len, found.values()))
+    texts: list[str] = [f"{path} does not settle {plural(count, 'parameter')}:"]
+    for unsettled, names in found.items():
+        lines = "".join(f"\n    {line}" for line in _lines(unsettled, names, known))
+        texts.append(f"{unsettled.problem}: {plural(len(names), 'parameter')}: " + listing(names) + lines)
+    more = len(found) - _MAX_GROUPS
+    shown = joined("\n", texts[: _MAX_GROUPS + 1])
+    if more > 0:
+        shown += f"\nand {plural(more, 'more group')} of parameters"
+    hints = []
+    options = dict.fromkeys(option for unsettled in found for option in unsettled.options)
+    if options:
+        hints.append(f"add the option that is true of the run: {' or '.join(options)}")
+    if any(one.settled_by and not one.options for one in found):
+        hints.append(f"put the lines that are true into {where}")
+    raise StrategyError(
+        Message(shown, joined("\n", texts).full, shown.shortened or more > 0),
+        file=path,
+        parameter=next(iter(found.values()))[0],
+        hint="\n".join(hints) or None,
+    )
+
+
+def _lines(unsettled: Unsettled, names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    """The rules that settle something, with a comment above each."""
+    if unsettled.options:
+        return
+    match = f"match = {one_or_list(patterns_for(names, known))}"
+    for number, way in enumerate(unsettled.settled_by):
+        comment = unsettled.comment if number == 0 else "or"
+        yield from (f"# {comment}",) if comment else ()
+        yield from ("[[parameter]]", match, *way)

@@ -1,7 +1,7 @@
-"""Rules: how parameters are cut, in named axes, whatever the sizes of these.
+"""LayoutRules: how parameters are cut, in named axes, whatever the sizes of these.
 
 A rule says for all parameters whose names fit its patterns which grid of named axes the devices of a
-stage are, slowest first, and which of these axes cut which dimension. Sizes make a device matrix and
+stage are, slowest first, and which of these axes cut which dimension. AxisSizes make a device matrix and
 tensor map of it.
 """
 
@@ -14,99 +14,55 @@ from typing import NamedTuple, Optional, Union
 
 from reshard.errors import UsageError
 from reshard.strategies.model import RecordedLayout
-from reshard.strategies.rules.sizes import Condition, Product, Sizes, product
+from reshard.strategies.rules.candidates import DEFAULT_MATRIX, AxisCut, Candidate, Matrix
+from reshard.strategies.rules.sizes import AxisSizes, SizeCondition
 from reshard.text.globs import Glob
 
 LAYER = "{layer}"
-"""Stands for a layer's number in the patterns of ``[pipeline]``."""
+"""The mark of a layer's number in the patterns of ``[pipeline]``."""
 
 NOT_SHOWN = "?"
-"""What stands in rules for what nobody has said."""
+"""The mark of an unknown value in rules."""
 
-Matrix = tuple[Product, ...]
-DEFAULT_MATRIX: Matrix = (product("dp"), product("cp"), product("mp"))
-"""Data parallel outermost, model parallel innermost: as MatMul's right operand and most others lie."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one dimension is cut.
-
-    Attributes:
-        factors: products of neighbouring axes, most significant first; none where the dimension is whole.
-            Several are written in the nested form.
-        most: more slices than so many are not made, and the rest of the axis repeats them.
-        where_divides: whole where the dimension does not divide.
-    """
-
-    factors: tuple[Product, ...] = ()
-    most: Optional[int] = None
-    where_divides: bool = False
-
-    @property
-    def text(self) -> str:
-        """As it is written in rules, if it has one factor at most."""
-        said = "*".join(factor.text for factor in self.factors) or "None"
-        said = said if self.most is None else f"min({said},{self.most})"
-        return said + "?" * self.where_divides
-
-
-WHOLE = Cut()
-
-
-class Reading(NamedTuple):
-    """One way in which a tensor may be cut.
-
-    Attributes:
-        matrix: the axes of the device matrix, slowest first.
-        cuts: one per dimension.
-        nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
-    """
-
-    matrix: Matrix
-    cuts: tuple[Cut, ...]
-    nested: bool = False
-
-
-Entry = Optional[tuple[Cut, ...]]
-"""The cut of a dimension, or several of which it is not known which; None where it is not shown at all."""
+MapEntry = Optional[tuple[AxisCut, ...]]
+"""The cut of a dimension, or the candidates where it is not known; None where nothing of it is known."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What is said of parameters.
+class LayoutRule:
+    """The layout of parameters, as far as it is known.
 
     Attributes:
-        patterns: the parameters, as patterns of a shell.
+        patterns: the parameters, as shell patterns.
         where: the rule in words, for messages.
-        matrices: the axes of the device matrix, slowest first; several where it is not known which.
-        entries: a cut per dimension; None where the rule says nothing of cuts.
-        every_dimension_whole: the same for any number of dimensions, all of them whole.
-        optimizer_shard: whether the optimizer may shard it; None where that is not shown.
+        matrices: device matrices; the candidates where it is not known.
+        entries: a cut per dimension; None where the rule leaves cuts open.
+        every_dimension_whole: all dimensions are whole, for any number of them.
+        optimizer_shard: whether the optimizer may shard the parameters; None if unknown.
         nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
-        dtype: MindSpore's name of the element type in training, where it is not that of the shapes' file.
+        dtype: MindSpore's name of the element type in training, where it differs from the shapes' file.
         split_sizes: sizes of dimension 0's slices where the table is split by hand.
-        trained: whether it has optimizer state, where the shapes' file has none at all.
-        readings: all ways in which strategies allow it to be cut, in place of ``matrices`` and ``entries``.
+        trained: whether the parameters have optimizer state, where the shapes' file has none at all.
+        candidates: all candidates that strategies allow, in place of ``matrices`` and ``entries``.
         recorded: exactly this layout, of a strategy whose sizes are the target's.
-        shard_shown_for: what must be true of sizes for ``optimizer_shard`` to be shown; nothing if None.
-        said: what it says, if it is only a part and rules after it say the rest.
-        variants: what takes its place where a switch has a value.
+        shard_shown_for: the condition under which ``optimizer_shard`` is known; always if None.
+        said: the attributes that a partial rule has; later rules give the others. None: the rule is whole.
+        variants: the rules that replace this one where a switch has a value.
     """
 
     patterns: tuple[str, ...]
     where: str
     matrices: tuple[Matrix, ...] = (DEFAULT_MATRIX,)
-    entries: Optional[tuple[Entry, ...]] = None
+    entries: Optional[tuple[MapEntry, ...]] = None
     every_dimension_whole: bool = False
-    optimizer_shard: Union[bool, Condition, None] = True
+    optimizer_shard: Union[bool, SizeCondition, None] = True
     nested: bool = False
     dtype: Optional[str] = None
     split_sizes: tuple[int, ...] = ()
     trained: bool = True
-    readings: tuple[Reading, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     recorded: Optional[RecordedLayout] = None
-    shard_shown_for: Optional[Condition] = None
+    shard_shown_for: Optional[SizeCondition] = None
     said: Optional[frozenset[str]] = None
     variants: tuple[Variant, ...] = ()
 
@@ -115,70 +71,67 @@ class Rule:
         return [Glob(pattern) for pattern in self.patterns]
 
     def matches(self, name: str) -> bool:
-        """Whether it speaks of a parameter."""
+        """Whether the rule is for a parameter."""
         return any(glob.matches(name) for glob in self._globs)
 
     @property
-    def says_cuts(self) -> bool:
-        """Whether it says how parameters are cut, and not only what else is true of them."""
-        return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.readings)
+    def has_cuts(self) -> bool:
+        """Whether the rule gives cuts, and not only other attributes."""
+        return bool(self.entries is not None or self.every_dimension_whole or self.recorded or self.candidates)
 
-    def may_shard(self, sizes: Sizes) -> Optional[bool]:
-        """Whether the optimizer may shard its parameters; None where that is not shown."""
+    def may_shard(self, sizes: AxisSizes) -> Optional[bool]:
+        """Whether the optimizer may shard the parameters; None if unknown."""
         if self.shard_shown_for is not None and not self.shard_shown_for.holds(sizes):
             return None
-        if isinstance(self.optimizer_shard, Condition):
+        if isinstance(self.optimizer_shard, SizeCondition):
             return self.optimizer_shard.holds(sizes)
         return self.optimizer_shard
 
 
 class Variant(NamedTuple):
-    """A rule that holds where a switch of the model's configuration has a value.
+    """The rule for a value of a switch in the model's configuration.
 
     Attributes:
-        switch: its name, as the configuration has it.
+        switch: its name in the configuration.
         value: in lower case.
-        rule: what holds then.
+        rule: the rule.
     """
 
     switch: str
     value: str
-    rule: Rule
+    rule: LayoutRule
 
 
-_CUTS = ("entries", "every_dimension_whole", "readings", "recorded", "nested", "split_sizes", "matrices")
+_CUTS = ("entries", "every_dimension_whole", "candidates", "recorded", "nested", "split_sizes", "matrices")
 
 
-def merged(rules: Sequence[Rule]) -> Rule:
-    """What several rules say of the same parameter: each the rest of what those before it have left out."""
-    if not rules:
-        return Rule((), "no rule")
+def _merged(rules: Sequence[LayoutRule]) -> LayoutRule:
+    """The last of several rules, with the attributes of the partial rules before it."""
     found = rules[-1]
     for rule in reversed(rules[:-1]):
         said = rule.said or frozenset()
         fields = [field for field in said if field not in _CUTS]
         if "optimizer_shard" in said:
             fields.append("shard_shown_for")
-        if rule.says_cuts:
+        if rule.has_cuts:
             fields += _CUTS
         elif "matrices" in said:
             fields.append("matrices")
-            kept = tuple(reading for reading in found.readings if reading.matrix in rule.matrices)
-            found = replace(found, readings=kept or found.readings)
-        found = replace(
-            found, patterns=rule.patterns, where=rule.where, **{field: getattr(rule, field) for field in fields}
-        )
+            kept = tuple(each for each in found.candidates if each.matrix in rule.matrices)
+            found = replace(found, candidates=kept or found.candidates)
+        changes = {field: getattr(rule, field) for field in fields}
+        found = replace(found, patterns=rule.patterns, where=rule.where, **changes)
     return found
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Which stages parameters are on.
+    """The stages of parameters.
 
     Attributes:
-        first: patterns of those on the first stage.
-        last: patterns of those on the last stage.
-        layers: patterns of the layers' parameters, with `LAYER` for the number; empty where names tell.
+        first: patterns of the parameters on the first stage.
+        last: patterns of the parameters on the last stage.
+        layers: patterns of the layers' parameters, with `LAYER` for the number; if empty, the only number in names.
     """
 
     first: tuple[str, ...] = ()
@@ -187,45 +140,64 @@ class Pipeline:
 
 
 class Shown(NamedTuple):
-    """A comparison of sizes that must hold, since nothing is shown of others.
+    """A comparison of sizes within which rules are known.
 
     Attributes:
         condition: the comparison.
-        hint: what to do where it does not; the usual, if None.
+        hint: what to do beyond it; the default hint if None.
     """
 
-    condition: Condition
+    condition: SizeCondition
     hint: Optional[str] = None
 
 
 @dataclass(frozen=True)
-class Rules:
-    """All that is said of a model.
+class LayoutRules:
+    """The rules of a model.
 
     Attributes:
         path: the file, or the name of built-in rules.
-        rules: in order; the first that fits holds.
+        rules: in order; the first that matches holds.
         pipeline: stages.
-        optimizer_states: what stands before a weight's name in those of its optimizer state; None where the
-            shapes' file tells.
-        shown_for: what must be true of the target's sizes.
-        shown_with: sizes of the strategies that rules were read from. Of several cuts that a rule leaves open, those
-            that differ from the first at these sizes are out.
-        dtype: element type of parameters of which neither the rule nor the shapes' file says it.
+        optimizer_states: prefixes of optimizer state; None where the shapes' file lists the state.
+        shown_for: conditions on the target's sizes.
+        shown_with: sizes of the strategies that the rules were read from. Candidates of a rule that differ from its
+            first one at these sizes are excluded.
+        dtype: default element type, for parameters without one in their rule and in the shapes' file.
         text: the file's content.
     """
 
     path: str
-    rules: tuple[Rule, ...]
+    rules: tuple[LayoutRule, ...]
     pipeline: Pipeline = field(default_factory=Pipeline)
     optimizer_states: Optional[tuple[str, ...]] = None
     shown_for: tuple[Shown, ...] = ()
-    shown_with: tuple[Sizes, ...] = ()
+    shown_with: tuple[AxisSizes, ...] = ()
     dtype: Optional[str] = None
     text: str = ""
 
-    def with_switches(self, stated: Mapping[str, str]) -> Rules:
-        """The rules that hold where switches have these values.
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], LayoutRule]:
+        return {}
+
+    def rule_for(self, name: str) -> LayoutRule:
+        """The first rule that matches, with the attributes of partial rules before it; without cuts if none matches.
+
+        Parameters with the same rules share one object.
+        """
+        matching: list[LayoutRule] = []
+        for rule in self.rules:
+            if rule.matches(name):
+                matching.append(rule)
+                if rule.has_cuts and rule.said is None:
+                    break
+        key = tuple(map(id, matching))
+        if key not in self._known:
+            self._known[key] = _merged(matching) if matching else LayoutRule((), "no rule")
+        return self._known[key]
+
+    def with_switches(self, stated: Mapping[str, str]) -> LayoutRules:
+        """The rules for these values of switches.
 
         Raises:
             UsageError: no rule has such a switch, or it has no such value.
@@ -242,7 +214,7 @@ class Rules:
         return replace(self, rules=tuple(_held(rule, stated) for rule in self.rules))
 
 
-def _held(rule: Rule, stated: Mapping[str, str]) -> Rule:
+def _held(rule: LayoutRule, stated: Mapping[str, str]) -> LayoutRule:
     for switch, value, instead in rule.variants:
         if stated.get(switch, "").lower() == value:
             return instead

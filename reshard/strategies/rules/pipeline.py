@@ -1,4 +1,4 @@
-"""Which pipeline stage every parameter is on."""
+"""The pipeline stage of every parameter."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Optional
 
 from reshard.errors import StrategyError, UsageError
+from reshard.storage.toml_tables import quoted_list
 from reshard.strategies.rules.model import LAYER, Pipeline
 from reshard.strategies.rules.tensors import patterns_for
-from reshard.strategies.rules.toml_text import quoted_list
 from reshard.text.globs import Glob, Globs
 from reshard.text.messages import listing
 from reshard.text.wording import plural, quoted
@@ -23,14 +23,14 @@ def stages_of(
     """The stage of every parameter.
 
     Args:
-        names: the parameters, not what belongs to them.
-        pipeline: what is said of first and last stage, and of layers' names.
-        stages: how many there are.
+        names: the weights, without optimizer state.
+        pipeline: the patterns of the first and last stage and of layers.
+        stages: number of stages.
         chunks: layers per stage; several rounds of the stages where the pipeline is interleaved.
         path: the rules, for messages.
 
     Raises:
-        StrategyError: some parameter's stage does not follow.
+        StrategyError: some parameter's stage is undecided.
         UsageError: the layers cannot be divided so.
     """
     if chunks is not None and (len(chunks) % stages or not chunks):
@@ -61,11 +61,11 @@ def stages_of(
     if unsettled:
         patterns = quoted_list(patterns_for(unsettled, names))
         raise StrategyError(
-            f"{path}: of {plural(len(unsettled), 'parameter')} outside the layers the stage is not said: "
+            f"{path}: the stage of {plural(len(unsettled), 'parameter')} outside the layers is missing: "
             + listing(unsettled),
             file=path,
             parameter=unsettled[0],
-            hint=f"say it, each in one of these:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
+            hint=f"add each to one of these:\n[pipeline]\nfirst = {patterns}\nlast = {patterns}",
         )
     empty = sorted(set(range(stages)) - set(found.values()))
     if empty:
@@ -103,10 +103,10 @@ def _layers(names: Sequence[str], pipeline: Pipeline, first: Globs, last: Globs,
     if len(before) > 1:
         patterns = quoted_list([f"{prefix}{LAYER}.*" for prefix in before])
         raise StrategyError(
-            f"{path}: numbers stand in several places of names, and which are those of layers is not said: "
+            f"{path}: names have numbers in several places; the place of the layer number is missing: "
             + listing(list(before.values())),
             file=path,
-            hint=f"say which:\n[pipeline]\nlayers = {patterns}",
+            hint=f"keep the patterns of layers:\n[pipeline]\nlayers = {patterns}",
         )
     return found
 
@@ -119,7 +119,7 @@ def _stage_of_layer(layers: Sequence[int], stages: int, chunks: Optional[Sequenc
         if len(layers) % stages:
             raise UsageError(
                 f"{len(layers)} layers do not divide evenly into {stages} stages",
-                hint="say how many each stage has, as MindFormers' offset or num_layer_list does: --layers-per-stage "
+                hint="give the layers of each stage, as MindFormers' offset or num_layer_list does: --layers-per-stage "
                 + ",".join(str(len(layers) // stages + (stage < len(layers) % stages)) for stage in range(stages)),
             )
         chunks = [len(layers) // stages] * stages

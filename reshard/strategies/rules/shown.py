@@ -1,68 +1,72 @@
-"""What strategies show of a model: per weight every way of cutting it that agrees with all of them.
+"""What strategies show of a model: per weight the candidates that agree with all of them, and its optimizer shards.
 
-A strategy says which devices hold which slices, in numbers. Which parallelism made a cut follows from the sizes of
-its run, and often not alone: with data parallel 1 the order of devices is not shown, with model parallel 1 nothing of
-its cuts. So per weight all named cuts known from the field are kept that give these very slices at the sizes of every
-strategy. Where they come to the same slices for a target, it follows.
+A strategy records in numbers which devices hold which slices. Which parallelism made a cut follows from the sizes of
+its run, and often not alone: with data parallel 1 the order of devices is not shown, with model parallel 1 none of its
+cuts is. So all candidates are kept that give these slices at the sizes of every strategy.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Optional, Union
 
 from reshard.errors import StrategyError
 from reshard.layout import Layout
 from reshard.strategies.model import RecordedLayout, Stage, Strategy
-from reshard.strategies.rules.model import WHOLE, Cut, Reading
-from reshard.strategies.rules.orders import experts_across_model, matrices_for, strides
-from reshard.strategies.rules.placement import Placement, Strided, place, strided_cuts
-from reshard.strategies.rules.sizes import Sizes, product
+from reshard.strategies.rules.candidates import SIZED, Candidate, Observation, candidates_showing, slices_by_device
+from reshard.strategies.rules.optimizer_shards import NO_SHARDS, UndecidedError, possible_record
+from reshard.strategies.rules.sizes import AxisSizes, SizeCondition, condition
 from reshard.strategies.rules.tensors import FullTensor, ModelTensors, belonging_to_weights, states_by_weight
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS
-from reshard.text.products import ExpressionError
 from reshard.text.wording import plural, quoted
 
-_MP, _CP, _EP, _MP_CP = product("mp"), product("cp"), product("ep"), product("mp*cp")
-_SIZED = ("mp", "cp", "ep")
+ShownShards = tuple[Union[bool, SizeCondition, None], Optional[SizeCondition]]
+"""Whether the optimizer may shard a weight, and the condition on sizes within which that is shown."""
+
+AxisNames = Callable[[str, tuple[int, ...]], tuple[str, ...]]
+"""The names of a device matrix's axes, for a parameter; none where they are unknown."""
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class SourceRun:
     """A strategy and the sizes of its run.
 
     Attributes:
         strategy: the strategy.
-        recorded: per stage what its file records, word for word.
+        recorded: per stage the records of its file, unchanged.
         sizes: of the run.
 
     Raises:
-        StrategyError: the sizes are not those of the strategy.
+        StrategyError: the sizes contradict the strategy.
     """
 
     strategy: Strategy
     recorded: Mapping[int, Mapping[str, RecordedLayout]]
-    sizes: Sizes
+    sizes: AxisSizes
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not the strategy's."""
+        """Refuse sizes that contradict the strategy."""
         strategy, sizes = self.strategy, self.sizes
         counts = {stage.device_count for stage in strategy.stages}
         if len(strategy.stages) != sizes.stages:
             stages = plural(len(strategy.stages), "stage")
-            raise self._wrong(f"has {stages}, and {sizes.text} says {sizes.stages}")
+            raise self._wrong(f"has {stages}, and {sizes.text} has {sizes.stages}")
         if counts != {sizes.stage_devices}:
             has = " and ".join(str(count) for count in sorted(counts))
             raise self._wrong(f"has {has} devices in a stage, and {sizes.text} are {sizes.stage_devices}")
 
     def _wrong(self, problem: str) -> StrategyError:
         return StrategyError(
-            f"{self.strategy.path} {problem}", file=self.strategy.path, hint="say the sizes that this run had"
+            f"{self.strategy.path} {problem}", file=self.strategy.path, hint="give the sizes of this run"
         )
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether the optimizer shards anything."""
+        return any(layout.shard_size for stage in self.strategy.stages for layout in stage.layouts.values())
 
     def holding(self, name: str) -> list[tuple[Stage, Layout]]:
         """The stages that list a parameter."""
@@ -75,25 +79,25 @@ class ShownWeight:
 
     Attributes:
         tensor: the weight.
-        readings: all ways of cutting it that agree with the sources, the likeliest first; empty where none does.
+        candidates: all candidates that agree with the sources, the likeliest first; empty where none does.
         capped: the cap of a cut that is narrower than its axis, if there is one.
     """
 
     tensor: FullTensor
-    readings: tuple[Reading, ...]
+    candidates: tuple[Candidate, ...]
     capped: Optional[int] = None
 
 
-def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[Source] = ()) -> ModelTensors:
+def model_of(source: SourceRun, shapes: Optional[ModelTensors], others: Sequence[SourceRun] = ()) -> ModelTensors:
     """The weights that a strategy lists, with their shapes and the optimizer state that it lists for them.
 
     Args:
         source: the strategy.
-        shapes: the model's tensors; if None, all dimensions are of a size that everything divides.
+        shapes: the model's tensors; if None, all dimensions get a size that everything divides.
         others: strategies that will be compared.
 
     Raises:
-        StrategyError: a weight's shape is not known.
+        StrategyError: a weight's shape is unknown.
     """
     listed: dict[str, None] = dict.fromkeys(source.strategy.parameters)
     belonging = belonging_to_weights(listed)
@@ -124,121 +128,65 @@ def model_of(source: Source, shapes: Optional[ModelTensors], others: Sequence[So
     return ModelTensors(shapes.path, weights, states, shapes.item_sizes, shapes.other_shapes)
 
 
-def shown_weights(sources: Sequence[Source], model: ModelTensors) -> dict[str, ShownWeight]:
+def shown_weights(sources: Sequence[SourceRun], model: ModelTensors) -> dict[str, ShownWeight]:
     """What the sources show of every weight.
 
     Raises:
         StrategyError: a layout does not fit the weight's shape, or sources contradict each other.
     """
-    cache: dict[object, tuple[tuple[Reading, ...], Optional[int]]] = {}
+    cache: dict[object, tuple[tuple[Candidate, ...], Optional[int]]] = {}
     found = {}
     for name, tensor in model.weights.items():
         observed = _observed(sources, tensor)
         key = (tensor.shape, tuple(observed))
         if key not in cache:
-            cache[key] = _readings(tensor.shape, observed)
+            cache[key] = candidates_showing(tensor.shape, observed)
         found[name] = ShownWeight(tensor, *cache[key])
     return found
 
 
-def unshown_sizes(sources: Sequence[Source], shown: Iterable[ShownWeight]) -> dict[Source, list[str]]:
-    """Sizes that were said of a source, and that cut none of its weights.
+def unshown_sizes(sources: Sequence[SourceRun], shown: Iterable[ShownWeight]) -> dict[SourceRun, list[str]]:
+    """Sizes of a source's run that cut none of its weights for certain.
 
-    Context parallelism that cuts nothing cannot be told from data parallelism; it must be counted as such.
+    Context parallelism that cuts nothing cannot be distinguished from data parallelism; it must be counted as such.
     """
-    said = {source: [name for name in _SIZED if source.sizes[name] > 1] for source in sources}
+    uncut = {source: [name for name in SIZED if source.sizes[name] > 1] for source in sources}
     for weight in shown:
-        certain = [cutting(reading) for reading in weight.readings]
-        for source, names in said.items():
+        certain = [set(candidate.cut_by) for candidate in weight.candidates]
+        for source, names in uncut.items():
             if names and certain and source.holding(weight.tensor.name):
-                said[source] = [name for name in names if not all(name in cutting for cutting in certain)]
-    return {source: names for source, names in said.items() if names}
+                uncut[source] = [name for name in names if not all(name in cut_by for cut_by in certain)]
+    return {source: names for source, names in uncut.items() if names}
 
 
-def cutting(reading: Reading) -> set[str]:
-    """The sizes that cut."""
-    return {name for cut in reading.cuts for factor in cut.factors for name in factor.names}
+def names_by_sizes(source: SourceRun) -> AxisNames:
+    """The names of device axes that follow from the sizes of a run; none where candidates differ in them."""
+    found: dict[tuple[str, tuple[int, ...]], tuple[str, ...]] = {}
+    model = model_of(source, None)
+    for name, weight in shown_weights([source], model).items():
+        for candidate in weight.candidates:
+            named = candidate.layout(weight.tensor.shape, source.sizes)
+            axes = tuple(axis.name for axis in named.axes)
+            if found.setdefault((name, named.device_matrix), axes) != axes:
+                found[name, named.device_matrix] = ()
+
+    def names(name: str, matrix: tuple[int, ...]) -> tuple[str, ...]:
+        weight = name if name in model.weights else name.partition(".")[2]
+        return found.get((weight, matrix), ())
+
+    return names
 
 
-class _Observed(NamedTuple):
-    """How one weight lies in one stage of a source; JSON does not tell whether it is nested."""
-
-    sizes: Sizes
-    slices: tuple[tuple[Strided, ...], ...]
-    device_matrix: tuple[int, ...]
-    nested: Optional[bool]
-
-
-def _observed(sources: Sequence[Source], tensor: FullTensor) -> list[_Observed]:
-    """How a weight lies, once per source and way."""
-    found: dict[_Observed, None] = {}
+def _observed(sources: Sequence[SourceRun], tensor: FullTensor) -> list[Observation]:
+    """How a weight is cut, once per source and way."""
+    found: dict[Observation, None] = {}
     for source in sources:
         for stage, layout in source.holding(tensor.name):
             own = layout_for(layout, tensor, source.strategy.path)
             recorded = source.recorded[stage.number][tensor.name]
             nested = None if recorded.tensor_shape is not None and not recorded.nested else recorded.nested
-            found[_Observed(source.sizes, strided_cuts(own), own.device_matrix, nested)] = None
+            found[Observation(source.sizes, slices_by_device(own), own.device_matrix, nested)] = None
     return list(found)
-
-
-def _readings(shape: tuple[int, ...], observed: Sequence[_Observed]) -> tuple[tuple[Reading, ...], Optional[int]]:
-    """All ways of cutting a shape that give what was observed, the likeliest first, and the cap of a narrow cut."""
-    largest = {name: max(one.sizes[name] for one in observed) for name in _SIZED}
-    nested = all(one.nested for one in observed)
-    cuts = [_cuts(dimension, size, observed, largest) for dimension, size in enumerate(shape)]
-    found: dict[Reading, bool] = {}
-    for chosen in itertools.product(*cuts):
-        by_dimension = [name for cut in chosen for factor in cut.factors for name in sorted(factor.names)]
-        if {"ep", "mp"} <= {*by_dimension} and by_dimension.index("mp") < by_dimension.index("ep"):
-            # Experts are the first dimension. Where both sizes are alike, the other reading comes to the same.
-            continue
-        for matrix in matrices_for(by_dimension, largest):
-            reading = Reading(matrix, chosen, nested)
-            placed = [_placed(reading, shape, one.sizes) for one in observed]
-            if all(one and strided_cuts(one.layout) == seen.slices for one, seen in zip(placed, observed)):
-                found[reading] = all(
-                    one and one.device_matrix == seen.device_matrix for one, seen in zip(placed, observed)
-                )
-    # Experts that lie across model parallel ranks are cut through the Layout interface, which writes nested maps. That
-    # of MindSpore 2.10 writes flat ones, and there it has to be stated: it would explain sizes that are not the run's.
-    if any(one.nested is False for one in observed):
-        found = {reading: same for reading, same in found.items() if not _across_model(reading)}
-    caps = {cut.most for reading in found for cut in reading.cuts if cut.most is not None}
-    distinct: dict[object, Reading] = {}
-    for reading in sorted(found, key=lambda reading: not found[reading]):
-        distinct.setdefault((reading.cuts, strides(reading.matrix, reading.cuts)), reading)
-    return tuple(distinct.values()), caps.pop() if len(caps) == 1 else None
-
-
-def _across_model(reading: Reading) -> bool:
-    return "ep" in cutting(reading) and "mp" not in cutting(reading) and experts_across_model(reading.matrix)
-
-
-def _placed(reading: Reading, shape: tuple[int, ...], sizes: Sizes) -> Optional[Placement]:
-    try:
-        return place(reading.matrix, reading.cuts, shape, sizes, reading.nested, ())
-    except ExpressionError:
-        return None
-
-
-def _cuts(dimension: int, size: int, observed: Sequence[_Observed], largest: Mapping[str, int]) -> list[Cut]:
-    """The named cuts of a dimension that make as many slices as were observed.
-
-    Sizes that are 1 in all sources are left out: of larger ones nothing is shown anyway.
-    """
-    names = [name for name, counts in ((_MP, "mp"), (_MP_CP, "cp"), (_EP, "ep")) if largest[counts] > 1]
-    slices = [math.prod(count for _, count in one.slices[dimension]) for one in observed]
-    found = [WHOLE] if set(slices) == {1} else []
-    for name in names:
-        wanted = [name.whole(one.sizes) for one in observed]
-        if all(count == want for count, want in zip(slices, wanted)):
-            found.append(Cut((name,)))
-        elif all(count == (1 if size % want else want) for count, want in zip(slices, wanted)):
-            found.append(Cut((name,), where_divides=True))
-    for most in sorted({count for count, one in zip(slices, observed) if 1 < count < one.sizes["mp"]}):
-        if all(count == min(one.sizes["mp"], most) for count, one in zip(slices, observed)):
-            found.append(Cut((_MP,), most))
-    return found
 
 
 def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
@@ -247,8 +195,8 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
     Raises:
         StrategyError: it does not lay out a tensor of this shape.
     """
+    # JSON may be read in several ways. Without --shapes the tensor's shape is only one that everything divides.
     readings = [one for one in layout.without_shards().regroupings() if len(one.tensor_map) == len(tensor.shape)]
-    # JSON may be read in several ways; without --shapes the tensor's shape only stands for all that can be cut so.
     for reading in (*(one for one in readings if one.recorded_shape == tensor.shape), *readings):
         return reading
     raise StrategyError(
@@ -257,3 +205,80 @@ def layout_for(layout: Layout, tensor: FullTensor, path: str) -> Layout:
         parameter=tensor.name,
         hint="pass the shapes of the same model",
     )
+
+
+def shown_shards(
+    sources: Sequence[SourceRun], model: ModelTensors, weights: Mapping[str, ShownWeight]
+) -> dict[str, ShownShards]:
+    """Per weight what sources show of its optimizer shards.
+
+    A weight without shards has opted out only if it would be sharded otherwise: in a run whose optimizer shards, large
+    enough, and divisible.
+    """
+    evidence = [(source, _ShardingRun(source, model)) for source in sources if source.has_shards]
+    found: dict[str, ShownShards] = {}
+    for name, weight in weights.items():
+        # A weight whose cut is capped may opt out where the cap is reached.
+        seen: dict[bool, set[bool]] = {False: set(), True: set()}
+        for source, run in evidence:
+            capped = weight.capped is not None and source.sizes["mp"] > weight.capped
+            for stage, layout in source.holding(name):
+                shown = run.may_shard(weight.tensor, stage, layout)
+                if shown is not None:
+                    seen[capped].add(shown)
+        found[name] = _together(seen, weight.capped)
+    return found
+
+
+def _together(seen: Mapping[bool, set[bool]], cap: Optional[int]) -> ShownShards:
+    below, beyond = (next(iter(shown)) if len(shown) == 1 else None for shown in (seen[False], seen[True]))
+    if cap is None:
+        return below, None
+    if below is None and beyond is None:
+        return None, None
+    if below is not None and beyond is not None:
+        return (below, None) if below == beyond else (condition(f"mp{'<=' if below else '>'}{cap}"), None)
+    if below is not None:
+        return below, condition(f"mp<={cap}")
+    return beyond, condition(f"mp>{cap}")
+
+
+class _ShardingRun:
+    """How the optimizer of a source shards, as far as its strategy shows it."""
+
+    def __init__(self, source: SourceRun, model: ModelTensors) -> None:
+        self._model = model
+        sharded = [
+            (model.weights[name], layout)
+            for stage in source.strategy.stages
+            for name, layout in stage.layouts.items()
+            if layout.shard_size and name in model.weights
+        ]
+        sizes = {layout.shard_size for _, layout in sharded}
+        self._all_replicas = -1 in sizes
+        self._largest = max(sizes, default=0)
+        # The shards of a weight with more replicas than shards are the configured number.
+        self._exact = any(layout.shard_size < layout.replica_count for _, layout in sharded)
+        known = (self._bytes(tensor) for tensor, _ in sharded)
+        self._sufficient = min((size for size in known if size is not None), default=None)
+
+    def _bytes(self, tensor: FullTensor) -> Optional[int]:
+        size = self._model.item_sizes.get(tensor.dtype) if tensor.dtype is not None else None
+        return None if size is None else math.prod(tensor.shape) * size
+
+    def may_shard(self, tensor: FullTensor, stage: Stage, layout: Layout) -> Optional[bool]:
+        """Whether the optimizer may shard a weight; None where its layout does not show it."""
+        if layout.shard_size:
+            return True
+        size = self._bytes(tensor)
+        if size is None or self._sufficient is None or size < self._sufficient:
+            return None
+        replicas = layout.replica_count
+        if not (self._all_replicas or self._exact or replicas <= self._largest):
+            return None
+        configured = -1 if self._all_replicas else min(self._largest, max(replicas, 2))
+        try:
+            record = possible_record(layout.without_shards(), stage.first_rank, tensor.shape, configured)
+        except UndecidedError:
+            return None
+        return None if record == NO_SHARDS else False

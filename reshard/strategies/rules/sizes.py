@@ -1,4 +1,4 @@
-"""How many devices every kind of parallelism has, and what rules compute from it: ``dp*cp/ep``, ``mp<=4``."""
+"""Devices per kind of parallelism, and expressions of them in rules: ``dp*cp/ep``, ``mp<=4``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.text.products import ExpressionError
 STAGES = "pp"
 EXPERTS = "ep"
 NAMES = ("dp", "mp", "pp", "cp", "ep")
-"""Data, model (tensor), pipeline, context and expert parallel: what is 1 unless it is said."""
+"""Data, model (tensor), pipeline, context and expert parallel: 1 by default."""
 
 _WRITTEN = ("dp", "cp", "mp", "ep", "pp")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -26,7 +26,7 @@ _ELSEWHERE = {
     **{"tp": "mp", "tensor": "mp", "model": "mp", "model_parallel": "mp", "data": "dp", "data_parallel": "dp"},
     **{"pipeline": "pp", "pipeline_stage": "pp", "sp": "cp", "context_parallel": "cp", "expert_parallel": "ep"},
 }
-# What other programs call how layers are divided among stages: no kind of parallelism.
+# Other programs' names for the division of layers among stages, which is not a kind of parallelism.
 _OF_LAYERS = ("vpp", "vp", "vp_size", "pp_interleave_num", "num_layer_list", "offset")
 _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
     "<=": lambda one, other: one <= other,
@@ -38,16 +38,16 @@ _COMPARISONS: Mapping[str, Callable[[Fraction, Fraction], bool]] = {
 }
 
 
-class NoReadingError(ExpressionError):
-    """Cuts that a matrix cannot have, whatever the sizes."""
+class NoCandidateError(ExpressionError):
+    """Cuts that a matrix cannot have at any sizes."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AxisSizes:
     """Devices per kind of parallelism.
 
     Attributes:
-        given: what was said, by name; axes of a model's own may have any other name.
+        given: the sizes stated, by name; axes of a model's own may have any other name.
     """
 
     given: tuple[tuple[str, int], ...]
@@ -89,7 +89,7 @@ class Sizes:
         return ",".join(f"{name}={size}" for name, size in self.given)
 
 
-def parse_sizes(text: str) -> Sizes:
+def parse_sizes(text: str) -> AxisSizes:
     """Sizes as they are typed: ``dp=2,mp=4``.
 
     Raises:
@@ -99,20 +99,20 @@ def parse_sizes(text: str) -> Sizes:
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.partition("="))
         if not _NAME.fullmatch(name) or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise UsageError(f"{text!r} are no sizes such as dp=2,mp=4")
+            raise UsageError(f"{text!r} are not sizes such as dp=2,mp=4")
         if name in _ELSEWHERE:
             raise UsageError(f"{text!r}: write {_ELSEWHERE[name]} for {name}")
         if name in _OF_LAYERS:
             raise UsageError(
-                f"{text!r}: {name} is no size of devices: --layers-per-stage says how many layers each stage has, in "
-                "rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
+                f"{text!r}: {name} is not a number of devices: use --layers-per-stage with the layers of each "
+                "stage, in rounds of all stages where they are interleaved: 2,2,2,2 for two stages in two rounds"
             )
         if name in given:
             raise UsageError(f"{text!r}: {name} is given twice")
         given[name] = int(number)
         if not 1 <= given[name] <= (MOST_STAGES if name == STAGES else MOST_DEVICES):
-            raise UsageError(f"{text!r}: {name}={number} is no number of devices")
-    sizes = Sizes(tuple(given.items()))
+            raise UsageError(f"{text!r}: {name}={number} is not a number of devices")
+    sizes = AxisSizes(tuple(given.items()))
     if sizes.stage_devices * sizes.stages > MOST_DEVICES:
         raise UsageError(f"{text!r} are more than {MOST_DEVICES} devices")
     return sizes
@@ -124,56 +124,56 @@ def _order(power: tuple[str, int]) -> tuple[int, str]:
     return _WRITTEN.index(name) if name in _WRITTEN else len(_WRITTEN), name
 
 
-class Product(products.Product):
+class AxisProduct(products.Product):
     """A product of sizes and numbers, some of them divided by: ``dp*cp/ep``; equal ones have one order of sizes."""
 
-    def __mul__(self, other: products.Product) -> Product:
+    def __mul__(self, other: products.Product) -> AxisProduct:
         powers = dict(self.powers)
         for name, power in other.powers:
             powers[name] = powers.get(name, 0) + power
-        return Product(
+        return AxisProduct(
             self.number * other.number, tuple(sorted(((n, power) for n, power in powers.items() if power), key=_order))
         )
 
 
 @lru_cache(maxsize=1024)
-def product(text: str) -> Product:
+def product(text: str) -> AxisProduct:
     """Read a product.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is something else.
     """
-    return Product(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
+    return AxisProduct(Fraction(1), ()) * products.read_product(text, _NAME, _NUMBER, "dp*cp/ep")
 
 
 @dataclass(frozen=True)
-class Condition:
+class SizeCondition:
     """A comparison of sizes: ``mp<=4``.
 
     Attributes:
         text: as it is written.
-        left: what is compared.
-        comparison: how.
-        right: with what.
+        left: the left side.
+        comparison: the operator.
+        right: the right side.
     """
 
     text: str
-    left: Product
+    left: AxisProduct
     comparison: str
-    right: Product
+    right: AxisProduct
 
-    def holds(self, sizes: Sizes) -> bool:
+    def holds(self, sizes: AxisSizes) -> bool:
         """Whether it is true for these sizes."""
         return _COMPARISONS[self.comparison](self.left.value(sizes), self.right.value(sizes))
 
 
-def condition(text: str) -> Condition:
+def condition(text: str) -> SizeCondition:
     """Read a comparison.
 
     Raises:
-        ExpressionError: the text is none.
+        ExpressionError: the text is something else.
     """
     parts = re.split(r"(<=|>=|==|!=|<|>)", text)
     if len(parts) != 3:
-        raise ExpressionError(f"{text!r} is no comparison of sizes such as mp<=4")
-    return Condition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))
+        raise ExpressionError(f"{text!r} is not a comparison of sizes such as mp<=4")
+    return SizeCondition(text, product(parts[0].strip()), parts[1], product(parts[2].strip()))

@@ -1,4 +1,4 @@
-"""The tensors of a model: their full shapes, and which belong to which."""
+"""The tensors of a model: full shapes, and the optimizer state of each weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FullTensor(NamedTuple):
     Attributes:
         name: its name in strategies.
         shape: full shape.
-        dtype: MindSpore's name of the element type; None where nobody has said it.
+        dtype: MindSpore's name of the element type; None if unknown.
     """
 
     name: str
@@ -35,8 +35,8 @@ class ModelTensors:
 
     Attributes:
         path: where the shapes are from.
-        weights: what rules speak of, by name, in the file's order.
-        states: per weight what stands before its name in those of its optimizer state.
+        weights: the tensors that rules match, by name, in the file's order.
+        states: per weight the prefixes of its optimizer state.
         item_sizes: bytes of an element per element type.
         other_shapes: optimizer state that has another shape than its weight.
     """
@@ -49,10 +49,10 @@ class ModelTensors:
 
 
 def model_tensors(path: str, tensors: Iterable[FullTensor], item_sizes: dict[str, int]) -> ModelTensors:
-    """Tell weights from what belongs to them: ``adam_m.w`` where there is a ``w``; gradients are not kept."""
+    """Separate weights from their optimizer state: ``adam_m.w`` of ``w``; gradients are not kept."""
     by_name = {tensor.name: tensor for tensor in tensors}
     belonging = belonging_to_weights(by_name, {name: tensor.shape for name, tensor in by_name.items()})
-    # Gradients of a weight that is on no rank of the file say nothing of it.
+    # A gradient without its weight in the file is not a weight.
     weights = {
         name: tensor
         for name, tensor in by_name.items()
@@ -67,14 +67,14 @@ def model_tensors(path: str, tensors: Iterable[FullTensor], item_sizes: dict[str
 def belonging_to_weights(
     names: Collection[str], shapes: Optional[Mapping[str, tuple[int, ...]]] = None
 ) -> dict[str, tuple[str, str]]:
-    """Optimizer state and gradients among names: what stands before the weight's name, and that.
+    """Optimizer state and gradients among names: the prefix, and the weight's name.
 
-    A weight's name can end in another weight's, as ``mtp.norm.weight`` does. What is no optimizer's word stands before
-    state only if it stands before most weights.
+    A weight's name can end in another weight's, as ``mtp.norm.weight`` does. A prefix that no known optimizer uses
+    is one of state only if most weights have it.
 
     Args:
-        names: weights and what belongs to them.
-        shapes: of all of them, if they are known. What belongs to a weight has its shape, but for factored state.
+        names: weights, their state and gradients.
+        shapes: of all of them, if known. State has the shape of its weight, unless it is factored.
     """
     found: dict[str, list[str]] = {}
     for name in names:
@@ -95,7 +95,7 @@ def belonging_to_weights(
 
 
 def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    """Per weight what stands before its name in those of its optimizer state."""
+    """Per weight the prefixes of its optimizer state."""
     states: dict[str, list[str]] = {}
     for prefix, weight in belonging.values():
         if f"{prefix}." != ACCUMULATED_GRADIENTS:
@@ -104,7 +104,7 @@ def states_by_weight(belonging: Mapping[str, tuple[str, str]]) -> dict[str, tupl
 
 
 def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Patterns of a shell that exactly these of the known names fit; ``*`` stands for numbers where it can."""
+    """Shell patterns that match exactly these of the known names, with ``*`` for numbers where possible."""
     numbered: dict[str, list[str]] = {}
     wanted = frozenset(names)
     all_of: dict[str, int] = {}
@@ -119,7 +119,7 @@ def patterns_for(names: Sequence[str], known: Iterable[str]) -> list[str]:
             found.append(pattern)
         else:
             found += [_literal(name) for name in fitting]
-    # A star stands for more than numbers: what fits besides is named one by one.
+    # A star matches more than numbers. If the patterns match other names, names are listed one by one.
     return _natural(found if _fits_only(found, wanted, known) else [_literal(name) for name in names])
 
 

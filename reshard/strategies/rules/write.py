@@ -1,4 +1,4 @@
-"""Writing a made strategy as a compile would, and beside it how it was made."""
+"""Writing a made strategy as a compile would, with a record of how it was made; reading axis names from that record."""
 
 from __future__ import annotations
 
@@ -7,39 +7,53 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
+from reshard.defaults import MOST_DEVICES
 from reshard.errors import TargetError, UsageError
 from reshard.storage import (
+    UnfitError,
     exists,
     is_directory,
     make_directory,
     names_in,
+    read_small,
     real,
     remove_file,
     store_of,
     write_whole,
     writing_error,
 )
-from reshard.strategies import json_file, protobuf_file
-from reshard.strategies.made_record import ENDINGS, RANK, record_path
+from reshard.storage.json_text import JsonError, parse_json
 from reshard.strategies.model import StrategyFile, StrategyItem
-from reshard.strategies.one_file import OtherFile, parse, read_bytes
+from reshard.strategies.one_file import (
+    ENDINGS,
+    RANK,
+    OtherFile,
+    parsed,
+    read_bytes,
+    record_path,
+    record_paths,
+)
 from reshard.strategies.rules.make import MadeStage
-from reshard.strategies.written import unreadable_in_json, with_shape
+from reshard.strategies.rules.shown import AxisNames
+from reshard.strategies.rules.sizes import AxisSizes
+from reshard.strategies.rules.toml_file import cut_of
+from reshard.strategies.written import WRITERS, unreadable_in_json, with_shape
 from reshard.text.messages import listing
+from reshard.text.products import ExpressionError
 from reshard.text.wording import plural
 
 _NAME = f"ckpt_strategy_rank_{RANK}.ckpt"
-_WRITERS = {"protobuf": protobuf_file.serialize_strategy, "json": json_file.serialize_strategy}
+_LARGEST_RECORD = 1 << 26
 
 
-class Written(NamedTuple):
+class WrittenStrategy(NamedTuple):
     """What `write_strategy` wrote.
 
     Attributes:
         files: of the strategy.
-        notes: what MindSpore cannot read of them.
+        notes: layouts that MindSpore cannot read.
     """
 
     files: list[str]
@@ -48,29 +62,28 @@ class Written(NamedTuple):
 
 def write_strategy(
     out: str, stages: Sequence[MadeStage], record: Mapping[str, Any], overwrite: bool, sources: Sequence[str] = ()
-) -> Written:
+) -> WrittenStrategy:
     """Write a strategy, and how it was made.
 
-    Files of several stages are read together, and a strategy without its first stage is refused. So the first stage's
-    file is removed before any other is replaced, and written when all others are there: at no moment can a part, or
-    a mix of two strategies, be read as a whole one. Files that are there already as they should be are kept, so
-    that the same command finishes what a killed one began.
+    Files of several stages are read together, and a strategy without its first stage is refused. Therefore the first
+    stage's file is removed before any other is replaced, and written last: at no moment can a part, or a mix of two
+    strategies, be read as a whole one. Unchanged files are kept, so that the same command finishes a killed one.
 
     Args:
         out: ``.ckpt`` or ``.json``: one file, of all stages; a path with ``{rank}`` in it, or a directory: a file per
             stage, named after the stage's first rank.
         stages: the strategy.
         record: how it was made.
-        overwrite: replace strategies that lie there.
-        sources: files and directories that it was made of.
+        overwrite: replace existing strategies.
+        sources: files and directories that it was made from.
 
     Raises:
         UsageError: another ending.
-        TargetError: something lies there that is not to be replaced, or that would be taken for a stage of it.
+        TargetError: an existing file must not be replaced, or would be read as a stage of the strategy.
         ReshardError: writing failed.
     """
     files = {path: _as_file(path, of, merged=len(of) > 1) for path, of in _files(out, stages).items()}
-    written = {path: _WRITERS[file.form](file) for path, file in files.items()}
+    written = {path: WRITERS[file.form](file) for path, file in files.items()}
     for path in files:
         _check_no_source(path, sources)
     unfinished = [path for path, data in written.items() if not _is_there(real(path), data, overwrite)]
@@ -96,7 +109,7 @@ def write_strategy(
         )
     except OSError as error:
         raise writing_error(path, error) from error
-    return Written(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
+    return WrittenStrategy(list(files), [note for file in files.values() for note in unreadable_in_json(file)])
 
 
 def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
@@ -116,38 +129,38 @@ def _files(out: str, stages: Sequence[MadeStage]) -> dict[str, list[MadeStage]]:
 
 
 def _is_there(path: str, data: bytes, overwrite: bool) -> bool:
-    """Whether a file is there as it will be written.
+    """Whether a file exists with the content to be written.
 
     Raises:
-        TargetError: it is another one, which is not to be replaced.
+        TargetError: it has other content, and must not be replaced.
     """
     if not exists(path):
         return False
     there = read_bytes(path)
     if there == data:
         return True
-    found = there if isinstance(there, OtherFile) else parse(path, there) if there else None
+    found = parsed(path, there)
     if isinstance(found, OtherFile):
         raise TargetError(
-            f"{path} is there already and is {found.kind or 'no strategy file'}; it is not replaced",
+            f"{path} exists and is {found.kind or 'not a strategy file'}; it is not replaced",
             file=path,
             hint="give OUT another name",
         )
     if not overwrite:
         raise TargetError(
-            f"{path} is there already, with other content",
+            f"{path} exists with other content",
             file=path,
-            hint="--overwrite replaces it; or give another name",
+            hint="add --overwrite to replace it, or give OUT another name",
         )
     return False
 
 
 def _check_no_source(path: str, sources: Sequence[str]) -> None:
-    """A compiled strategy cannot be had again without its cluster."""
+    """Refuse to replace a source: a compiled strategy cannot be restored without its cluster."""
     for source in sources:
         if exists(path) and real(path) in _files_of(source):
             raise TargetError(
-                f"{path} is what it is made from; it is not replaced", file=path, hint="give OUT another name"
+                f"{path} is a source of this strategy; it is not replaced", file=path, hint="give OUT another name"
             )
 
 
@@ -157,7 +170,7 @@ def _files_of(source: str) -> list[str]:
 
 
 def _check_no_other_stages(out: str, files: Collection[str]) -> None:
-    """Files of a strategy with more stages, or with other ranks in them, would be read together with these."""
+    """Refuse existing files of other stages or ranks, which would be read together with the new ones."""
     if out in files:
         return
     if RANK in out:
@@ -178,8 +191,7 @@ def _check_no_other_stages(out: str, files: Collection[str]) -> None:
 
 
 def _is_strategy(path: str) -> bool:
-    data = read_bytes(path)
-    return not isinstance(data, OtherFile) and bool(data) and not isinstance(parse(path, data), OtherFile)
+    return isinstance(parsed(path, read_bytes(path)), StrategyFile)
 
 
 def _as_file(path: str, stages: Sequence[MadeStage], merged: bool) -> StrategyFile:
@@ -201,3 +213,35 @@ def _axes(stages: Sequence[MadeStage]) -> list[dict[str, Any]]:
         for name, axes in stage.axes.items():
             names.setdefault(axes, {})[name] = None
     return [{"names": list(axes), "parameters": list(of)} for axes, of in names.items()]
+
+
+def recorded_names(path: str) -> Optional[AxisNames]:
+    """The names of axes in the record beside a made strategy; None without a record.
+
+    Args:
+        path: the strategy, as it was typed.
+    """
+    for record in record_paths(path):
+        try:
+            content = parse_json(read_small(record, _LARGEST_RECORD))
+            sizes = AxisSizes(tuple((str(name), int(size)) for name, size in content["sizes"].items()))
+            names = {
+                str(parameter): tuple(map(str, group["names"]))
+                for group in content["axes"]
+                for parameter in group["parameters"]
+            }
+        except (OSError, UnfitError, JsonError, KeyError, TypeError, ValueError, AttributeError):
+            # Another program's file, or another version's. Names are not needed for anything else.
+            continue
+        return lambda name, matrix: _fitting(names.get(name, ()), matrix, sizes)
+    return None
+
+
+def _fitting(names: tuple[str, ...], matrix: tuple[int, ...], sizes: AxisSizes) -> tuple[str, ...]:
+    """The names, if their sizes are those of the matrix; otherwise the record is of another strategy."""
+    try:
+        cuts = list(map(cut_of, names))
+        counts = tuple(min(cut.factors[0].whole(sizes), cut.most or MOST_DEVICES) for cut in cuts)
+    except (ExpressionError, IndexError):
+        return ()
+    return names if counts == matrix else ()

@@ -1,0 +1,291 @@
+"""Problems between a table and a checkpoint, and missing names; all are reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Optional
+
+from reshard.errors import NamesError
+from reshard.names.matching import Instances, Side, SidedRule
+from reshard.text.messages import Message, block, joined, listing
+from reshard.text.near_names import near_names
+from reshard.text.wording import quoted
+
+MOST_MISSING = 10000
+"""Maximum number of missing names that are counted: a number in a name may be huge."""
+_MOST_PATTERNS = 6
+
+
+Stars = tuple[str, ...]
+"""The texts that stars match."""
+
+
+@dataclass
+class Misfits:
+    """All problems between a table and a checkpoint.
+
+    Args:
+        path: the table.
+        side: the name of the side that the checkpoint is on.
+        reverse: whether that is the right side.
+        known: the names of rules on this side.
+        options: the values of the table's options.
+        names: of the checkpoint.
+    """
+
+    path: str
+    side: str
+    reverse: bool
+    known: Sequence[str]
+    options: Mapping[str, str]
+    names: Collection[str]
+    unmatched: list[str] = field(default_factory=list)
+    beyond: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    ambiguous: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cases: list[str] = field(default_factory=list)
+    unfit: dict[str, list[str]] = field(default_factory=dict)
+    other_shapes: list[str] = field(default_factory=list)
+    unused: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def missing_enough(self) -> bool:
+        """Whether no more missing names need to be looked for."""
+        return len(self.missing) >= MOST_MISSING
+
+    def note_unused(self, sided: SidedRule) -> None:
+        """Note a rule that no name matches."""
+        for source in sided.sources:
+            self.unused[source.pattern.text] = near_names(source.pattern.text, self.names)
+
+    def check(self) -> None:
+        """Refuse the checkpoint if there is a problem.
+
+        Raises:
+            NamesError: lists all problems.
+        """
+        lines = [*self._unmatched(), *self._beyond(), *self._missing(), *map(Message, self.cases)]
+        lines += self._by_patterns(self.ambiguous, "matches more than one rule", "match more than one rule")
+        lines += self._by_patterns(self.twice, "would be made more than once", "would be made more than once")
+        lines += [
+            joined("", [said, ": ", listing(names)] if len(names) > 1 else [said, f": {quoted(names[0])}"])
+            for said, names in self.unfit.items()
+        ]
+        for said, near in self.unused.items():
+            meant = f"; did you mean {quoted(near[0])}?" if near else ""
+            lines.append(Message(f"no name matches {quoted(said)}{meant}"))
+        if self.other_shapes:
+            lines.append("state of another shape than its weight cannot follow it: " + listing(self.other_shapes))
+        if lines:
+            headline = f"the rules {self.path} do not fit the checkpoint ({self.side}):"
+            raise NamesError(block(headline, [_indented(line) for line in lines]), hint=self._hint())
+
+    def _hint(self) -> Optional[str]:
+        hints = []
+        if self.options and (self.unmatched or self.missing):
+            said = ", ".join(f"{name}={value}" for name, value in self.options.items())
+            name, value = next(iter(self.options.items()))
+            hints.append(f"the rules were applied with {said}; to state an option: --names {self.path},{name}={value}")
+        if self.unmatched:
+            hints.append(self._dropping(self.unmatched[0]))
+        return "\n".join(hints) or None
+
+    def _dropping(self, name: str) -> str:
+        """How to skip a tensor, and those whose names differ in numbers only.
+
+        --include and --exclude match the new names, so they cannot skip it.
+        """
+        table = "the table" if "." in self.path else f"a copy of the table (reshard names show {self.path} > mine.toml)"
+        side = "to" if self.reverse else "from"
+        rule = f'[[rule]]\n    {side} = "{_with_numbers(name, "*")}"\n    do = "drop"'
+        return f"to skip tensors that the model does not need, add a rule to {table}:\n    {rule}"
+
+    def _unmatched(self) -> list[Message]:
+        lines = []
+        for names in _grouped(self.unmatched):
+            meant_by = near_names(_with_numbers(names[0], "{number}"), self.known)
+            near = [found for found in meant_by if found not in names]
+            meant = f"; did you mean {quoted(near[0])}?" if near else ""
+            lines.append("no rule matches " + listing(names) + meant)
+        return lines
+
+    def _beyond(self) -> list[Message]:
+        groups: dict[tuple[str, int, str], list[str]] = {}
+        for name, why in self.beyond.items():
+            groups.setdefault(why, []).append(name)
+        return [
+            listing(names) + f": {number} must be less than {count}, by {source}"
+            for (number, count, source), names in groups.items()
+        ]
+
+    def _missing(self) -> list[Message]:
+        if not self.missing:
+            return []
+        more = " and perhaps more" if self.missing_enough else ""
+        lines = []
+        for names in _grouped(self.missing):
+            near = near_names(names[0], self.unmatched)
+            meant = f"; is it {quoted(near[0])}?" if near else ""
+            lines.append("missing: " + listing(names) + more + meant)
+        return lines
+
+    @staticmethod
+    def _by_patterns(found: dict[str, tuple[str, ...]], one: str, several: str) -> list[Message]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, why in found.items():
+            groups.setdefault(why, []).append(name)
+        return [
+            listing(names) + f" {one if len(names) == 1 else several}: {', '.join(map(quoted, why))}"
+            for why, names in groups.items()
+        ]
+
+
+def _grouped(names: Collection[str]) -> list[list[str]]:
+    """Names in groups that differ in numbers only."""
+    import re
+
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(re.sub("[0-9]+", "0", name), []).append(name)
+    return list(groups.values())
+
+
+def _with_numbers(name: str, number: str) -> str:
+    """A name as rules write it, with something in the place of each number."""
+    import re
+
+    return re.sub("(?<![a-z0-9])[0-9]+(?![a-z0-9])", number, name)
+
+
+def _indented(line: str) -> Message:
+    return joined("", ["  ", line])
+
+
+def check_complete(side: Side, instances: Instances, problems: Misfits, keeps_others: bool) -> None:
+    """Note rules without any name where the model needs them; rules with some names missing are noted elsewhere.
+
+    Args:
+        side: the table.
+        instances: the names found, by rule.
+        problems: receives the missing names.
+        keeps_others: whether names without a rule are kept, so that numbers without a count may have gaps.
+    """
+    seen: dict[str, set[int]] = {}
+    there: dict[int, dict[Stars, set[tuple[int, ...]]]] = {}
+    for key in instances:
+        if key.prefix:
+            continue
+        there.setdefault(key.rule, {}).setdefault(key.stars, set()).add(key.values)
+        for number, value in zip(side.sided[key.rule].free, key.values):
+            seen.setdefault(number, set()).add(value)
+    expected = _Expected(side, seen)
+    choices: dict[tuple[str, frozenset[str]], dict[str, list[int]]] = {}
+    for place, sided in enumerate(side.sided):
+        rule = sided.rule
+        if rule.drops or (keeps_others and not side.counts.keys() >= {*sided.free}):
+            continue
+        if rule.choice is not None and rule.case is not None:
+            cases = choices.setdefault((rule.choice, frozenset(sided.free)), {})
+            cases.setdefault(rule.case, []).append(place)
+        elif place not in there and any(source.pattern.stars for source in sided.sources):
+            # Without any name the texts for the stars are unknown.
+            if not rule.optional and next(iter(expected.values(sided)), None) is not None:
+                problems.note_unused(sided)
+        elif place in there or not rule.optional:
+            for stars, values in there.get(place, {(): set()}).items():
+                _note(side, place, expected.values(sided), values, stars, problems)
+    for (choice, _), cases in choices.items():
+        _check_choice(side, choice, cases, expected, there, problems)
+
+
+class _Expected:
+    """The values that the numbers in names should have."""
+
+    def __init__(self, side: Side, seen: dict[str, set[int]]) -> None:
+        self._seen = seen
+        self._counts = side.counts
+        self._exact = {number.name for number in side.numbers if not number.may_miss}
+
+    def values(self, sided: SidedRule) -> Iterator[tuple[int, ...]]:
+        """All values for which a rule should have names."""
+        return _product([self._of(number) for number in sided.free])
+
+    def _of(self, number: str) -> Iterable[int]:
+        count = self._counts.get(number)
+        if count is not None and number in self._exact:
+            return range(count)
+        seen = self._seen.get(number, set())
+        # Numbers of the table begin at 0 and have no gaps; others may have any values.
+        return range(max(seen) + 1) if seen and number in self._counts else sorted(seen)
+
+
+def _product(values: Sequence[Iterable[int]]) -> Iterator[tuple[int, ...]]:
+    """All combinations, lazily: a configuration may give more than fit in memory."""
+    if not values:
+        yield ()
+        return
+    for first in values[0]:
+        for rest in _product(values[1:]):
+            yield (first, *rest)
+
+
+def _note(
+    side: Side,
+    number: int,
+    expected: Iterable[tuple[int, ...]],
+    there: set[tuple[int, ...]],
+    stars: Stars,
+    problems: Misfits,
+) -> None:
+    sided = side.sided[number]
+    for values in expected:
+        if values in there:
+            continue
+        if problems.missing_enough:
+            return
+        named = dict(zip(sided.free, values))
+        if sided.stacked is not None:
+            named[sided.stacked] = 0
+        problems.missing += [source.name(named, stars) for source in sided.sources]
+
+
+def _check_choice(
+    side: Side,
+    choice: str,
+    cases: dict[str, list[int]],
+    expected: _Expected,
+    there: dict[int, dict[Stars, set[tuple[int, ...]]]],
+    problems: Misfits,
+) -> None:
+    """Check that for each value of the numbers, names of exactly one case are present."""
+    any_rule = side.sided[next(iter(cases.values()))[0]]
+    free = any_rule.free
+    # Rules of a choice have no stars.
+    held = {rule: there.get(rule, {}).get((), set()) for rules in cases.values() for rule in rules}
+    wrong: dict[str, list[tuple[int, ...]]] = {}
+    for values in expected.values(any_rule):
+        ways = {
+            rule: tuple(dict(zip(free, values))[each] for each in side.sided[rule].free)
+            for rules in cases.values()
+            for rule in rules
+        }
+        touched = [case for case, rules in cases.items() if any(ways[rule] in held[rule] for rule in rules)]
+        if len(touched) == 1:
+            for rule in cases[touched[0]]:
+                if not side.sided[rule].rule.optional:
+                    _note(side, rule, [ways[rule]], held[rule], (), problems)
+            continue
+        said = f"both {' and '.join(touched)} are present" if touched else f"none of {', '.join(cases)} is present"
+        wrong.setdefault(f"{choice}: {said}", []).append(values)
+        if len(wrong[f"{choice}: {said}"]) > 100000:
+            break
+    for said, found in wrong.items():
+        shown = ", ".join(_shown(free, values) for values in found[:4])
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        problems.cases.append(f"{said}{' for ' if free else ''}{shown if free else ''}{more}")
+
+
+def _shown(free: tuple[str, ...], values: tuple[int, ...]) -> str:
+    return ", ".join(f"{number} {value}" for number, value in zip(free, values))

@@ -1,0 +1,217 @@
+"""Locks on files of file systems, which the kernel gives up when a process dies; and waiting for locks of any store.
+
+Some file systems have none, and on some they do not reach other machines; so there are three answers
+to whether somebody else holds a lock: yes, no, and nobody knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from typing import Callable, Optional
+
+from reshard.errors import RetryableError
+from reshard.storage import temporary
+from reshard.storage.directories import opened_own
+from reshard.storage.store import Tell
+
+TOLD_AFTER = 2.0
+"""Seconds of waiting for a lock until somebody is told."""
+GIVEN_UP_AFTER = 120.0
+"""Seconds of waiting for a lock until it is an error: nobody of ours holds one for so long."""
+
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+_MIN_PAUSE = 0.005
+
+
+class Waiting:
+    """Waits for a lock in pauses, which grow; the time is that since it was made.
+
+    Args:
+        path: of the lock.
+        tell: told once what is waited for.
+        hint: what to do where another process has the lock for too long.
+        max_pause: seconds.
+        longer: seconds by which it takes longer until it is an error.
+        holder: returns who has the lock, None where nothing tells; the time begins anew when another has it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tell: Tell,
+        hint: str,
+        max_pause: float = 0.1,
+        longer: float = 0.0,
+        holder: Callable[[], Optional[str]] = lambda: None,
+    ) -> None:
+        self._path = path
+        self._tell: Optional[Tell] = tell
+        self._hint = hint
+        self._max_pause = max_pause
+        self._longer = longer
+        self._holder = holder
+        self._last_holder: Optional[str] = ""
+        self._began = time.monotonic()
+        self._pause = _MIN_PAUSE
+
+    def pause(self) -> None:
+        """Wait a moment.
+
+        Raises:
+            RetryableError: it has been long enough.
+        """
+        waited = time.monotonic() - self._began
+        limit = GIVEN_UP_AFTER + self._longer
+        if waited > limit and self._another_has_it():
+            self._began, waited = time.monotonic(), 0.0
+        if waited > limit:
+            raise RetryableError(
+                f"{self._path}: another process has held this lock for {limit:.0f} s", file=self._path, hint=self._hint
+            )
+        if waited > TOLD_AFTER and self._tell is not None:
+            self._tell(f"waiting for {self._path}, which another process has locked")
+            self._tell = None
+        # Loaded only here: it takes some of the time that a command needs to start.
+        import random
+
+        # Random, so that those who wait do not ask in step.
+        time.sleep(self._pause * random.uniform(0.5, 1))
+        self._pause = min(2 * self._pause, self._max_pause)
+
+    def _another_has_it(self) -> bool:
+        """Whether another process has the lock than at the last look.
+
+        With a round trip for every step, a hundred runs take minutes to begin one after the other.
+        """
+        before, self._last_holder = self._last_holder, self._holder()
+        return self._last_holder is not None and self._last_holder != before
+
+
+class FileLock:
+    """A lock on an open file.
+
+    Args:
+        fd: its descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def check(self) -> None:
+        """The kernel gives it up with its process alone."""
+
+    def release(self) -> None:
+        """Give it up."""
+        os.close(self._fd)
+
+
+class FileSign:
+    """A temporary file.
+
+    Args:
+        directory: where.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._fd, self.path = temporary.create(directory)
+
+    def release(self) -> None:
+        """Remove it."""
+        with contextlib.suppress(OSError):
+            temporary.remove(self.path)
+        os.close(self._fd)
+
+
+def share(path: str, tell: Tell) -> FileLock:
+    """See `Store.share`."""
+    waiting = _waiting(path, tell)
+    fd = _open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        while _is_busy(fd, fcntl.LOCK_SH):
+            waiting.pause()
+    except BaseException:
+        os.close(fd)
+        raise
+    return FileLock(fd)
+
+
+@contextlib.contextmanager
+def try_lock(path: str) -> Iterator[Optional[bool]]:
+    """See `Store.try_lock`."""
+    try:
+        fd = _open_there(path)
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            answer: Optional[bool] = True
+        except OSError as error:
+            answer = False if error.errno in _BUSY else None
+        yield answer
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def lock(path: str, again: Callable[[], None], tell: Tell) -> Iterator[Callable[[], None]]:
+    """See `Store.lock`."""
+    waiting = _waiting(path, tell)
+    while True:
+        try:
+            fd = _open(path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            waiting.pause()
+            again()
+            continue
+        try:
+            if _is_busy(fd, fcntl.LOCK_EX):
+                waiting.pause()
+                continue
+            if not _still_there(path, fd):
+                continue
+            yield lambda: None
+            return
+        finally:
+            os.close(fd)
+
+
+def _waiting(path: str, tell: Tell) -> Waiting:
+    return Waiting(path, tell, f"`fuser {path}` on each machine that writes there tells which; end it if it hangs")
+
+
+def _is_busy(fd: int, kind: int) -> bool:
+    """Try to lock; whether somebody else's lock is in the way. Where there are no locks, nobody's is."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _BUSY
+    return False
+
+
+def _open(path: str, flags: int) -> int:
+    with opened_own(os.path.dirname(path)) as fd:
+        return os.open(os.path.basename(path), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=fd)
+
+
+def _open_there(path: str) -> int:
+    try:
+        return _open(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        # Of another user, or not to be written by anybody: it can be asked, where reading suffices for that.
+        return _open(path, os.O_RDONLY)
+
+
+def _still_there(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,423 @@
+"""Candidate layouts of a weight: a grid of named axes, and the axes that cut each dimension.
+
+Candidates are read both ways. With sizes, `Candidate.layout` gives the device matrix and tensor map of a compile. From
+slices that strategies record, `candidates_showing` finds the candidates that give them at the sizes of those runs.
+
+An operator's matrix has the axes of its inputs in their order, so the place of model or expert parallelism in it
+depends on which input the weight is and which dimension comes first. A wrong order gives slices of the right shape on
+the wrong ranks, and no loader notices. Therefore all orders in `_ORDERS` are tried, and none is preferred.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Optional
+
+from reshard.layout import Layout
+from reshard.strategies.model import RecordedLayout
+from reshard.strategies.rules.sizes import AxisProduct, AxisSizes, NoCandidateError, product
+from reshard.text.products import ExpressionError
+
+Matrix = tuple[AxisProduct, ...]
+"""The axes of a device matrix, slowest first."""
+
+SlicesByDevice = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dimension its cuts as (stride, size), most significant first: a rank has part ``rank // stride % size``."""
+
+SIZED = ("mp", "cp", "ep")
+"""The sizes that cut weights."""
+
+
+def _matrices(*texts: str) -> tuple[Matrix, ...]:
+    return tuple(tuple(product(axis.strip()) for axis in text.split(",")) for text in texts)
+
+
+(DEFAULT_MATRIX,) = _matrices("dp, cp, mp")
+"""Data parallel outermost, model parallel innermost: MatMul's right operand and most others."""
+
+# Device matrices by the size that cuts the weight, the likeliest first; the second list only with context parallelism,
+# without which its orders equal others.
+_ORDERS: dict[str, tuple[tuple[Matrix, ...], tuple[Matrix, ...]]] = {
+    "ep": (
+        _matrices(
+            # Groups of samples, each with all experts: MindFormers' legacy models, and its newer ones.
+            "dp*cp/ep, ep, mp",
+            "dp*cp*mp/ep, ep",
+            # Experts are the batch of a BatchMatMul: the other operand, or the left one.
+            "ep, dp*cp/ep, mp",
+            "ep, mp, dp*cp/ep",
+            "ep, dp*cp*mp/ep",
+            # MatMul whose inner dimension is cut by mp.
+            "dp*cp/ep, mp, ep",
+        ),
+        _matrices("dp*mp/ep, ep, cp", "dp/ep, ep, cp, mp"),
+    ),
+    "any other": ((DEFAULT_MATRIX,), ()),
+    "none": (_matrices("dp*cp*mp"), ()),
+    # MatMul's left operand, and BatchMatMul whose batch is cut before its rows; with cp, heads before the sequence.
+    "mp": (_matrices("mp, dp, cp"), _matrices("dp, mp, cp")),
+}
+
+# Products that cut a dimension, and the size that must be above 1 to tell each from the others.
+_PRODUCTS = ((product("mp"), "mp"), (product("ep"), "ep"), (product("mp*cp"), "cp"))
+
+# Repeats over these are written as one axis: operators do not distinguish samples from parts of a sequence.
+_SAMPLES = frozenset(("dp", "cp"))
+
+
+@dataclass(frozen=True)
+class AxisCut:
+    """How one dimension is cut.
+
+    Attributes:
+        factors: products of neighbouring axes, most significant first; none where the dimension is whole.
+            Several need the nested form.
+        most: maximum number of slices; the rest of the axis repeats them.
+        where_divides: whole where the dimension does not divide.
+    """
+
+    factors: tuple[AxisProduct, ...] = ()
+    most: Optional[int] = None
+    where_divides: bool = False
+
+    @property
+    def text(self) -> str:
+        """As it is written in rules, if it has one factor at most."""
+        said = "*".join(factor.text for factor in self.factors) or "None"
+        said = said if self.most is None else f"min({said},{self.most})"
+        return said + "?" * self.where_divides
+
+    def slices(self, sizes: AxisSizes) -> int:
+        """The number of slices.
+
+        Raises:
+            ExpressionError: the maximum does not divide the number without it.
+        """
+        count = math.prod(factor.whole(sizes) for factor in self.factors)
+        if self.most is None or count <= self.most:
+            return count
+        if count % self.most:
+            raise ExpressionError(f"{self.text}: {count} does not divide by {self.most}")
+        return self.most
+
+
+WHOLE = AxisCut()
+
+
+class Axis(NamedTuple):
+    """One axis of a device matrix: its name in words, and its size."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """A layout over the devices of a stage, before optimizer sharding, with names of the axes.
+
+    Attributes:
+        axes: the device matrix, slowest axis first.
+        tensor_map: per dimension the axes it is split over, counted from the right, most significant first.
+        nested: whether the file has a map per dimension.
+        split_sizes: sizes of dimension 0's slices where it is split by hand.
+    """
+
+    axes: tuple[Axis, ...]
+    tensor_map: tuple[tuple[int, ...], ...]
+    nested: bool = False
+    split_sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def unnamed(cls, recorded: RecordedLayout) -> NamedLayout:
+        """A record as it is, its axes numbered from the right."""
+        matrix = recorded.device_matrix
+        axes = tuple(Axis(f"axis {len(matrix) - 1 - place}", size) for place, size in enumerate(matrix))
+        split = recorded.split_sizes if recorded.split_offsets else ()
+        return cls(axes, recorded.dimensions, recorded.nested, split)
+
+    @property
+    def device_matrix(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return tuple(axis.size for axis in self.axes)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The same without names."""
+        return Layout(self.device_matrix, self.tensor_map, uneven=self.split_sizes or None)
+
+    def recorded(self, shard_step: int = 0, shard_size: int = 0) -> RecordedLayout:
+        """The record of a strategy file."""
+        return replace(RecordedLayout.of(self.layout, self.nested), shard_step=shard_step, shard_size=shard_size)
+
+
+class Candidate(NamedTuple):
+    """One way in which a tensor may be cut.
+
+    Attributes:
+        matrix: the axes of the device matrix, slowest first.
+        cuts: one per dimension.
+        nested: written as the Layout interface writes it: a map per dimension, axes of size 1 kept.
+    """
+
+    matrix: Matrix
+    cuts: tuple[AxisCut, ...]
+    nested: bool = False
+
+    @property
+    def cut_by(self) -> list[str]:
+        """The sizes that cut, by dimension."""
+        return [name for cut in self.cuts for factor in cut.factors for name in sorted(factor.names)]
+
+    @property
+    def has_experts_across_model(self) -> bool:
+        """Whether only experts are cut, and differ between ranks that share model parallel operators."""
+        across = self.matrix[-1].names == ("ep",) or any({"ep", "mp"}.issubset(axis.names) for axis in self.matrix)
+        return across and "ep" in self.cut_by and "mp" not in self.cut_by
+
+    def strides(self) -> tuple[Optional[AxisProduct], ...]:
+        """The distance of ranks with neighbouring slices, per factor of the cuts, for any sizes.
+
+        None for what is no axis of the matrix: as long as it does not cut, it need not be.
+        """
+        found: list[Optional[AxisProduct]] = []
+        for factor in (factor for cut in self.cuts for factor in cut.factors):
+            try:
+                stop = _run_of(self.matrix, factor).stop
+            except NoCandidateError:
+                found.append(None)
+            else:
+                found.append(math.prod(self.matrix[stop:], start=product("1")))
+        return tuple(found)
+
+    def slices(self, shape: Sequence[int], sizes: AxisSizes, split_sizes: tuple[int, ...] = ()) -> object:
+        """The slices of every device, comparable; None where the tensor cannot be cut so."""
+        try:
+            return slices_by_device(self.layout(shape, sizes, split_sizes).layout)
+        except ExpressionError:
+            return None
+
+    def layout(self, shape: Sequence[int], sizes: AxisSizes, split_sizes: tuple[int, ...] = ()) -> NamedLayout:
+        """The layout that a compile records.
+
+        Args:
+            shape: of the full tensor.
+            sizes: of the axes.
+            split_sizes: sizes of dimension 0's slices where it is split by hand.
+
+        Raises:
+            ExpressionError: the matrix is not the stage's devices, a cut is over no axes of it, two are over the
+                same, or a dimension does not divide.
+        """
+        counts = [axis.whole(sizes) for axis in self.matrix]
+        if math.prod(counts) != sizes.stage_devices:
+            names = " x ".join(f"{axis.text} ({count})" for axis, count in zip(self.matrix, counts))
+            raise ExpressionError(f"matrix {names} is not the {sizes.stage_devices} devices of a stage")
+        runs: dict[int, _Run] = {}
+        for dimension, cut in enumerate(self.cuts):
+            slices = self._slices_of(dimension, shape[dimension], sizes, split_sizes)
+            for factor in cut.factors if slices else ():
+                run = _run_of(self.matrix, factor)
+                if any(run.start < other.stop and start < run.stop for start, other in runs.items()):
+                    raise NoCandidateError(f"{factor.text} cuts two dimensions")
+                runs[run.start] = _Run(run.stop, dimension, min(factor.whole(sizes), cut.most or slices))
+        axes, places = self._merged_axes(counts, runs)
+        if not axes:
+            return NamedLayout((Axis("dp", 1),), ((),) * len(shape), self.nested, split_sizes)
+        maps: list[list[int]] = [[] for _ in shape]
+        for start, taken in runs.items():
+            maps[taken.dimension] += [len(axes) - 1 - place for place in places[start]]
+        return NamedLayout(tuple(axes), tuple(map(tuple, maps)), self.nested, split_sizes)
+
+    def _slices_of(self, dimension: int, size: int, sizes: AxisSizes, split_sizes: Sequence[int]) -> int:
+        """The slices of a dimension of some size; 0 where the layout does not name its cut.
+
+        Raises:
+            ExpressionError: it does not divide, or the form cannot express the cut.
+        """
+        cut = self.cuts[dimension]
+        slices = cut.slices(sizes)
+        if slices == 1 and not self.nested:
+            return 0
+        if split_sizes and dimension == 0:
+            if len(split_sizes) != slices or sum(split_sizes) != size:
+                raise ExpressionError(f"split_sizes are not {slices} slices that add up to {size}, dimension 0")
+        elif size % slices:
+            if cut.where_divides:
+                return 0
+            raise ExpressionError(f"dimension {dimension} of size {size} does not divide by {cut.text} = {slices}")
+        if len(cut.factors) > 1 and not self.nested:
+            axes = " and ".join(factor.text for factor in cut.factors)
+            raise ExpressionError(
+                f"dimension {dimension} is cut by {axes}, which only the nested form records: nested = true"
+            )
+        return slices
+
+    def _merged_axes(self, counts: Sequence[int], runs: Mapping[int, _Run]) -> tuple[list[Axis], dict[int, list[int]]]:
+        """The axes as a compile writes them, and per run the positions of those that cut."""
+        axes: list[Axis] = []
+        places: dict[int, list[int]] = {}
+        joins = False
+        position = 0
+        while position < len(self.matrix):
+            run = runs.get(position)
+            if run is not None:
+                places[position] = self._add_run(axes, counts, position, run)
+                position, joins = run.stop, False
+                continue
+            axis, count = self.matrix[position], counts[position]
+            position += 1
+            if count == 1 and not self.nested:
+                continue
+            samples = bool(axis.names) and _SAMPLES.issuperset(axis.names)
+            if joins and samples and not self.nested:
+                axes[-1] = Axis(f"{axes[-1].name}*{axis.text}", axes[-1].size * count)
+            else:
+                axes.append(Axis(axis.text, count))
+            joins = samples
+        return axes, places
+
+    def _add_run(self, axes: list[Axis], counts: Sequence[int], start: int, run: _Run) -> list[int]:
+        names = [axis.text for axis in self.matrix[start : run.stop]]
+        name, whole = "*".join(names), math.prod(counts[start : run.stop])
+        if run.slices < whole:
+            # The repeats of a capped cut are innermost.
+            axes += [Axis(f"min({name},{run.slices})", run.slices), Axis(f"{name}/{run.slices}", whole // run.slices)]
+            return [len(axes) - 2]
+        if not self.nested:
+            axes.append(Axis(name, whole))
+            return [len(axes) - 1]
+        axes += map(Axis, names, counts[start : run.stop])
+        return list(range(len(axes) - len(names), len(axes)))
+
+
+class _Run(NamedTuple):
+    """Neighbouring axes that cut: the end of the run, the dimension, and the slices."""
+
+    stop: int
+    dimension: int
+    slices: int
+
+
+def _run_of(matrix: Matrix, factor: AxisProduct) -> range:
+    """The neighbouring axes whose product is a factor.
+
+    Raises:
+        NoCandidateError: there are none.
+    """
+    for start in range(len(matrix)):
+        found = matrix[start]
+        for stop in range(start + 1, len(matrix) + 1):
+            if found == factor:
+                return range(start, stop)
+            if stop < len(matrix):
+                found = found * matrix[stop]
+    axes = ", ".join(axis.text for axis in matrix)
+    raise NoCandidateError(f"{factor.text} is no axis of the matrix [{axes}], nor several that lie side by side")
+
+
+def slices_by_device(layout: Layout) -> SlicesByDevice:
+    """The cuts of a layout, neighbouring axes as one: equal where devices hold the same slices."""
+    sizes = layout.device_matrix[::-1]
+    found = []
+    for axes in layout.tensor_map:
+        cuts: list[tuple[int, int]] = []
+        for axis in axes:
+            stride, size = math.prod(sizes[:axis]), sizes[axis]
+            if size == 1:
+                continue
+            if cuts and cuts[-1][0] == stride * size:
+                cuts[-1] = (stride, cuts[-1][1] * size)
+            else:
+                cuts.append((stride, size))
+        found.append(tuple(cuts))
+    return tuple(found)
+
+
+def any_cut(sizes: AxisSizes) -> tuple[AxisCut, ...]:
+    """All known cuts of a dimension of which nothing is known, whole first."""
+    return (WHOLE, *(AxisCut((each,), where_divides=True) for each, needed in _PRODUCTS if sizes[needed] > 1))
+
+
+class Observation(NamedTuple):
+    """How one weight is cut in one stage of a strategy.
+
+    Attributes:
+        sizes: of the run.
+        slices: of every device.
+        device_matrix: as recorded.
+        nested: whether the map is nested; None where the file does not show it, as JSON.
+    """
+
+    sizes: AxisSizes
+    slices: SlicesByDevice
+    device_matrix: tuple[int, ...]
+    nested: Optional[bool]
+
+
+def candidates_showing(
+    shape: tuple[int, ...], observed: Sequence[Observation]
+) -> tuple[tuple[Candidate, ...], Optional[int]]:
+    """All candidates that agree with what was observed, the likeliest first, and the cap of their cuts if one has it.
+
+    Candidates with the same cuts and strides give the same slices at all sizes: one of them is returned.
+    """
+    largest = {name: max(one.sizes[name] for one in observed) for name in SIZED}
+    nested = all(one.nested for one in observed)
+    found: dict[Candidate, bool] = {}
+    for cuts in itertools.product(*(_cuts_showing(*each, observed, largest) for each in enumerate(shape))):
+        cut_by = Candidate(DEFAULT_MATRIX, cuts).cut_by
+        if {"ep", "mp"} <= {*cut_by} and cut_by.index("mp") < cut_by.index("ep"):
+            # Experts are the first dimension. Where both sizes are equal, the other candidate gives the same slices.
+            continue
+        for matrix in _matrices_for(cut_by, largest["cp"] > 1):
+            candidate = Candidate(matrix, cuts, nested)
+            if all(candidate.slices(shape, one.sizes) == one.slices for one in observed):
+                found[candidate] = all(
+                    candidate.layout(shape, one.sizes).device_matrix == one.device_matrix for one in observed
+                )
+    # Experts across model parallel ranks are cut through the Layout interface, which writes nested maps. MindSpore
+    # 2.10 writes flat ones; there the rule has to be stated, because it would explain sizes that are not the run's.
+    if any(one.nested is False for one in observed):
+        found = {candidate: same for candidate, same in found.items() if not candidate.has_experts_across_model}
+    caps = {cut.most for candidate in found for cut in candidate.cuts if cut.most is not None}
+    distinct: dict[object, Candidate] = {}
+    for candidate in sorted(found, key=lambda candidate: not found[candidate]):
+        distinct.setdefault((candidate.cuts, candidate.strides()), candidate)
+    return tuple(distinct.values()), caps.pop() if len(caps) == 1 else None
+
+
+def _matrices_for(cut_by: Collection[str], context: bool) -> Iterator[Matrix]:
+    """The device matrices of weights that these sizes cut, the likeliest first."""
+    if "ep" in cut_by:
+        kinds = ["ep"]
+    else:
+        kinds = ["any other", *([] if cut_by else ["none"]), *(["mp"] if "mp" in cut_by else [])]
+    for kind in kinds:
+        always, with_context = _ORDERS[kind]
+        yield from always
+        yield from with_context if context else ()
+
+
+def _cuts_showing(
+    dimension: int, size: int, observed: Sequence[Observation], largest: Mapping[str, int]
+) -> list[AxisCut]:
+    """The known cuts of a dimension that make as many slices as were observed.
+
+    Sizes that are 1 in all runs are left out: nothing is shown of larger ones.
+    """
+    slices = [math.prod(count for _, count in one.slices[dimension]) for one in observed]
+    found = [WHOLE] if set(slices) == {1} else []
+    for each in (each for each, needed in _PRODUCTS if largest[needed] > 1):
+        expected = [each.whole(one.sizes) for one in observed]
+        if slices == expected:
+            found.append(AxisCut((each,)))
+        elif slices == [1 if size % count else count for count in expected]:
+            found.append(AxisCut((each,), where_divides=True))
+    for most in sorted({count for count, one in zip(slices, observed) if 1 < count < one.sizes["mp"]}):
+        if slices == [min(one.sizes["mp"], most) for one in observed]:
+            found.append(AxisCut((product("mp"),), most))
+    return found

@@ -1,0 +1,498 @@
+"""Whether a converted checkpoint is what its source makes of it.
+
+Which box of which tensor each file of a rank has to hold follows from the source and the target's strategy alone. Other
+forms are read by their own reader, as any loader would read them: every tensor of the source has to be there, of its
+type and shape, each slice equal to the source, and laid out as the target's strategy lists it. Nothing else may be
+there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Callable, Optional, Union
+
+from reshard.checkpoints import CheckpointIndex, FileHandles, KnownStructures, can_hold, format_of
+from reshard.checkpoints.formats.dtypes import INT4
+from reshard.checkpoints.formats.headers import read_headers
+from reshard.errors import DamagedCheckpointError, IncompleteSourceError, LayoutError
+from reshard.forms.form import Layouts
+from reshard.forms.registry import form_named
+from reshard.strategies import Stage, Strategy
+from reshard.text.wording import number_ranges, quoted, rank_ranges
+from reshard.verification.boxes import Box, Recorded, device_boxes, shape_of, target_boxes, volume_of, whole_box
+from reshard.verification.difference import Difference, kind_of_tensor
+from reshard.verification.edited import EditedSource
+from reshard.verification.library import library_differences
+from reshard.verification.reading import Comparison, Means, compare
+from reshard.verification.stored import Content, StoredSource, StoredTensor, Way, by_box, recorded_layout, value_content
+from reshard.verification.values import CopiedValues, RecoveryValues
+
+AnySource = Union[StoredSource, EditedSource]
+
+
+def compare_ranks(
+    source: AnySource,
+    files: Mapping[int, str],
+    target: Strategy,
+    means: Means,
+    *,
+    ranks: Optional[Iterable[int]] = None,
+    admit: Callable[[str], bool] = lambda name: True,
+    recovered: bool = False,
+) -> list[Difference]:
+    """Compare rank directories with their source.
+
+    Args:
+        source: the step that was converted, under the names and types of the target.
+        files: all files of the converted checkpoint, by rank.
+        target: their strategy.
+        means: files, threads and memory.
+        ranks: target ranks to compare; where None all of the strategy, and there must be no others.
+        admit: which parameters were converted, by name.
+        recovered: the target was written by a recovery (see `RecoveryValues`).
+
+    Returns:
+        Every difference, whole files first, then by parameter.
+
+    Raises:
+        InputError: the source lacks what the target ranks need, or does not fit its strategy.
+        RetryableError: reading failed.
+    """
+    wanted = sorted(range(target.device_count) if ranks is None else set(ranks))
+    indexes, damaged = _read_files({rank: files[rank] for rank in wanted if rank in files}, means.handles)
+    beyond = [rank for rank in sorted(files) if ranks is None and rank >= target.device_count]
+    found = [Difference("file", None, (rank,), f"{files[rank]} is not of this conversion") for rank in beyond]
+    for rank in wanted:
+        if rank not in indexes:
+            found.append(Difference("file", None, (rank,), damaged.get(rank, "there is no file")))
+    found += _RankFiles(source, indexes, target, means, admit, recovered).run()
+    for rank, index in indexes.items():
+        found += [Difference("file", None, (rank,), text) for text in library_differences(index)]
+    return found
+
+
+def compare_form(
+    source: AnySource,
+    written: StoredSource,
+    target: Strategy,
+    directory: str,
+    means: Means,
+    admit: Callable[[str], bool] = lambda name: True,
+) -> list[Difference]:
+    """Compare a checkpoint of any other form with its source.
+
+    Args:
+        source: the step that was converted, under the names and types of the target.
+        written: the converted checkpoint, all of it.
+        target: its strategy; `none` where tensors are whole.
+        directory: where it is; names of files are relative to it.
+        means: files, threads and memory.
+        admit: which parameters were converted, by name.
+
+    Returns:
+        Every difference, by parameter.
+
+    Raises:
+        InputError: the source lacks what is compared, or does not fit its strategy.
+        RetryableError: reading failed.
+    """
+    return _Files(source, written, target, directory, means, admit).run()
+
+
+def _read_files(files: Mapping[int, str], handles: FileHandles) -> tuple[dict[int, CheckpointIndex], dict[int, str]]:
+    """The headers of readable files, and why others are damaged, by rank.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or encrypted.
+        RetryableError: reading failed.
+    """
+    indexes: dict[int, CheckpointIndex] = {}
+    damaged: dict[int, str] = {}
+    for rank, header in read_headers(handles, dict(sorted(files.items())), KnownStructures(handles)):
+        if isinstance(header, DamagedCheckpointError):
+            damaged[rank] = header.message
+        else:
+            indexes[rank] = header
+    return indexes, damaged
+
+
+def _layout_in(stage: Stage, content: Content, strategy: Strategy) -> Recorded:
+    """The layout of a tensor in a target stage.
+
+    Accumulated gradients have optimizer shards where the source's have them. Where the source's strategy records none,
+    a target with a pipeline gets none either: there the compiler records shards that it does not make.
+
+    Raises:
+        IncompleteSourceError: only missing files show whether optimizer shards are made.
+    """
+    if strategy.is_none:
+        return Recorded((stage.device_count,), ((),) * len(content.shape))
+    layout, shards = recorded_layout(stage.layouts[content.name]), content.shards
+    if shards.plain or (shards.unrecorded and len(strategy.stages) > 1):
+        return layout.unsharded()
+    if shards.undecided and layout.shards > 1:
+        raise IncompleteSourceError(
+            f"{quoted(content.name)}: only files of {rank_ranges(shards.undecided)} show whether its optimizer shards "
+            "are made, and none of them is there",
+            parameter=content.name,
+            hint="bring one of them back",
+        )
+    return layout
+
+
+class _Comparison:
+    """The comparison of numbered files with a source; in rank directories the number is the rank.
+
+    Raises:
+        CheckpointError: source files hold an entry that is wanted and that nothing reads.
+    """
+
+    def __init__(
+        self,
+        source: AnySource,
+        indexes: Mapping[int, CheckpointIndex],
+        strategy: Strategy,
+        means: Means,
+        admit: Callable[[str], bool],
+    ) -> None:
+        self._source, self._indexes, self._new, self._means = source, indexes, strategy, means
+        left_out = set() if strategy.is_none else set(source.listed).difference(strategy.parameters)
+
+        def converted(name: str) -> bool:
+            return name not in left_out and admit(name)
+
+        if isinstance(source, StoredSource):
+            source.check_read(converted)
+        self._names = [*filter(converted, source.tensors)]
+        self._value_files = {name: files for name, files in source.values.items() if converted(name)}
+        self._differences: list[Difference] = []
+
+    def run(self) -> list[Difference]:
+        """Every difference, whole files first, then by parameter."""
+        self._check_names()
+        self._check_metadata()
+        slices = [one for name in self._names for one in self._slices(self._source.tensors[name])]
+        values = self._value_origins()
+        copies = [*self._value_copies({key: origins[0] for key, origins in values.items()})]
+        self._means.progress.begin(sum(one.nbytes for one in [*slices, *copies]), "verifying")
+        try:
+            wrong = compare(slices, self._means)
+            for name in wrong.stages:
+                self._add("stages", name, "the source's pipeline stages hold different values of it")
+            for (_, name), numbers in wrong.files.items():
+                self._add("content", name, "differs from the source", numbers)
+            self._compare_values(values)
+        finally:
+            self._means.progress.end()
+        return sorted(self._differences, key=lambda one: (one.parameter or "", one.kind, one.ranks, one.files))
+
+    def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
+        self._differences.append(Difference(kind, name, tuple(sorted(numbers)), detail))
+
+    def _check_names(self) -> None:
+        """Find names in the files that the source and the strategies do not put there."""
+        raise NotImplementedError
+
+    def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
+        """What is wrong with the metadata of a file."""
+        raise NotImplementedError
+
+    def _slices(self, content: Content) -> Iterator[Comparison]:
+        """The slices of a tensor whose bytes are to be compared; all else that is wrong is added here."""
+        raise NotImplementedError
+
+    def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        """Per value and file that holds it the source files of which it may be a copy; missing ones are added here."""
+        raise NotImplementedError
+
+    def _check_metadata(self) -> None:
+        wrong: dict[str, list[int]] = defaultdict(list)
+        for number, index in self._indexes.items():
+            for text in self._strange_metadata(number, index):
+                wrong[text].append(number)
+        for text, numbers in wrong.items():
+            self._add("file", None, text, numbers)
+
+    @property
+    def _source_metadata(self) -> set[tuple[str, str]]:
+        return {item for index in self._source.indexes.values() for item in index.metadata.items()}
+
+    def _value_origins(self) -> dict[tuple[str, int], list[int]]:
+        """Per value and file the source files of which it may be a copy, by type and shape."""
+        found: dict[tuple[str, int], list[int]] = {}
+        for name, number, origins in self._values():
+            problems = {origin: self._value_problem(name, number, origin) for origin in origins}
+            fitting = [origin for origin, problem in problems.items() if problem is None]
+            if fitting:
+                found[name, number] = fitting
+            else:
+                kind, detail = problems[origins[0]] or ("", "")
+                self._add(kind, name, detail, [number])
+        return found
+
+    def _value_problem(self, name: str, number: int, origin: int) -> Optional[tuple[str, str]]:
+        """How the header of a file's value differs from the source's: kind and detail of the difference."""
+        mine, theirs = self._indexes[number].tensors[name], self._source.value(name, origin)
+        if kind_of_tensor(mine) != kind_of_tensor(theirs):
+            kind = "shape" if mine.dtype == theirs.dtype else "type"
+            return kind, f"is {mine.dtype} {list(mine.shape)}, but {theirs.dtype} {list(theirs.shape)} in the source"
+        formats = {self._indexes[number].format, self._source.indexes[origin].format}
+        if formats == {"ckpt"} and mine.dims != theirs.dims:
+            return "shape", f"records dimensions {list(mine.dims)}, but {list(theirs.dims)} in the source"
+        return None
+
+    def _value_copies(self, origins: Mapping[tuple[str, int], int]) -> Iterator[Comparison]:
+        numbers: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for (name, number), origin in origins.items():
+            numbers[name, origin].append(number)
+        for (name, origin), found in numbers.items():
+            content = value_content(self._source.indexes, name, origin)
+            yield Comparison(content, Way(0, {whole_box(content.shape): tuple(found)}), self._indexes)
+
+    def _compare_values(self, origins: Mapping[tuple[str, int], list[int]]) -> None:
+        """Compare each copy with its origin; a copy with several possible origins with one after the other."""
+        wrong: dict[str, list[int]] = defaultdict(list)
+        counted = True
+        while origins:
+            found = compare(self._value_copies({key: each[0] for key, each in origins.items()}), self._means, counted)
+            differing = {(name, number) for (_, name), numbers in found.files.items() for number in numbers}
+            for name, number in differing:
+                if len(origins[name, number]) == 1:
+                    wrong[name].append(number)
+            origins = {key: origins[key][1:] for key in differing if len(origins[key]) > 1}
+            counted = False
+        for name, numbers in wrong.items():
+            self._add("content", name, "differs from the source", numbers)
+
+
+class _RankFiles(_Comparison):
+    def __init__(
+        self,
+        source: AnySource,
+        indexes: Mapping[int, CheckpointIndex],
+        strategy: Strategy,
+        means: Means,
+        admit: Callable[[str], bool],
+        recovered: bool,
+    ) -> None:
+        super().__init__(source, indexes, strategy, means, admit)
+        self._converted = frozenset(self._names)
+        kind = RecoveryValues if recovered else CopiedValues
+        self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
+        # Per stage the ranks to compare whose files can be read.
+        self._present = {
+            stage.number: [rank for rank in sorted(indexes) if rank in stage.ranks] for stage in strategy.stages
+        }
+        self._ways: dict[object, Way] = {}
+        self._known_metadata = self._source_metadata
+
+    def _is_converted(self, name: str, stage: Stage) -> bool:
+        """Whether a stage's ranks get slices of a tensor of the source."""
+        return name in self._converted and (self._new.is_none or name in stage.layouts)
+
+    def _check_names(self) -> None:
+        alike: dict[int, list[int]] = defaultdict(list)
+        for rank, index in self._indexes.items():
+            alike[id(index.tensors)].append(rank)
+        extra: dict[str, list[int]] = defaultdict(list)
+        for same in alike.values():
+            for stage in self._new.stages:
+                ranks = [rank for rank in same if rank in stage.ranks]
+                for name in self._indexes[same[0]].tensors if ranks else ():
+                    if not self._is_converted(name, stage):
+                        extra[name] += [rank for rank in ranks if not self._copied.origins(name, rank)]
+        for name, ranks in extra.items():
+            if ranks:
+                self._add("extra", name, "is in the file, but the source and the strategies do not put it there", ranks)
+
+    def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
+        return _strange_metadata(index, self._known_metadata, self._copied.metadata(number))
+
+    def _slices(self, content: Content) -> Iterator[Comparison]:
+        for stage in self._new.stages:
+            if self._is_converted(content.name, stage) and self._present[stage.number]:
+                yield from self._slices_in(stage, content)
+
+    def _slices_in(self, stage: Stage, content: Content) -> Iterator[Comparison]:
+        name, present = content.name, self._present[stage.number]
+        try:
+            layout = _layout_in(stage, content, self._new)
+            boxes = target_boxes(layout, content.shape)
+        except LayoutError as error:
+            self._add("strategy", name, error.message, present)
+            return
+        wrong: dict[tuple[str, str], list[int]] = defaultdict(list)
+        right = []
+        for rank in present:
+            box, tensor = boxes[rank - stage.first_rank], self._indexes[rank].tensors.get(name)
+            if tensor is None:
+                # Sources and .ckpt files leave out empty slices.
+                if volume_of(box) or not (self._copied.keeps_files or self._indexes[rank].format == "ckpt"):
+                    wrong["missing", "is not in the file"].append(rank)
+            elif tensor.dtype != content.dtype or (tensor.elements and tensor.item_size != content.item_size):
+                wrong["type", f"is {tensor.dtype}, but {content.dtype} {self._source.origin}"].append(rank)
+            elif tensor.shape != shape_of(box):
+                wrong["shape", f"has shape {list(tensor.shape)}, not {list(shape_of(box))}"].append(rank)
+            else:
+                right.append(rank)
+        for (kind, detail), ranks in wrong.items():
+            self._add(kind, name, detail, ranks)
+        key = (layout, content.shape, stage.number, tuple(right))
+        if key not in self._ways:
+            self._ways[key] = Way(stage.number, by_box(boxes, stage.first_rank, right))
+        yield Comparison(content, self._ways[key], self._indexes, stage.number)
+
+    def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        for name in self._copied.names:
+            for rank, index in self._indexes.items():
+                origins = self._copied.origins(name, rank)
+                if origins and name in index.tensors:
+                    yield name, rank, origins
+                elif origins and self._copied.is_needed(name, rank) and self._can_hold(index, name, origins[0]):
+                    self._add("missing", name, "is not in the file", [rank])
+
+    def _can_hold(self, index: CheckpointIndex, name: str, origin: int) -> bool:
+        return can_hold(format_of(index.path), self._source.value(name, origin).dtype)
+
+
+class _Files(_Comparison):
+    def __init__(
+        self,
+        source: AnySource,
+        written: StoredSource,
+        strategy: Strategy,
+        directory: str,
+        means: Means,
+        admit: Callable[[str], bool],
+    ) -> None:
+        super().__init__(source, written.indexes, strategy, means, admit)
+        self._written, self._directory = written, directory
+        self._form = form_named(written.checkpoint.form)
+        self._value_files = {
+            name: files
+            for name, files in self._value_files.items()
+            if can_hold("safetensors", source.value(name, files[0]).dtype)
+        }
+        # Each loader refuses a "format" that is not its own.
+        self._format = "ms" if self._form.options.mindspore else "pt"
+        self._known_metadata = {item for item in self._source_metadata if item[0] != "format"}
+
+    def _add(self, kind: str, name: Optional[str], detail: str, numbers: Iterable[int] = ()) -> None:
+        paths = self._written.checkpoint.files
+        names = tuple(os.path.relpath(paths[number], self._directory) for number in sorted(numbers))
+        self._differences.append(Difference(kind, name, (), detail, names))
+
+    def _check_names(self) -> None:
+        for name in self._written.held.keys() - {*self._names, *self._value_files}:
+            detail = "is there, but the source and the strategies do not put it there"
+            self._add("extra", name, detail, self._written.held[name])
+
+    def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
+        if index.format != "safetensors":
+            return
+        own = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
+        yield from _strange_metadata(index, self._known_metadata, own, self._format)
+        if "format" not in index.metadata:
+            yield f"its metadata has no 'format', which should be {self._format!r}"
+
+    def _values(self) -> Iterator[tuple[str, int, Sequence[int]]]:
+        for name, files in self._value_files.items():
+            for number in self._written.held.get(name, ()):
+                yield name, number, files[:1]
+            if name not in self._written.held:
+                self._add("missing", name, "is in no file")
+
+    def _slices(self, content: Content) -> Iterator[Comparison]:
+        name, written = content.name, self._written
+        numbers = written.held.get(name)
+        if numbers is None:
+            self._add("missing", name, "is in no file")
+            return
+        held = {number: written.value(name, number) for number in numbers}
+        wrong = [number for number, tensor in held.items() if tensor.dtype != content.dtype]
+        if wrong:
+            detail = f"is {held[wrong[0]].dtype}, but {content.dtype} {self._source.origin}"
+            self._add("type", name, detail, wrong)
+            return
+        layouts, laid_out = self._form.options.layouts, written.tensors.get(name)
+        boxed = self._form.options.shards
+        if laid_out is None and (layouts is Layouts.WHOLE or boxed):
+            # A tensor of one element looks like a value where all tensors are whole.
+            wrong = [number for number, tensor in held.items() if tensor.shape != content.shape]
+            if wrong:
+                detail = f"has shape {list(held[wrong[0]].shape)}, not {list(content.shape)}"
+                self._add("shape", name, detail, wrong)
+                return
+            yield Comparison(content, Way(0, {whole_box(content.shape): numbers}), written.indexes)
+            return
+        saved = self._form.saved_cut(written.checkpoint, name)
+        if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
+            self._add("missing", name, "is in a file, but no metadata lists it", numbers)
+            return
+        assert isinstance(laid_out, StoredTensor)
+        unlisted = set(numbers).difference(*(files for way in laid_out.ways for files in way.held.values()))
+        # Chunks without elements are there for ranks that have no rows.
+        unlisted = {number for number in unlisted if held[number].elements}
+        if unlisted:
+            self._add("extra", name, "is in the file, but no metadata lists it there", unlisted)
+        if laid_out.shape != content.shape:
+            self._add("shape", name, f"has shape {list(laid_out.shape)}, not {list(content.shape)}", numbers)
+            return
+        if not laid_out.is_whole():
+            self._add("missing", name, "is not whole: slices are in no file")
+        if saved is not None:
+            recorded = None if saved.layout is None else recorded_layout(saved.layout)
+            for detail in self._wrong_layout(content, recorded, saved.ranks):
+                self._add("strategy", name, detail)
+        for way in laid_out.ways:
+            yield Comparison(content, way, written.indexes, way.number)
+
+    def _wrong_layout(self, content: Content, recorded: Optional[Recorded], ranks: Sequence[int]) -> Iterator[str]:
+        """How a recorded layout differs from that of the target's strategy."""
+        stage = next(stage for stage in self._new.stages if self._new.is_none or content.name in stage.layouts)
+        try:
+            boxes = target_boxes(_layout_in(stage, content, self._new), content.shape)
+        except LayoutError as error:
+            yield error.message
+            return
+        if tuple(ranks) != tuple(stage.ranks):
+            yield f"is laid out over ranks {number_ranges(ranks)}, not {number_ranges(stage.ranks)}"
+            return
+        whole = (whole_box(content.shape),) * len(ranks)
+        found = whole if recorded is None else device_boxes(recorded, content.shape) or ()
+        if found != boxes:
+            cuts, wanted = _cuts(found), _cuts(boxes)
+            if cuts != wanted:
+                yield f"is cut into {cuts} slices per dimension, not {wanted}"
+            else:
+                yield "has its slices on other ranks than the target's strategy gives them to"
+
+
+def _strange_metadata(
+    index: CheckpointIndex, known: Collection[tuple[str, str]], allowed: Mapping[str, str], format: str = "ms"
+) -> Iterator[str]:
+    """What in the metadata of a safetensors file is neither right for the file nor copied from the source.
+
+    Args:
+        index: the file.
+        known: the metadata of all source files.
+        allowed: metadata that the file may have anyway.
+        format: the right ``format``.
+    """
+    for key, text in index.metadata.items():
+        tensor = index.tensors.get(key)
+        right = {"format": format, "remove_redundancy": "False"}.get(key)
+        if right is None and tensor is not None and tensor.dtype == INT4:
+            right = INT4
+        # The target has every slice, whatever the source's remove_redundancy is.
+        same_as_source = allowed.get(key) == text or (key != "remove_redundancy" and (key, text) in known)
+        if text != right and key != "crc_num" and not same_as_source:
+            expected = "nothing" if right is None else repr(right)
+            yield f"its metadata has {text!r} for {key!r}, not {expected}"
+
+
+def _cuts(boxes: Sequence[Box]) -> list[int]:
+    """How many slices boxes make of each dimension."""
+    return [len(set(intervals)) for intervals in zip(*boxes)]

@@ -1,0 +1,132 @@
+"""A store is one class and one line: nothing outside the room of stores asks which store a path lies in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from reshard.storage import Store, asked_once, exists, is_directory, store_of
+from tests.corpus import ROOT
+from tests.forms import FORMS, to
+from tests.running import Argument, done, fails, reshard
+from tests.small import World, tensors
+from tests.storage.places import ToyPlace
+from tests.storage.toy import ToyStore
+from tests.trees import read_tree, same_ranks
+
+FULL = tensors()
+ASKS = re.compile(
+    r"""in_object_store|scheme_of|reshard\.storage\.(?:s3|local\b)|import\ s3\b
+    |(?:startswith|partition|split)\(["'](?:s3)?://|["']s3:?/?/?["']
+    |isinstance\([^)]*Store\b""",
+    re.VERBOSE,
+)
+
+
+def copied(directory: Path, place: ToyPlace) -> str:
+    """Files of a local directory, put into the toy store; where they lie there."""
+    for file in directory.rglob("*"):
+        if file.is_file():
+            place.put(str(file.relative_to(directory)), file.read_bytes())
+    return place.path
+
+
+def fetched(path: str, toy: ToyStore, directory: Path) -> Path:
+    """A directory of the toy store as a local one."""
+    prefix = path.partition("://")[2] + "/"
+    for key in toy.keys(prefix):
+        if not key.endswith("/"):
+            file = directory / key[len(prefix) :]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(toy.file(key).read_bytes())
+    return directory
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_registered_store_is_converted_from_and_to(form: str, world: World, toy: ToyStore) -> None:
+    world.save(FULL)
+    src = copied(world.src, ToyPlace(toy))
+    middle, back = "toy://a/middle", world.root / "back"
+    done("convert", src, middle, "--src-strategy", world.old, "--verify", *to(form, world))
+    source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
+    done("convert", middle, back, *source, "--dst-strategy", world.new, "--verify")
+    same_ranks(read_tree(back), world.expected(FULL))
+    found = done("status", middle, "--json").json
+    assert found["complete"] and not found["writing"]
+    done("verify", middle, "--src", src, "--src-strategy", world.old, *to(form, world)[2:])
+    assert not toy.keys("a/middle/.reshard/lock") and not list((world.root / "toy/new").glob("*"))
+
+
+def words_of(world: World, dst: str, *options: Argument) -> list[Argument]:
+    return ["convert", world.src, dst, "--src-strategy", world.old, "--dst-strategy", world.new, *options]
+
+
+def test_a_run_that_was_interrupted_in_a_registered_store_goes_on(world: World, toy: ToyStore) -> None:
+    world.save(FULL)
+    named: list[str] = []
+
+    def stop(path: str) -> None:
+        if named:
+            raise OSError(5, "the store is away")
+        named.append(path)
+
+    toy.published = stop
+    dst = "toy://out"
+    fails(1, *words_of(world, dst, "--jobs", 1), says=["the store is away"])
+    found = done("status", dst, "--json").json
+    assert not found["complete"] and len(found["done"]) == 1
+    toy.published = named.append
+    first = list(named)
+    done("resume", dst)
+    assert done("status", dst, "--json").json["complete"]
+    assert not set(first) & set(named[len(first) :])
+    same_ranks(read_tree(fetched(dst, toy, world.root / "out")), world.expected(FULL))
+
+
+def test_two_conversions_never_write_to_a_registered_store_at_a_time(world: World, toy: ToyStore) -> None:
+    world.save(FULL)
+    dst = "toy://out"
+    seen: list[str] = []
+
+    def meanwhile(path: str) -> None:
+        if not seen:
+            seen.append(path)
+            other = reshard(*words_of(world, dst, "--include", "w", "--overwrite"))
+            assert other.status == 3 and "another conversion is being written" in other.err
+            assert done("status", dst, "--json").json["writing"]
+
+    toy.published = meanwhile
+    done(*words_of(world, dst, "--jobs", 1))
+    assert seen and not done("status", dst, "--json").json["writing"]
+
+
+def test_what_was_looked_at_is_looked_at_again_once_something_was_written(toy: ToyStore) -> None:
+    place = ToyPlace(toy)
+    with asked_once():
+        assert not exists(f"{place.path}/new") and not is_directory(place.path)
+        place.put("new", b"")
+        # Written by others, whom nobody sees in such a block.
+        assert not exists(f"{place.path}/new")
+        store_of(place.path).make_empty(f"{place.path}/own")
+        assert exists(f"{place.path}/new") and exists(f"{place.path}/own") and is_directory(place.path)
+
+
+def lines_of_other_rooms() -> Sequence[tuple[str, str]]:
+    files = [path for path in Path(ROOT, "reshard").rglob("*.py") if "storage" not in path.relative_to(ROOT).parts]
+    return [(f"{path}:{number}", line) for path in files for number, line in enumerate(path.read_text().split("\n"), 1)]
+
+
+def test_nothing_else_asks_which_store_a_path_lies_in() -> None:
+    for place, line in lines_of_other_rooms():
+        assert not ASKS.search(line), f"{place}: ask a method of its store: {line}"
+
+
+def test_contributing_lists_what_a_store_implements() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    shown = re.search(r"\* \*\*A store\*\*.*?(?=\n\* \*\*)", text, re.DOTALL)
+    assert shown is not None
+    listed = set(re.findall(r"`(\w+)\(\)`", shown[0]))
+    assert listed == set(Store.__abstractmethods__)
