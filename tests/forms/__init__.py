@@ -13,7 +13,7 @@ FINISHED = ["checkpoint2", "unified", "huggingface"]
 def to(form: str, world: World) -> list[Argument]:
     """The options that write a form, cut as the target strategy where it has one."""
     words: list[Argument] = ["--to", form]
-    if form not in ("unified", "huggingface"):
+    if form in ("ranks", "checkpoint2", "hf-sharded", "dcp", "hyper-parallel"):
         words += ["--dst-strategy", world.new]
     if form in ("dcp", "hyper-parallel"):
         # Trainers look for names that begin with "model."; those of the strategies do not.

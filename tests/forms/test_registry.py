@@ -12,7 +12,7 @@ import pytest
 
 from reshard.forms import registry
 from tests.corpus import ROOT
-from tests.forms import FORMS, to
+from tests.forms import FORMS, in_safetensors, to
 from tests.forms import toy as toy_form
 from tests.forms.toy import LIST, ToyForm
 from tests.running import Argument, done, fails
@@ -46,7 +46,7 @@ def test_a_registered_form_converts_both_ways(form: str, world: World, toy: ToyF
     world.save(FULL)
     one, two, other, ranks = (world.root / name for name in ("one", "two", "other", "ranks"))
     done("convert", world.src, one, "--src-strategy", world.old, "--to", "toy", "--format", "safetensors")
-    done("convert", one, other, "--format", "safetensors", *to(form, world))
+    done("convert", one, other, *in_safetensors(form), *to(form, world))
     source: list[Argument] = ["--src-strategy", world.new] if form == "ranks" else []
     done("convert", other, two, *source, "--to", "toy")
     done("convert", two, ranks, "--dst-strategy", world.new, "--format", "ckpt")
