@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.decryption import DecryptedFiles, Decryption
+from reshard.checkpoints.placed import PlacedFile, Placement
 from reshard.errors import CheckpointError, ReshardError, RetryableError
 from reshard.storage import FileStatus, OpenFile, ReadableFile, store_of, too_long
 
@@ -116,6 +117,7 @@ class FileHandles:
         self._lock = threading.Lock()
         self._handles: OrderedDict[str, _Handle] = OrderedDict()
         self._decrypted = None if decryption is None else DecryptedFiles(decryption)
+        self._placements: dict[str, Placement] = {}
         # Of every file when it was first opened.
         self._first_seen: dict[str, FileVersion] = {}
         # Files of which every read insists on the version that was opened.
@@ -142,13 +144,18 @@ class FileHandles:
                     handle.opened = self.open_file(path)
                 if handle.file is None:
                     handle.file = handle.opened if self._decrypted is None else self._decrypted.open(handle.opened)
-            yield handle.file
+            placement = self._placements.get(path)
+            yield handle.file if placement is None else PlacedFile(handle.file, placement)
         finally:
             with self._lock:
                 handle.users -= 1
                 if handle.opened is None and not handle.users:
                     del self._handles[path]
                 self._close_idle(self.limit)
+
+    def place(self, path: str, placement: Placement) -> None:
+        """From now on `borrow` gives a file that is read by the places of its tensors."""
+        self._placements[path] = placement
 
     def close(self) -> None:
         """Close every file that is not in use."""

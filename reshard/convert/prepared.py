@@ -272,8 +272,8 @@ class _Preparation:
         return found
 
     def check(self, plan: Plan, progress: Progress, workers: Optional[Workers] = None) -> Check:
-        """What checks CRCs: this process, or those that write the targets."""
-        if workers is not None:
+        """What checks CRCs: this process, or those that write the targets; they know no places of archives."""
+        if workers is not None and not any(index.archived for index in plan.checkpoint.indexes.values()):
             return workers.check_crcs
         execution = self.execution(plan)
         return lambda files: damaged_files(files, execution, self.handles, self.report, progress)
@@ -391,7 +391,11 @@ class Prepared:
                 return
             check = preparation.check(plan, progress, workers)
             read = plan.files_read(work)
-            wholly_read = [index for index in plan.checkpoint.indexes.values() if read.get(index.path)]
+            wholly_read = [
+                index
+                for index in plan.checkpoint.indexes.values()
+                if read.get(index.path) or (index.archived and self._options.verify)
+            ]
             if not preparation.crcs.find(plan.checkpoint, wholly_read, check):
                 # Tags are compared before anything is used, CRCs are not.
                 crcs = {index.path for index in plan.checkpoint.indexes.values() if index.crc is not None}

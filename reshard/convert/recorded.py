@@ -15,7 +15,7 @@ from reshard.records.given import Given
 from reshard.records.identity import short_digest
 from reshard.records.ledger import ledgers_in
 from reshard.storage import exists
-from reshard.strategies import NONE, SAME, read_strategy
+from reshard.strategies import names_files, read_strategy
 from reshard.text.report import Report
 
 EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast", "dequantize")
@@ -43,8 +43,9 @@ def edits_of_target(
         UsageError: the directory was written with other names or types, and nothing says with which.
         ReshardError: what is typed cannot be read.
     """
-    edits = edits_of(src, typed)
-    if edits is None and plan is not None and plan.edits:
+    edits = edits_of(src, typed, None if plan is None else plan.form)
+    stated = any(typed[name] for name in EDITS)
+    if not stated and plan is not None and plan.edits:
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -87,7 +88,7 @@ def strategies_of_target(
     for name in missing:
         path, digest = recorded[name]
         option = "--" + name.replace("_", "-")
-        if path not in (NONE, SAME):
+        if names_files(path):
             problem = "does not exist" if not exists(path) else "has changed"
             if not exists(path) or strategy_digest(read_strategy(path)) != digest:
                 raise UsageError(
@@ -103,7 +104,7 @@ def strategies_of_target(
 def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     try:
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        commands = [given for ledger in ledgers for given in ledger.given() if _words(given)]
+        commands = [given for ledger in ledgers for given in ledger.given()]
     except TargetError as error:
         report.warn(error.message)
         commands = []
@@ -115,14 +116,15 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
     for given in commands:
         said = " ".join(_words(given))
         try:
-            edits = edits_of(src, _typed(given))
+            edits = edits_of(src, _typed(given), plan.form)
             identities = () if edits is None else edits.possible_identities()
             digests = {short_digest(identity.encode()) for identity in identities}
         except ReshardError as error:
             problem = f"its options were {said}: {error.message}"
             continue
         if edits is not None and plan.edits in digests:
-            report.note(f"compared with the names and types that are recorded: {said}")
+            if said:
+                report.note(f"compared with the names and types that are recorded: {said}")
             return edits
         problem = f"its options were {said}, and these rules have changed since"
     raise UsageError(

@@ -224,6 +224,10 @@ class _Unpacked:
         """The files that are said to hold a box of the grid, ascending."""
         return self.base.holders(slice_number)
 
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these files hold."""
+        return self.grid.slice_box(slice_number)
+
 
 def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sharding:
     """A sharding of codes, in elements.
@@ -234,6 +238,8 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
     if tensor.shape == codes.shape:
         return sharding
     edges = sharding.grid.edges
+    if any(sharding.stored_box(at) != sharding.grid.slice_box(at) for at in range(sharding.grid.slice_count)):
+        raise CheckpointError(f"{quoted(tensor.codes)} is stored in boxes that are no grid", parameter=tensor.codes)
     if len(codes.shape) > len(tensor.shape):
         if len(edges[-1]) > 2:
             raise CheckpointError(f"{quoted(tensor.codes)} is cut within groups of codes", parameter=tensor.codes)
@@ -260,12 +266,15 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
         slices = []
         for number in range(sharding.grid.slice_count):
             holders = [holder for holder in sharding.holders(number) if holder in present]
-            box = sharding.grid.slice_box(number)
+            box = sharding.stored_box(number)
             if not holders and volume_of(box):
                 break
             if holders:
                 extents = base.indexes[holders[0]].tensors[name].extents
-                slices.append(StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape)))
+                stored_slice = StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape))
+                # Of boxes that are no grid several slices may lie in one.
+                if stored_slice not in slices:
+                    slices.append(stored_slice)
         else:
             return _Scales(name, stored.dtype, shape, tuple(slices))
     raise CheckpointError(

@@ -55,6 +55,13 @@ KINDS = {
     "huggingface to huggingface": Kind(
         FIXTURES / "full_weights/h01_bf16_sharded/model", False, ("--to", "huggingface", "--max-shard-size", "2KB")
     ),
+    "dcp to hyper-parallel": Kind(
+        FIXTURES / "dcp/w2_old_metadata/checkpoint", False, ("--to", "hyper-parallel", "--shards", "3")
+    ),
+    "strides of dcp to dcp": Kind(FIXTURES / "dcp/w1_strides/checkpoint", False, ("--to", "dcp", "--shards", "2")),
+    "hyper-parallel to dcp": Kind(
+        FIXTURES / "dcp/hyper_w4_2026_03_by_rank/checkpoint", False, ("--to", "dcp", "--shards", "3")
+    ),
     "a model with its configuration": Kind(
         FIXTURES / "models/qwen3", False, ("--to", "huggingface", "--cast", "Float32")
     ),

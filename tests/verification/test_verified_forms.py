@@ -14,7 +14,7 @@ import pytest
 from reshard.plan import plan as plan_module
 from tests.corpus import CORPUS2
 from tests.corpus2 import needs_corpus2
-from tests.forms import FORMS, to
+from tests.forms import FINISHED, FORMS, to
 from tests.mistakes import off_by_one, swapped_rows
 from tests.running import Argument, done, fails, warns
 from tests.small import World, tensors
@@ -103,7 +103,7 @@ def header(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("form", FINISHED)
 def test_what_is_missing_added_or_of_another_kind_is_found(form: str, world: World) -> None:
     made = make(form, world)
     whole = world.root / "whole"
@@ -130,7 +130,7 @@ def test_what_is_missing_added_or_of_another_kind_is_found(form: str, world: Wor
     )
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("form", FINISHED)
 def test_a_directory_that_its_finishing_files_do_not_describe_is_found(form: str, world: World) -> None:
     many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
     made = make(form, world, "--checksum", "crc32", *many)
@@ -156,7 +156,7 @@ def test_a_directory_that_its_finishing_files_do_not_describe_is_found(form: str
     differs("verify", made, says=["left-over.safetensors", "not of this conversion"])
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("form", FINISHED)
 def test_finishing_files_are_held_against_the_files_where_no_manifest_is(form: str, world: World) -> None:
     many: list[Argument] = [] if form == "checkpoint2" else ["--max-shard-size", "300"]
     made = make(form, world, *many)
@@ -212,7 +212,7 @@ def test_the_fingerprint_of_a_checkpoint_is_one_in_all_forms(world: World) -> No
     assert done("fingerprint", ranks, "--strategy", world.new).out == told
     assert "global_step" in told and "m.w" in told
     for form in FORMS[1:]:
-        made = make(form, world, *([] if form == "checkpoint2" else ["--max-shard-size", "300"]))
+        made = make(form, world, *(["--max-shard-size", "300"] if form in ("unified", "huggingface") else []))
         assert done("fingerprint", made).out == told, form
         files = len(weights(made))
         parts = []
