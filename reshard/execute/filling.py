@@ -16,44 +16,13 @@ import numpy as np
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes
-from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
 # Elements along each side of a tile of a transposed copy: two tiles of them fit the innermost cache.
 _TILE = 64
 _FAR = 1 << 62
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
-    """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
-
-    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
-    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
-
-    Args:
-        shape: elements per dimension.
-        start: first element, counted in C order.
-        stop: one past the last.
-        most: elements in a box at the most, at least 1.
-    """
-    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if not shape:
-        if start < stop:
-            yield ()
-        return
-    position = start
-    while position < stop:
-        room = min(most, stop - position)
-        # The outermost axis along which whole rows fit; the innermost always does.
-        axis = next(a for a, row in enumerate(rows) if position % row == 0 and row <= room)
-        row = rows[axis]
-        first = position // row % shape[axis]
-        count = min(shape[axis] - first, room // row)
-        outer = tuple((i, i + 1) for i in (position // rows[a] % shape[a] for a in range(axis)))
-        inner = tuple((0, size) for size in shape[axis + 1 :])
-        yield (*outer, (first, first + count), *inner)
-        position += count * row
 
 
 class BlockFiller:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.casts import Overflowed
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
 from reshard.execute.reading import Bytes, make_reader
-from reshard.layout import Box, shape_of, volume_of
+from reshard.layout import Box, boxes_of_range, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
 Array = npt.NDArray[Any]
@@ -110,7 +110,13 @@ class BoxReader:
         options = self.options
         maps = max(1, self._handles.limit // (4 * options.threads))
         reader = make_reader(
-            options.storage, options.mapped, self._handles, options.window_bytes, maps, options.threads
+            options.storage,
+            options.mapped,
+            self._handles,
+            options.window_bytes,
+            maps,
+            options.threads,
+            self._overflowed,
         )
         # A part of a buffer that nobody uses is never touched, and so takes no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))

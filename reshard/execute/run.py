@@ -19,13 +19,13 @@ from typing import Optional, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.errors import ReshardError, RetryableError, TargetError, UnwritableError
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions, Progress
 from reshard.execute.parts import Schedule, SharedRows, Task
 from reshard.execute.reader import BoxReader
 from reshard.execute.reading import Bytes
 from reshard.execute.writing import Expect, Finish, PartBuffer, TargetWriter
-from reshard.layout import volume_of
+from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetFile, TargetTensor
 from reshard.storage import Sending
 from reshard.text.wording import plural

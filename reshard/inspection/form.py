@@ -78,6 +78,7 @@ class InspectedForm:
         full_bytes: size of all tensors together, each whole and once.
         objects: what is no tensor, by name: its value as JSON has it, or None where it is not plain.
         others: files beside the weights that belong to the model.
+        quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
     """
 
@@ -93,6 +94,7 @@ class InspectedForm:
     contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
+    quantised: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -140,13 +142,13 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
 def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
     found.step = checkpoint.step
     found.complete = True
-    files: dict[str, FormFile] = {}
+    listed: dict[str, FormFile] = {}
     for number, path in sorted(checkpoint.files.items()):
         # What a file holds may be shared out over several numbers.
-        index, known = checkpoint.indexes[number], files.get(path)
+        index, known = checkpoint.indexes[number], listed.get(path)
         names = len(index.tensors) + (known.names or 0 if known else 0)
-        files[path] = FormFile(known.number if known else number, path, index.size, names)
-    found.files = [*files.values()]
+        listed[path] = FormFile(known.number if known else number, path, index.size, names)
+    found.files = [*listed.values()]
     contents = found.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
@@ -166,6 +168,7 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
         found.full_bytes += math.prod(tensor.shape) * tensor.item_size
     found.values = tuple(checkpoint.values())
     found.others = tuple(checkpoint.others)
+    _describe_quantised(found, checkpoint)
     if told.incomplete is not None:
         error = told.incomplete
         found.complete = False
@@ -180,6 +183,21 @@ def _shown(handles: FileHandles, held: StoredObject) -> Any:
         return shown_object(handles, held)
     except NotPlain:
         return None
+
+
+def _describe_quantised(found: InspectedForm, checkpoint: Checkpoint) -> None:
+    """Which schemes quantised tensors have; what is not known of them is a finding."""
+    # Loaded only where something is quantised, or may be.
+    from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
+
+    tensors = stored_tensors(checkpoint)
+    if not looks_quantised(tensors):
+        return
+    try:
+        how = quantisation_of(checkpoint.place, "BFloat16")
+        found.quantised = describe(recognise(tensors, how.config, how.description, how.place))
+    except InputError as error:
+        found.findings.append(Finding("quantised", error.message, error.hint))
 
 
 def _files_in(path: str) -> list[FormFile]:

@@ -6,7 +6,7 @@ others, and `ViewOverlap` lists their source slices.
 """
 
 from reshard.layout.boxes import Covering, covering
-from reshard.layout.grid import Box, Grid, inside, intersection, shape_of, volume_of, whole_box
+from reshard.layout.grid import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
 from reshard.layout.layout import Layout, whole
 from reshard.layout.overlap import Cell, Overlap, ViewOverlap, stand_in_shape
 from reshard.layout.views import ZEROS, Loop, Region, View
@@ -23,6 +23,7 @@ __all__ = [
     "Region",
     "View",
     "ViewOverlap",
+    "boxes_of_range",
     "covering",
     "inside",
     "intersection",

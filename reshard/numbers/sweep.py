@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.execute import Progress
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import in_order
-from reshard.layout import intersection, volume_of
+from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 
 Bytes = npt.NDArray[np.uint8]

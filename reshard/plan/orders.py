@@ -12,8 +12,7 @@ from reshard.checkpoints import OutputTensor, Tensor
 from reshard.checkpoints.formats.dtypes import MEMORY
 from reshard.forms.target import TargetForm
 from reshard.layout import Box, shape_of, whole_box
-from reshard.plan.kinds import Kind
-from reshard.plan.target_tensors import FileOrder
+from reshard.plan.target_tensors import FileOrder, Kind
 
 
 class Orders:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller
 from reshard.execute.reading import ByteReader, make_reader
-from reshard.layout import Box, intersection
+from reshard.layout import Box, boxes_of_range, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 from reshard.storage.costs import LOCAL, REMOTE, Storage, file_system_of
 

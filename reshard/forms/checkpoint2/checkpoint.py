@@ -8,8 +8,7 @@ from typing import Callable, NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, RecordedCheckpoint
 from reshard.errors import IncompleteSourceError
-from reshard.forms.checkpoint2.placing import Placement
-from reshard.forms.checkpoint2.ranks import RankList, disjoint
+from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
 from reshard.text.names import as_pattern
@@ -19,7 +18,7 @@ from reshard.text.wording import plural, some_names
 _MOST_PATTERNS = 6
 
 
-class Lost(NamedTuple):
+class LostTensor(NamedTuple):
     """A tensor of which some slice is in no file that can be read.
 
     Attributes:
@@ -50,9 +49,9 @@ class Checkpoint2(RecordedCheckpoint):
     """
 
     absent: Mapping[str, str] = field(default_factory=dict)
-    lost: Mapping[str, Lost] = field(default_factory=dict)
+    lost: Mapping[str, LostTensor] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
-    placements: Mapping[str, Placement] = field(default_factory=dict)
+    placements: Mapping[str, TensorPlacement] = field(default_factory=dict)
     listed: Optional[frozenset[str]] = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -114,7 +113,7 @@ class Checkpoint2(RecordedCheckpoint):
                 hint="bring the files back, or name another iteration with --step",
             )
 
-    def _explained(self, lost: Iterable[Lost]) -> list[Message]:
+    def _explained(self, lost: Iterable[LostTensor]) -> list[Message]:
         """What is lost, and why files cannot be read; a line each."""
         by_files: dict[tuple[str, ...], list[str]] = {}
         for item in lost:
@@ -128,7 +127,7 @@ class Checkpoint2(RecordedCheckpoint):
         return [*lines, *(Message(self.absent[name]) for name in needed if name in self.absent)]
 
 
-def _stages(placements: Iterable[Placement]) -> list[RankList]:
+def _stages(placements: Iterable[TensorPlacement]) -> list[RankList]:
     """The ranks of every pipeline stage, those of layouts first."""
     laid_out: set[RankList] = set()
     whole: set[RankList] = set()
