@@ -208,6 +208,20 @@ def test_memory_grows_with_the_bytes_alone() -> None:
             tracemalloc.stop()
 
 
+def test_many_items_of_an_instance_take_no_longer_than_those_of_a_list() -> None:
+    count = 200_000
+    data = b"\x80\x02cno.such\nThing\n)\x81" + b"K\x01a" * count + b"K\x01K\x02s" * count + b"."
+    began = time.monotonic()
+    found = read_pickle(data, among(["no.such.Thing"]))
+    assert len(found.items) == 2 * count
+    assert time.monotonic() - began < 30
+
+
+def test_memo_numbers_may_be_left_out() -> None:
+    assert read_pickle(b"\x80\x02K\x07r\xff\xff\xff\xff0j\xff\xff\xff\xff.", NOTHING) == 7
+    assert read_pickle(b"\x80\x04K\x01q\x05\x94K\x02\x94h\x05\x86.", NOTHING) == (2, 1)
+
+
 def test_operations_are_counted() -> None:
     with pytest.raises(PickleError, match="more than 10 operations"):
         read_pickle(b"\x80\x02" + b"N0" * 100 + b"N.", NOTHING, operations=10)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""
@@ -52,7 +52,7 @@ class Instance:
         name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
         args: positional arguments.
         state: what was to be set on it; None for nothing.
-        items: what was to be appended to it, or pairs to be set in it.
+        items: what was to be appended to it, or pairs to be set in it; None for nothing.
         called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
     """
 
@@ -62,8 +62,14 @@ class Instance:
         self.name = name
         self.args = args
         self.state = state
-        self.items: list[Any] = []
+        self.items: Optional[list[Any]] = None
         self.called = called
+
+    def added(self) -> list[Any]:
+        """The list of its items, made where there is none."""
+        if self.items is None:
+            self.items = []
+        return self.items
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -114,7 +120,9 @@ class _Machine:
         self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        # Picklers count from 0; only a strange one leaves numbers out.
+        self._memo: list[Any] = []
+        self._sparse_memo: dict[int, Any] = {}
         self._globals: dict[str, Global] = {}
 
     def run(self, operations: int) -> Any:
@@ -192,7 +200,7 @@ class _Machine:
         if len(pairs) % 2 or not isinstance(target, (dict, Instance)):
             raise PickleError("is a damaged pickle: items are set in what holds none")
         if isinstance(target, Instance):
-            target.items += zip(pairs[::2], pairs[1::2])
+            target.added().extend(zip(pairs[::2], pairs[1::2]))
             return
         for key, value in zip(pairs[::2], pairs[1::2]):
             if not _is_key(key):
@@ -203,12 +211,15 @@ class _Machine:
         target = self._top()
         if not isinstance(target, (list, Instance)):
             raise PickleError("is a damaged pickle: something is appended to what is no list")
-        (target if isinstance(target, list) else target.items).extend(values)
+        (target if isinstance(target, list) else target.added()).extend(values)
 
     def _get(self, place: int) -> None:
-        if place not in self._memo:
+        if place < len(self._memo):
+            self._stack.append(self._memo[place])
+        elif place in self._sparse_memo:
+            self._stack.append(self._sparse_memo[place])
+        else:
             raise PickleError("is a damaged pickle: it refers to what is not there")
-        self._stack.append(self._memo[place])
 
     # Operations of more than one line.
 
@@ -295,7 +306,15 @@ class _Machine:
         self._stack.append(Instance("", (self._pop(),)))
 
     def put(self, place: int) -> None:
-        self._memo[place] = self._top()
+        if place == len(self._memo):
+            self._memo.append(self._top())
+        elif place < len(self._memo):
+            self._memo[place] = self._top()
+        else:
+            self._sparse_memo[place] = self._top()
+
+    def memoize(self) -> None:
+        self.put(len(self._memo) + len(self._sparse_memo))
 
 
 def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
@@ -363,7 +382,7 @@ _OPERATIONS: dict[int, _Operation] = {
     ord("u"): lambda m: m._set(m._since_mark()),
     ord("q"): lambda m: m.put(m._number(1)),
     ord("r"): lambda m: m.put(m._number(4)),
-    0x94: lambda m: m.put(len(m._memo)),
+    0x94: _Machine.memoize,
     ord("h"): lambda m: m._get(m._number(1)),
     ord("j"): lambda m: m._get(m._number(4)),
     ord("c"): _Machine.named,
