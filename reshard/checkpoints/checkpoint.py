@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, Optional, Protocol
+from typing import Any, Callable, NamedTuple, Optional, Protocol
 
 import numpy.typing as npt
 
@@ -98,6 +98,62 @@ class Addition(Protocol):
         """
 
 
+class StoredSlice(NamedTuple):
+    """A slice as it lies in a source file.
+
+    Attributes:
+        path: the file.
+        rank: the source rank it belongs to.
+        extents: (offset, bytes) runs in the file that make up the slice in C order.
+        box: the part of the full tensor that it holds, of the tensor in the files.
+        decoding: how its bytes become elements; None where they are elements.
+    """
+
+    path: str
+    rank: int
+    extents: tuple[tuple[int, int], ...]
+    box: Box
+    decoding: Optional[Decoding] = None
+
+
+ReadBytes = Callable[[StoredSlice, int, memoryview], None]
+"""Fills a buffer with bytes of a stored slice, from an offset in it on."""
+
+CastWords = Callable[[npt.NDArray[Any], npt.NDArray[Any]], None]
+"""Writes elements of Float32, as words, into words of another type."""
+
+
+class Decoding(Protocol):
+    """How the bytes of a quantised tensor become elements.
+
+    Attributes:
+        name: of the tensor.
+        stored: name of the tensor in the files that holds the bytes.
+        dtype: type that the elements get, one of `dtypes.CAST_TO`.
+    """
+
+    name: str
+    stored: str
+    dtype: str
+
+    def read_into(self, read: ReadBytes, source: StoredSlice, start: int, out: memoryview, cast: CastWords) -> None:
+        """Fill ``out`` with elements of a slice.
+
+        Args:
+            read: reads the bytes of slices as they are stored.
+            source: the slice; its box counts elements.
+            start: where to begin, in bytes of elements from the first one of the slice.
+            out: a whole number of elements.
+            cast: from Float32 to the type of the elements.
+
+        Raises:
+            ReshardError: the bytes cannot be read, or a scale is no positive number.
+        """
+
+    def stored_bytes(self, elements: int) -> int:
+        """Bytes in the files of so many elements."""
+
+
 class GlobalTensor(NamedTuple):
     """A tensor of a checkpoint, all of its slices together.
 
@@ -112,6 +168,7 @@ class GlobalTensor(NamedTuple):
             theirs, one after the other. Types may differ from its own: its elements are cast.
         view: which elements of them it is made of; None where it is all of the only one.
         added: what is added to its elements; None where nothing is.
+        decoding: how bytes in the files become its elements; None where they are elements.
     """
 
     name: str
@@ -123,6 +180,7 @@ class GlobalTensor(NamedTuple):
     stored: tuple[GlobalTensor, ...] = ()
     view: Optional[View] = None
     added: Optional[Addition] = None
+    decoding: Optional[Decoding] = None
 
     @property
     def sources(self) -> tuple[GlobalTensor, ...]:

@@ -20,7 +20,7 @@ from reshard.layout import View
 
 
 @dataclass(frozen=True)
-class Made:
+class Recipe:
     """What a tensor is made of.
 
     Attributes:
@@ -44,7 +44,7 @@ class MadeTensors(ByName[GlobalTensor]):
         made: of what, by name, in order.
     """
 
-    def __init__(self, base: Mapping[str, GlobalTensor], made: Mapping[str, Made]) -> None:
+    def __init__(self, base: Mapping[str, GlobalTensor], made: Mapping[str, Recipe]) -> None:
         super().__init__(made.keys())
         self._base = base
         self._made = made
@@ -87,7 +87,7 @@ class EditedCheckpoint:
     def __init__(
         self,
         base: Checkpoint,
-        made: Mapping[str, Made],
+        made: Mapping[str, Recipe],
         kept: Collection[str],
         identity: str,
         tied: Sequence[Equal] = (),
@@ -180,4 +180,6 @@ class EditedCheckpoint:
 
 def stored_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as it lies in its files."""
-    return checkpoint.base if isinstance(checkpoint, EditedCheckpoint) else checkpoint
+    while isinstance(checkpoint, EditedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint

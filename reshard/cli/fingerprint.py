@@ -21,10 +21,10 @@ from reshard.errors import IncompleteSourceError, InputError, UsageError, one_er
 from reshard.execute import ExecutionOptions
 from reshard.execute.reader import BoxReader
 from reshard.forms.ranks import SourceTree, find_checkpoints
-from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import check_holds_ranks, form_named, form_of
 from reshard.opened.equal import check_equal, equal_of
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import edits_of
 from reshard.storage import storage_of
 from reshard.strategies import NONE, Strategy
 from reshard.text.filter_advice import warn_of_unmatched

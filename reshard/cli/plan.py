@@ -7,18 +7,19 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
-from reshard.cli.output import echo_json, say, write_picture
+from reshard.cli.conversion import cluster_of, contents_words, detail_lines, summary_json
+from reshard.cli.output import echo_json, listener, say, write_picture
 from reshard.cli.progress import progress_of
-from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.cli.tables import table
 from reshard.convert import Prepared, Summary, prepare
+from reshard.convert.ends import options_of, request_between
 from reshard.convert.transfers import Transfers, transfers_of
 from reshard.execute import ExecutionOptions
 from reshard.execute.destination import Space
 from reshard.forms.registry import counted_as, form_named
 from reshard.processes import anonymous_bytes, private_bytes
+from reshard.text.report import Report
 from reshard.text.wording import byte_size, counted_ranks, left_alone, number_ranges, plural, rank_ranges, step_words
 
 _MOST_ROWS = 40
@@ -54,7 +55,8 @@ def plan(
     of lost ranks, and parameters that are left out or missing. It runs the checks of a conversion. Use
     --json in scripts.
     """
-    request, report = request_between(src, dst, ranks, typed)
+    report = Report(listener())
+    request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, share=shard, dry_run=True)
     with cluster_of(scheduler, how, typed["jobs"], report) as workers, prepare(request, how, report) as prepared:
         tell_plan(

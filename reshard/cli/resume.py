@@ -20,7 +20,7 @@ from reshard.cli.shard import Share
 from reshard.convert import Phases, Summary
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError, TargetError
-from reshard.forms.ranks.path_pattern import RANK, fixed_directory
+from reshard.forms.ranks.steps import RANK, fixed_directory
 from reshard.forms.registry import FORMS, counted_as, form_named, form_of
 from reshard.records import Given, Ledger, strategy_digest
 from reshard.records.given import asked_ranks
@@ -211,7 +211,7 @@ def _words(given: Given, dst: str) -> list[str]:
         words.append(f"--format={given.format}")
     for name, value in (("step", given.step), ("file-suffix", given.file_suffix), ("ranks", given.ranks)):
         words += [f"--{name}={value}"] if value is not None else []
-    for name, value in (("names", given.names), ("config", given.config)):
+    for name, value in (("names", given.names), ("config", given.config), ("dequantize", given.dequantize)):
         words += [f"--{name}={value}"] if value is not None else []
     words += [f"--rename={pattern}" for pattern in given.rename]
     words += [f"--cast={pattern}" for pattern in given.cast]

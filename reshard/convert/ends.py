@@ -1,13 +1,15 @@
-"""From the options of a conversion to the forms and strategies of its source and target."""
+"""From the parameters of a conversion, typed in a shell or in Python, to its `Request` and its `Options`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
+from reshard.defaults import usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
@@ -19,9 +21,12 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
+from reshard.forms.target import FileId
+from reshard.plan.edits import Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
+from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
 
@@ -52,6 +57,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
     name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
+        # Other types of the same weights are the whole conversion.
+        name = form.name
     if name is None:
         *others, last = (each.name for each in FORMS[1:])
         raise UsageError(
@@ -145,3 +153,73 @@ def check_verifiable(request: Request, options: Options) -> None:
             f"--verify goes with all files of {request.to}, which are verified together",
             hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
         )
+
+
+def request_between(
+    src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
+) -> Request:
+    """The request of a conversion.
+
+    Args:
+        src: the source.
+        dst: the target directory.
+        ranks: target ranks, or numbers of target files, ascending; None for all.
+        typed: the other parameters, by the names of their options.
+        report: receives notes on strategies.
+
+    Raises:
+        ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
+    """
+    return request_of(src, dst, ranks, typed, read_ends(src, typed, report), edits_of(src, typed))
+
+
+def request_of(
+    src: str,
+    dst: str,
+    ranks: Optional[Sequence[int]],
+    typed: Mapping[str, Any],
+    ends: Ends,
+    edits: Optional[Edits] = None,
+    recover: bool = False,
+) -> Request:
+    """The same with forms and strategies that are known; a recovery has only some of the parameters."""
+    return Request(
+        src=src,
+        dst=dst,
+        source=ends.source,
+        target=ends.target,
+        files=None if ranks is None else tuple(map(FileId, ranks)),
+        prefix=typed["prefix"],
+        format=typed.get("format", "same"),
+        step=typed["step"],
+        fallback=not typed["no_fallback"],
+        file_suffix=typed["file_suffix"],
+        filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
+        strict=typed.get("strict", False),
+        recover=recover,
+        form=ends.form,
+        to=ends.to,
+        max_shard_size=typed.get("max_shard_size"),
+        edits=edits,
+    )
+
+
+def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
+    """How a conversion is carried out, by its parameters; ``others`` are attributes of `Options` that are none.
+
+    Raises:
+        UsageError: there is a mode of decryption without a key.
+        InputError: the key cannot be read.
+    """
+    return Options(
+        jobs=typed["jobs"] or usable_cpus(),
+        max_memory=typed["max_memory"],
+        io=typed["io"],
+        crc=typed["crc"],
+        check_replicas=typed["check_replicas"],
+        checksum=typed["checksum"],
+        overwrite=typed["overwrite"],
+        accept_changed_source=typed["accept_changed_source"],
+        decryption=decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
+        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **others},
+    )

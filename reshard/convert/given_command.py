@@ -91,6 +91,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
         reverse=words.reverse,
         optimizer=words.optimizer,
         cast=words.cast,
+        dequantize=words.dequantize,
     )
 
 

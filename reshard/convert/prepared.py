@@ -14,7 +14,7 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.convert.given_command import given_command
 from reshard.convert.options import Options
 from reshard.convert.source_crcs import Check, SourceCrcs, damaged_files
-from reshard.convert.summary import Phases, Summary
+from reshard.convert.summary import Phases, Summary, totals_of
 from reshard.convert.target_directory import TargetDirectory
 from reshard.convert.writing import Workers, Writing
 from reshard.errors import IncompleteSourceError, RetryableError, UsageError
@@ -25,12 +25,10 @@ from reshard.forms.ranks.checkpoint import RankCheckpoint, rank_checkpoint_of
 from reshard.forms.ranks.naming import check_prefix
 from reshard.forms.registry import counted_as, form_named
 from reshard.opened.equal import check_equal, equal_of
-from reshard.plan.groups import MOST_MEMBERS
+from reshard.plan.groups import MOST_MEMBERS, share_of
 from reshard.plan.plan import Plan
 from reshard.plan.planner import make_plan
 from reshard.plan.request import Request
-from reshard.plan.shares import share_of
-from reshard.plan.totals import totals_of
 from reshard.records import SourceSampler
 from reshard.source_replicas import ReplicaCheck, compare_replicas
 from reshard.source_replicas.swapped import SwapTest

@@ -9,8 +9,7 @@ from typing import Any, Optional
 
 from reshard.errors import ReshardError, TargetError, UsageError
 from reshard.forms.registry import form_named, form_of
-from reshard.plan.edits import Edits
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import Edits, edits_of
 from reshard.records import Identity, strategy_digest
 from reshard.records.given import Given
 from reshard.records.identity import short_digest
@@ -19,10 +18,10 @@ from reshard.storage import exists
 from reshard.strategies import NONE, SAME, read_strategy
 from reshard.text.report import Report
 
-EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast")
+EDITS = ("names", "rename", "config", "reverse", "optimizer", "cast", "dequantize")
 """The options of names and types, as click calls their values."""
 
-_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast"
+_OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequantize"
 
 
 def edits_of_target(
@@ -160,6 +159,7 @@ def _typed(given: Given) -> dict[str, Any]:
         "reverse": given.reverse,
         "optimizer": "keep" if given.optimizer else None,
         "cast": given.cast,
+        "dequantize": given.dequantize,
     }
 
 
@@ -169,4 +169,5 @@ def _words(given: Given) -> list[str]:
     words += [] if given.config is None else [f"--config {given.config}"]
     words += ["--reverse"] if given.reverse else []
     words += ["--optimizer keep"] if given.optimizer else []
+    words += [] if given.dequantize is None else [f"--dequantize {given.dequantize}"]
     return [*words, *(f"--rename {one}" for one in given.rename), *(f"--cast {one}" for one in given.cast)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from reshard.execute.casts import Cast, Overflowed, Words
 from reshard.execute.parts import SharedRows
 from reshard.execute.reading import ByteReader, Bytes
-from reshard.layout import Box, Loop, Region, inside, intersection, shape_of, volume_of
+from reshard.layout import Box, Loop, Region, boxes_of_range, inside, intersection, shape_of, volume_of
 from reshard.plan.pieces import StoredSlice, TargetTensor
 
 _WORDS = (8, 4, 2, 1)
@@ -29,37 +29,6 @@ _LEAST_TILE = 16
 _TILE_GAP = 8
 _FAR = 1 << 62
 _ROOMS = threading.local()
-
-
-def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
-    """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
-
-    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
-    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
-
-    Args:
-        shape: elements per dimension.
-        start: first element, counted in C order.
-        stop: one past the last.
-        most: elements in a box at the most, at least 1.
-    """
-    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    if not shape:
-        if start < stop:
-            yield ()
-        return
-    position = start
-    while position < stop:
-        room = min(most, stop - position)
-        # The outermost axis along which whole rows fit; the innermost always does.
-        axis = next(a for a, row in enumerate(rows) if position % row == 0 and row <= room)
-        row = rows[axis]
-        first = position // row % shape[axis]
-        count = min(shape[axis] - first, room // row)
-        outer = tuple((i, i + 1) for i in (position // rows[a] % shape[a] for a in range(axis)))
-        inner = tuple((0, size) for size in shape[axis + 1 :])
-        yield (*outer, (first, first + count), *inner)
-        position += count * row
 
 
 class Run(NamedTuple):
@@ -88,7 +57,7 @@ def runs_of_box(tensor: TargetTensor, block: Box) -> Optional[list[Run]]:
         common = intersection(piece.box, box)
         if common is None:
             continue
-        if piece.region is not None or piece.dtype is not None:
+        if piece.region is not None or piece.dtype is not None or piece.source.decoding is not None:
             return None
         if not (_lies_together(common, box) and _lies_together(common, piece.source.box)):
             return None

@@ -11,11 +11,11 @@ from typing import Callable, Union
 
 from reshard.checkpoints import Data, FileHandles, Literal
 from reshard.checkpoints.formats.tensors import file_ranges
-from reshard.execute.filling import Run, boxes_of_range, runs_of_box
+from reshard.execute.filling import Run, runs_of_box
 from reshard.execute.parts import FilesPart, SharedRows
 from reshard.execute.reader import Worker
 from reshard.execute.writing import PartBuffer, TargetWriter
-from reshard.layout import volume_of
+from reshard.layout import boxes_of_range, volume_of
 from reshard.plan.pieces import TargetTensor
 
 # Bytes of a run: shorter ones are as quick by way of memory, many together.

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import FileHandles
 from reshard.execute.casts import Overflowed
-from reshard.execute.filling import BlockFiller, boxes_of_range
+from reshard.execute.filling import BlockFiller
 from reshard.execute.options import ExecutionOptions
 from reshard.execute.reading import Bytes, make_reader
-from reshard.layout import Box, shape_of, volume_of
+from reshard.layout import Box, boxes_of_range, shape_of, volume_of
 from reshard.plan.pieces import TargetTensor
 
 Array = npt.NDArray[Any]
@@ -113,11 +113,20 @@ class BoxReader:
         options = self.options
         maps = max(1, self._handles.limit // (4 * options.threads))
         reader = make_reader(
-            options.storage, options.mapped, self._handles, options.window_bytes, maps, options.threads
+            options.storage,
+            options.mapped,
+            self._handles,
+            options.window_bytes,
+            maps,
+            options.threads,
+            self._tell_overflow,
         )
         # A part of a buffer that nobody uses is never touched, and so takes no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch, lambda name, count: self.overflowed(name, count)), block)
+        return Worker(BlockFiller(reader, scratch, self._tell_overflow), block)
+
+    def _tell_overflow(self, name: str, count: int) -> None:
+        self.overflowed(name, count)
 
     def share(self, processes: int) -> None:
         """Divide the memory among copies of this in so many processes."""

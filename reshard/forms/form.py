@@ -145,6 +145,7 @@ class Wanted:
         on_disk: a directory is written, not one exact file or none.
         config: the file that told the sizes of the model, where one did.
         cast: casts were asked for.
+        dequantised: quantised weights are written as numbers.
     """
 
     dst: str
@@ -159,6 +160,7 @@ class Wanted:
     on_disk: bool = True
     config: Optional[str] = None
     cast: bool = False
+    dequantised: bool = False
 
 
 class SavedStep(NamedTuple):

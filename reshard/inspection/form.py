@@ -74,6 +74,7 @@ class InspectedForm:
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
         others: files beside the weights that belong to the model.
+        quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
     """
 
@@ -88,6 +89,7 @@ class InspectedForm:
     contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
+    quantised: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -157,6 +159,7 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
         found.full_bytes += math.prod(tensor.shape) * tensor.item_size
     found.values = tuple(checkpoint.values())
     found.others = tuple(checkpoint.others)
+    _describe_quantised(found, checkpoint)
     if told.incomplete is not None:
         error = told.incomplete
         found.complete = False
@@ -164,6 +167,21 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
     if told.unplaced is not None:
         found.findings.append(Finding("unplaced", told.unplaced))
     found.findings += conversion_findings(contents)
+
+
+def _describe_quantised(found: InspectedForm, checkpoint: Checkpoint) -> None:
+    """Which schemes quantised tensors have; what is not known of them is a finding."""
+    # Loaded only where something is quantised, or may be.
+    from reshard.quantised import describe, looks_quantised, quantisation_of, recognise, stored_tensors
+
+    tensors = stored_tensors(checkpoint)
+    if not looks_quantised(tensors):
+        return
+    try:
+        how = quantisation_of(checkpoint.place, "BFloat16")
+        found.quantised = describe(recognise(tensors, how.config, how.description, how.place))
+    except InputError as error:
+        found.findings.append(Finding("quantised", error.message, error.hint))
 
 
 def _files_in(path: str) -> list[FormFile]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional
@@ -63,6 +63,37 @@ def place_of(number: int, cuts: Sequence[int]) -> tuple[int, ...]:
         number, position = divmod(number, count)
         place.append(position)
     return tuple(reversed(place))
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int, most: int) -> Iterator[Box]:
+    """The elements ``start`` to ``stop`` of a C-order array, as boxes of at most ``most`` elements.
+
+    A file is written front to back, so a tensor is produced in C order. Any run of elements in C order is a short
+    sequence of boxes that fix the outer axes, take a range of one axis and all of the inner ones.
+
+    Args:
+        shape: elements per dimension.
+        start: first element, counted in C order.
+        stop: one past the last.
+        most: elements in a box at the most, at least 1.
+    """
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    if not shape:
+        if start < stop:
+            yield ()
+        return
+    position = start
+    while position < stop:
+        room = min(most, stop - position)
+        # The outermost axis along which whole rows fit; the innermost always does.
+        axis = next(a for a, row in enumerate(rows) if position % row == 0 and row <= room)
+        row = rows[axis]
+        first = position // row % shape[axis]
+        count = min(shape[axis] - first, room // row)
+        outer = tuple((i, i + 1) for i in (position // rows[a] % shape[a] for a in range(axis)))
+        inner = tuple((0, size) for size in shape[axis + 1 :])
+        yield (*outer, (first, first + count), *inner)
+        position += count * row
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from reshard.checkpoints.files import FileVersion
 from reshard.execute import Progress
-from reshard.execute.filling import boxes_of_range
 from reshard.execute.reader import in_order
-from reshard.layout import intersection, volume_of
+from reshard.layout import boxes_of_range, intersection, volume_of
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.processes import Crew, Tell, may_fork, private_bytes, worth_having
 

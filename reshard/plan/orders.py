@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 
 from reshard.checkpoints import OutputLayout, OutputTensor, Tensor, lay_out_ckpt, lay_out_safetensors
 from reshard.checkpoints.formats.dtypes import MEMORY
-from reshard.plan.kinds import Kind
-from reshard.plan.target_tensors import FileOrder
+from reshard.plan.target_tensors import FileOrder, Kind
 
 
 class Orders:

@@ -22,12 +22,11 @@ from reshard.forms.registry import counted_as
 from reshard.forms.target import FileId, Section, TargetForm
 from reshard.layout import Box, shape_of, volume_of
 from reshard.plan.groups import MOST_MEMBERS, reading_groups
-from reshard.plan.kinds import Kind
 from reshard.plan.orders import Orders
 from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.replicas import ReplicaChoice, choose
 from reshard.plan.request import Request
-from reshard.plan.target_tensors import Alike, Take, TargetTensors
+from reshard.plan.target_tensors import Alike, CellSource, Kind, TargetTensors
 from reshard.plan.values import CopiedValue
 from reshard.storage import unlinked
 from reshard.text.wording import quoted
@@ -54,7 +53,7 @@ class Sorted:
     unholdable: list[str]
 
 
-class Values(Protocol):
+class ValuesOfFiles(Protocol):
     """Which values are copied as they are."""
 
     def of(self, file: int) -> list[CopiedValue]:
@@ -83,7 +82,7 @@ class Plan:
         request: Request,
         checkpoint: Checkpoint,
         form: TargetForm,
-        values: Values,
+        values: ValuesOfFiles,
         sorted: Sorted,
         cuts: Cuts,
         choice: Optional[ReplicaChoice],
@@ -378,7 +377,7 @@ class Plan:
             source = 0 if cell.region is None else cell.region.source
             number = cell.slices[index - cut.firsts[source]]
             slice_box = cut.shardings[index].grid.slice_box(number)
-            takes.append(Take(cell.box, holder, slice_box, cell.region, types[source]))
+            takes.append(CellSource(cell.box, holder, slice_box, cell.region, types[source]))
         cast = None if types == [None] * len(types) else example.dtype
         return Alike(kind.item_size, kind.box_of(position), tuple(takes), cast, padded)
 
@@ -388,10 +387,11 @@ class Plan:
         return (lambda name: self.checkpoint.tensors[name].added) if self._edited else None
 
     def _stored(self, name: str, source: int, holder: int, box: Box) -> StoredSlice:
-        stored = self.checkpoint.tensors[name].stored if self._edited else ()
-        index = self.checkpoint.indexes[holder]
-        extents = index.tensors[stored[source].name if stored else name].extents
-        return StoredSlice(self.checkpoint.files[holder], holder, extents, box)
+        tensor = self.checkpoint.tensors[name].sources[source] if self._edited else None
+        decoding = None if tensor is None else tensor.decoding
+        in_file = name if tensor is None else tensor.name if decoding is None else decoding.stored
+        extents = self.checkpoint.indexes[holder].tensors[in_file].extents
+        return StoredSlice(self.checkpoint.files[holder], holder, extents, box, decoding)
 
 
 def asked_files(request: Request, form: TargetForm) -> tuple[FileId, ...]:

@@ -16,8 +16,8 @@ from reshard.forms.registry import counted_as, form_named
 from reshard.forms.target import TargetForm
 from reshard.plan.checks import check, problems_of_form
 from reshard.plan.edits import edited, same_layouts
-from reshard.plan.plan import Plan, Sorted, Values, asked_files, sections_of
-from reshard.plan.recovery import RecoveredFiles, RecoveredValues, Recovery
+from reshard.plan.plan import Plan, Sorted, ValuesOfFiles, asked_files, sections_of
+from reshard.plan.recovery import RecoveredFiles, Recovery, ValuesOfRecovery
 from reshard.plan.replicas import ReplicaChoice
 from reshard.plan.request import Request
 from reshard.plan.values import CopiedValues
@@ -49,7 +49,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     else:
         form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
-    copied = values if recovery is None else RecoveredValues(values, recovery)
+    copied = values if recovery is None else ValuesOfRecovery(values, recovery)
     between_ranks = source.options.by_rank and form.by_rank and request.edits is None
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
@@ -100,6 +100,7 @@ def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
         not (request.exact_file or request.format == MEMORY),
         None if edits is None else getattr(edits.config, "path", None),
         edits is not None and bool(edits.casts),
+        edits is not None and edits.quantisation is not None,
     )
 
 
@@ -108,7 +109,7 @@ def _plan(
     checkpoint: Checkpoint,
     form: TargetForm,
     values: CopiedValues,
-    copied: Values,
+    copied: ValuesOfFiles,
     choice: Optional[ReplicaChoice],
     report: Report,
 ) -> Plan:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints.formats.open import FORMATS
+from reshard.checkpoints.formats.headers import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
@@ -45,7 +45,7 @@ _CHOICES = {
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
 }
-_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config")
+_OPTIONAL_TEXTS = ("step", "file_suffix", "prefix", "ranks", "names", "config", "dequantize")
 _FLAGS = ("strict", "verify", "lost_only", "reverse", "optimizer")
 _PATTERNS = ("include", "exclude", "rename", "cast")
 _NUMBERS = ("max_shard_size",)
@@ -81,6 +81,7 @@ class Given:
         reverse: the table is read from right to left.
         optimizer: it holds for optimizer state, too.
         cast: types that are asked for.
+        dequantize: the type of what was quantised.
         host: where it was typed.
     """
 
@@ -109,6 +110,7 @@ class Given:
     reverse: bool = False
     optimizer: bool = False
     cast: tuple[str, ...] = ()
+    dequantize: Optional[str] = None
     host: str = dataclasses.field(default_factory=socket.gethostname, compare=False)
 
     @property

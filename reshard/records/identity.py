@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
-from reshard.checkpoints.formats.open import FORMATS
+from reshard.checkpoints.formats.headers import FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS

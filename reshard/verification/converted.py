@@ -27,7 +27,7 @@ from reshard.verification.edited import EditedSource
 from reshard.verification.library import library_differences
 from reshard.verification.reading import Comparison, Means, compare
 from reshard.verification.stored import Content, StoredSource, StoredTensor, Way, by_box, recorded_layout, value_content
-from reshard.verification.values import CopiedValues, RecoveryValues
+from reshard.verification.values import ExpectedValues, RecoveryValues
 
 AnySource = Union[StoredSource, EditedSource]
 
@@ -279,7 +279,7 @@ class _RankFiles(_Comparison):
     ) -> None:
         super().__init__(source, indexes, strategy, means, admit)
         self._converted = frozenset(self._names)
-        kind = RecoveryValues if recovered else CopiedValues
+        kind = RecoveryValues if recovered else ExpectedValues
         self._copied = kind(source.indexes, self._value_files, self._converted, strategy)
         # Per stage the ranks to compare whose files can be read.
         self._present = {

@@ -63,6 +63,11 @@ def transformers(jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_TRANSFORMERS_HOME), "transformers", jobs)
 
 
+def quantised(jobs: Sequence[Job]) -> list[Any]:
+    """What the libraries that define quantised weights made of these jobs."""
+    return _ask(_python_of(_TRANSFORMERS_HOME), "quantised", jobs)
+
+
 def done(answers: Sequence[Any]) -> list[Any]:
     """The answers to jobs that all have to succeed."""
     for answer in answers:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.forms import registry
+from reshard.forms import FORM_CLASSES, registry
 from tests.corpus import ROOT
 from tests.forms import FORMS, to
 from tests.forms import toy as toy_form
@@ -34,11 +34,13 @@ ASKS = re.compile(
 def toy() -> Iterator[ToyForm]:
     """The toy form, registered."""
     form = ToyForm()
+    FORM_CLASSES[form.name] = f"{ToyForm.__module__}:{ToyForm.__name__}"
     registry.FORMS.insert(1, form)
     try:
         yield form
     finally:
         registry.FORMS.remove(form)
+        del FORM_CLASSES[form.name]
 
 
 @pytest.mark.parametrize("form", [*FORMS, "toy"])

@@ -14,8 +14,8 @@ import pytest
 
 from reshard.checkpoints import FileHandles, read_index
 from reshard.execute import filling, part_writing
-from reshard.execute.filling import boxes_of_range
 from reshard.forms.cuts import Cut
+from reshard.layout import boxes_of_range
 from reshard.plan import plan
 from reshard.plan.pieces import TargetTensor
 from tests.mistakes import another_rank, off_by_one

@@ -9,8 +9,7 @@ from typing import Any, Callable, NamedTuple, Optional
 from reshard.checkpoints.checkpoint import Equal, FileSharding, GlobalTensor, order_in_files
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import IncompleteSourceError, InputError, one_error
-from reshard.forms.checkpoint2.placing import Placement
-from reshard.forms.checkpoint2.ranks import RankList, disjoint
+from reshard.forms.checkpoint2.placing import RankList, TensorPlacement, disjoint
 from reshard.layout import Grid, Layout
 from reshard.text.messages import Message, block, listing
 from reshard.text.names import as_pattern
@@ -20,7 +19,7 @@ from reshard.text.wording import plural, some_names
 _MOST_PATTERNS = 6
 
 
-class Lost(NamedTuple):
+class LostTensor(NamedTuple):
     """A tensor of which some slice is in no file that can be read.
 
     Attributes:
@@ -69,11 +68,11 @@ class Checkpoint2:
     plain: tuple[str, ...]
     unlaid: tuple[str, ...]
     absent: Mapping[str, str]
-    lost: Mapping[str, Lost]
+    lost: Mapping[str, LostTensor]
     faults: Mapping[str, InputError]
     unplaced: Mapping[str, str]
     common: Mapping[str, Any]
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, TensorPlacement]
     listed: Optional[frozenset[str]] = None
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     form: str = field(default="checkpoint2", init=False)
@@ -190,7 +189,7 @@ class Checkpoint2:
                 hint="bring the files back, or name another iteration with --step",
             )
 
-    def _explained(self, lost: Iterable[Lost]) -> list[Message]:
+    def _explained(self, lost: Iterable[LostTensor]) -> list[Message]:
         """What is lost, and why files cannot be read; a line each."""
         by_files: dict[tuple[str, ...], list[str]] = {}
         for item in lost:
@@ -204,7 +203,7 @@ class Checkpoint2:
         return [*lines, *(Message(self.absent[name]) for name in needed if name in self.absent)]
 
 
-def _stages(placements: Iterable[Placement]) -> list[RankList]:
+def _stages(placements: Iterable[TensorPlacement]) -> list[RankList]:
     """The ranks of every pipeline stage, those of layouts first."""
     laid_out: set[RankList] = set()
     whole: set[RankList] = set()

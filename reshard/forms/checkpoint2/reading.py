@@ -11,9 +11,8 @@ from reshard.errors import CheckpointError, InputError
 from reshard.forms.checkpoint2.checkpoint import Checkpoint2
 from reshard.forms.checkpoint2.contents import laid_out_contents, whole_contents
 from reshard.forms.checkpoint2.files import IterationFiles
-from reshard.forms.checkpoint2.iterations import Iteration, choose, read_common
+from reshard.forms.checkpoint2.iterations import ADAPTER, Iteration, choose, read_common
 from reshard.forms.checkpoint2.metadata import read_metadata
-from reshard.forms.checkpoint2.names import ADAPTER
 from reshard.storage import exists
 from reshard.strategies import SAME, Stage, Strategy
 from reshard.text.messages import listing

@@ -14,8 +14,8 @@ from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import Form, FormOptions, Layouts, Reading, Wanted
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
-from reshard.forms.ranks.path_pattern import RANK
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
+from reshard.forms.ranks.steps import RANK
 from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
@@ -56,7 +56,7 @@ class RanksForm(Form):
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
         from reshard.forms.ranks.checkpoint import RankCheckpoint
-        from reshard.forms.ranks.unlisted import problems_of_unlisted
+        from reshard.forms.ranks.coverage import problems_of_unlisted
 
         return problems_of_unlisted(cast(RankCheckpoint, checkpoint), source, strict, report)
 
@@ -85,7 +85,7 @@ class RanksForm(Form):
 
 def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
     """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
-    from reshard.forms.ranks.source_ranks import check_ranks
+    from reshard.forms.ranks.coverage import check_ranks
 
     if not isinstance(reading.src, str):
         beyond = [rank for rank in reading.src if not 0 <= rank < reading.source.device_count]
