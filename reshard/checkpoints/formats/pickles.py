@@ -92,8 +92,8 @@ def read_pickle(
         operations: more than so many are refused.
 
     Returns:
-        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `PickledInstance`. ``torch.Size`` is
-        a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
+        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `PickledInstance`.
+        ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
 
     Raises:
         PickleError: it is damaged, or holds something else.
