@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.pickles import (
     Global,
-    Instance,
     NotPlain,
     Pairs,
+    PickledInstance,
     PickleError,
     among,
     pickled,
@@ -85,7 +85,7 @@ def test_an_ordered_dictionary_with_attributes_is_a_dictionary() -> None:
 def test_allowed_classes_become_instances_and_are_not_imported() -> None:
     data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
     found = read_pickle(data, among(["no.such.module.Thing"]))
-    assert isinstance(found, Instance)
+    assert isinstance(found, PickledInstance)
     assert (found.name, found.args, found.fields) == ("no.such.module.Thing", (), {"a": 5})
 
 
@@ -208,15 +208,29 @@ def test_memory_grows_with_the_bytes_alone() -> None:
             tracemalloc.stop()
 
 
+def test_many_items_of_an_instance_take_no_longer_than_those_of_a_list() -> None:
+    count = 200_000
+    data = b"\x80\x02cno.such\nThing\n)\x81" + b"K\x01a" * count + b"K\x01K\x02s" * count + b"."
+    began = time.monotonic()
+    found = read_pickle(data, among(["no.such.Thing"]))
+    assert len(found.items) == 2 * count
+    assert time.monotonic() - began < 30
+
+
+def test_memo_numbers_may_be_left_out() -> None:
+    assert read_pickle(b"\x80\x02K\x07r\xff\xff\xff\xff0j\xff\xff\xff\xff.", NOTHING) == 7
+    assert read_pickle(b"\x80\x04K\x01q\x05\x94K\x02\x94h\x05\x86.", NOTHING) == (2, 1)
+
+
 def test_operations_are_counted() -> None:
     with pytest.raises(PickleError, match="more than 10 operations"):
         read_pickle(b"\x80\x02" + b"N0" * 100 + b"N.", NOTHING, operations=10)
 
 
 def test_plain_values_are_shown_as_json_has_them() -> None:
-    namespace = Instance("argparse.Namespace", (), {"layers": 2})
+    namespace = PickledInstance("argparse.Namespace", (), {"layers": 2})
     value = {"a": (1, 2.5, None, True), "b": [b"\x01\xff"], "args": namespace, "type": Global("torch.float32")}
     shown = {"a": [1, 2.5, None, True], "b": ["01ff"], "args": {"layers": 2}, "type": "torch.float32"}
     assert plain(value) == shown
     with pytest.raises(NotPlain):
-        plain(Instance("torch.Generator"))
+        plain(PickledInstance("torch.Generator"))

@@ -1,7 +1,7 @@
 """Pickles as data: a small machine of its own that reads them, imports nothing and calls nothing.
 
 It knows the opcodes that Python's picklers emit for protocols 2 to 5. A class or function is a `Global`, an
-allowed name and no more; what calls it becomes an `Instance`, which holds the arguments and the state. So a
+allowed name and no more; what calls it becomes an `PickledInstance`, which holds the arguments and the state. So a
 pickle can only make numbers, text, lists, dictionaries, tuples and these two. Time and memory grow with the
 bytes that were given; nothing recurses.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Collection, Iterator
-from typing import Any, Callable, NamedTuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 MAX_OPERATIONS = 1 << 26
 """Operations of one pickle. Metadata takes some 30 for each chunk of a tensor."""
@@ -45,14 +45,14 @@ class Global(NamedTuple):
     name: str
 
 
-class Instance:
+class PickledInstance:
     """What a call of a `Global` would have made.
 
     Attributes:
         name: the class or function, as `Global.name`; ``""`` for a persistent id, whose value is the only argument.
         args: positional arguments.
         state: what was to be set on it; None for nothing.
-        items: what was to be appended to it, or pairs to be set in it.
+        items: what was to be appended to it, or pairs to be set in it; None for nothing.
         called: by a call, and not by ``__new__`` of a class; both are pickled, differently.
     """
 
@@ -62,8 +62,14 @@ class Instance:
         self.name = name
         self.args = args
         self.state = state
-        self.items: list[Any] = []
+        self.items: Optional[list[Any]] = None
         self.called = called
+
+    def added(self) -> list[Any]:
+        """The list of its items, made where there is none."""
+        if self.items is None:
+            self.items = []
+        return self.items
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -86,8 +92,8 @@ def read_pickle(
         operations: more than so many are refused.
 
     Returns:
-        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `Instance`. ``torch.Size`` is
-        a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
+        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `PickledInstance`.
+        ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
 
     Raises:
         PickleError: it is damaged, or holds something else.
@@ -114,7 +120,9 @@ class _Machine:
         self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._memo: dict[int, Any] = {}
+        # Picklers count from 0; only a strange one leaves numbers out.
+        self._memo: list[Any] = []
+        self._sparse_memo: dict[int, Any] = {}
         self._globals: dict[str, Global] = {}
 
     def run(self, operations: int) -> Any:
@@ -185,14 +193,14 @@ class _Machine:
             raise PickleError("is a damaged pickle: something is called that is no class")
         if what.name in _INTERPRETED:
             return _interpreted(what.name, args)
-        return Instance(what.name, args, None, called)
+        return PickledInstance(what.name, args, None, called)
 
     def _set(self, pairs: list[Any]) -> None:
         target = self._top()
-        if len(pairs) % 2 or not isinstance(target, (dict, Instance)):
+        if len(pairs) % 2 or not isinstance(target, (dict, PickledInstance)):
             raise PickleError("is a damaged pickle: items are set in what holds none")
-        if isinstance(target, Instance):
-            target.items += zip(pairs[::2], pairs[1::2])
+        if isinstance(target, PickledInstance):
+            target.added().extend(zip(pairs[::2], pairs[1::2]))
             return
         for key, value in zip(pairs[::2], pairs[1::2]):
             if not _is_key(key):
@@ -201,14 +209,17 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
-        if not isinstance(target, (list, Instance)):
+        if not isinstance(target, (list, PickledInstance)):
             raise PickleError("is a damaged pickle: something is appended to what is no list")
-        (target if isinstance(target, list) else target.items).extend(values)
+        (target if isinstance(target, list) else target.added()).extend(values)
 
     def _get(self, place: int) -> None:
-        if place not in self._memo:
+        if place < len(self._memo):
+            self._stack.append(self._memo[place])
+        elif place in self._sparse_memo:
+            self._stack.append(self._sparse_memo[place])
+        else:
             raise PickleError("is a damaged pickle: it refers to what is not there")
-        self._stack.append(self._memo[place])
 
     # Operations of more than one line.
 
@@ -283,7 +294,7 @@ class _Machine:
     def build(self) -> None:
         state = self._pop()
         target = self._top()
-        if isinstance(target, Instance):
+        if isinstance(target, PickledInstance):
             target.state = state
         elif not isinstance(target, dict):
             # An ordered dictionary may have attributes, which are no part of its items.
@@ -292,10 +303,18 @@ class _Machine:
     def persistent_id(self) -> None:
         if not self._persistent:
             raise PickleError("is a pickle with persistent ids, which have no meaning here")
-        self._stack.append(Instance("", (self._pop(),)))
+        self._stack.append(PickledInstance("", (self._pop(),)))
 
     def put(self, place: int) -> None:
-        self._memo[place] = self._top()
+        if place == len(self._memo):
+            self._memo.append(self._top())
+        elif place < len(self._memo):
+            self._memo[place] = self._top()
+        else:
+            self._sparse_memo[place] = self._top()
+
+    def memoize(self) -> None:
+        self.put(len(self._memo) + len(self._sparse_memo))
 
 
 def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
@@ -317,7 +336,7 @@ def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
 def _is_key(key: Any, depth: int = _MAX_KEY_DEPTH) -> bool:
     if type(key) is tuple:
         return depth > 0 and len(key) < _MAX_NAME and all(_is_key(each, depth - 1) for each in key)
-    return key is None or isinstance(key, (str, int, float, bytes, Global, Instance))
+    return key is None or isinstance(key, (str, int, float, bytes, Global, PickledInstance))
 
 
 _STOP = ord(".")
@@ -363,7 +382,7 @@ _OPERATIONS: dict[int, _Operation] = {
     ord("u"): lambda m: m._set(m._since_mark()),
     ord("q"): lambda m: m.put(m._number(1)),
     ord("r"): lambda m: m.put(m._number(4)),
-    0x94: lambda m: m.put(len(m._memo)),
+    0x94: _Machine.memoize,
     ord("h"): lambda m: m._get(m._number(1)),
     ord("j"): lambda m: m._get(m._number(4)),
     ord("c"): _Machine.named,
@@ -405,7 +424,7 @@ def plain(value: Any, nodes: int = 1 << 16, depth: int = 64) -> Any:
             return value.name
         if isinstance(value, (list, tuple)):
             return [walk(each, depth - 1) for each in value]
-        if isinstance(value, Instance) and value.name == NAMESPACE:
+        if isinstance(value, PickledInstance) and value.name == NAMESPACE:
             value = value.fields
         if isinstance(value, dict):
             if not all(isinstance(key, (str, int)) for key in value):
@@ -471,9 +490,9 @@ class _Emitter:
                     yield from self.value(key)
                     yield from self.value(each)
                 yield b"u"
-        elif isinstance(value, Instance) and not value.name:
+        elif isinstance(value, PickledInstance) and not value.name:
             yield b"".join(self.value(value.args[0])) + b"Q"
-        elif isinstance(value, Instance):
+        elif isinstance(value, PickledInstance):
             yield self._remembered(Global(value.name)) + b"".join(self.value(value.args))
             yield b"R" if value.called else b"\x81"
             if value.state is not None:
