@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import NamedTuple, Optional
 
@@ -210,6 +211,27 @@ class FileHandles:
             first_seen = self._first_seen.setdefault(path, seen)
         if seen != first_seen:
             raise OSError(errno.ESTALE, _CHANGED, path)
+
+    @property
+    def seen(self) -> int:
+        """How many files were opened so far; see `seen_after`."""
+        return len(self._first_seen)
+
+    def seen_after(self, count: int) -> dict[str, FileVersion]:
+        """Files that were opened for the first time after so many others, as they were then."""
+        with self._lock:
+            return dict(itertools.islice(self._first_seen.items(), count, None))
+
+    def see(self, versions: Mapping[str, FileVersion]) -> None:
+        """Take over what a copy of this in another process has seen.
+
+        Raises:
+            RetryableError: a file was another one here.
+        """
+        with self._lock:
+            changed = [path for path, seen in versions.items() if self._first_seen.setdefault(path, seen) != seen]
+        for path in changed:
+            raise changed_meanwhile(path, _CHANGED)
 
     def check_unchanged(self, paths: Iterable[str]) -> None:
         """Insist that files are still what they were when they were first opened, by name and where they are open.

@@ -414,7 +414,7 @@ effort = together(
         type=SizeType(),
         metavar="SIZE",
         default=f"{MAX_MEMORY >> 20}M",
-        show_default=True,
+        show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),
 )

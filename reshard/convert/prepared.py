@@ -251,7 +251,8 @@ class _Preparation:
         """
         store = store_of(plan.request.dst)
         execution = replace(self.execution(plan), target=store.costs(plan.request.dst))
-        part = max((store.part_bytes(size) for size in plan.file_bytes(work).values()), default=0)
+        sizes = plan.file_bytes(work)
+        part = max(map(store.part_bytes, sizes.values()), default=0)
         if part:
             together = max(1, min(MOST_MEMBERS, execution.max_memory // (_GROUPS * 2 * part)))
             together = max(map(len, plan.reading_groups(work, together)))
@@ -260,7 +261,7 @@ class _Preparation:
             limit = self.handles.limit // 4
             together = MOST_MEMBERS if len(work) <= limit else limit // execution.threads
             together = max(1, min(MOST_MEMBERS, together))
-        found = replace(execution, together=together, part_bytes=part)
+        found = replace(execution, together=together, part_bytes=part, files=len(sizes), nbytes=sum(sizes.values()))
         if part and found.max_memory < found.least_memory:
             needed = -(-found.least_memory // (1 << 20))
             raise UsageError(
@@ -325,7 +326,7 @@ class Prepared:
         work = state.work
         checked = time.monotonic()
         if self._options.dry_run:
-            written = sum(state.sizes.values())
+            written, copied = sum(state.sizes.values()), 0
         else:
             writing = Writing(
                 plan,
@@ -337,7 +338,7 @@ class Prepared:
                 progress,
                 workers,
             )
-            written = writing.write()
+            written, copied = writing.write(), writing.bytes_copied
             manifest = writing.manifest
             work = writing.work
         ended = time.monotonic()
@@ -350,6 +351,7 @@ class Prepared:
             done_before=sorted(set(state.asked).difference(work)),
             manifest=manifest,
             bytes_written=written,
+            bytes_copied=copied,
             source_ranks=sorted(plan.checkpoint.indexes),
             recovered=[file for file in lost if plan.form.taken_over(file) is None],
             parameters=len(plan.sorted.resharded),

@@ -47,8 +47,9 @@ def plain_names(
 ) -> PlainNames:
     """The names of tensors of a trainer's state as a model has them.
 
-    ``model.`` is taken off where every weight has it and something shows that it is a trainer's: the recorded keys of
-    nested dictionaries, optimizer state beside the weights, or a second ``model.`` or ``lm_head.`` behind it.
+    ``model.`` is taken off where the keys of nested dictionaries are recorded and it is one. Else it is taken off
+    where every weight has it and something shows that it is a trainer's: optimizer state beside the weights, or a
+    second ``model.`` or ``lm_head.`` behind it.
 
     Args:
         names: of all tensors.
@@ -57,13 +58,12 @@ def plain_names(
         optimizer: optimizer state is kept, under MindSpore's names.
     """
     weights = [name for name in names if not name.startswith(_OPTIMIZERS)]
-    nested = [keys[name] for name in weights if name in keys]
-    rooted = bool(weights) and all(name.startswith(MODEL) for name in weights)
-    if rooted and len(nested) == len(weights):
-        rooted = all(len(each) > 1 and each[0] == MODEL[:-1] for each in nested)
-    elif rooted:
+    unrecorded = [name for name in weights if name not in keys]
+    rooted = {name for name in weights if name in keys and len(keys[name]) > 1 and keys[name][0] == MODEL[:-1]}
+    if unrecorded and all(name.startswith(MODEL) for name in unrecorded):
         beside = any(name.startswith(_OPTIMIZERS) for name in (*names, *objects))
-        rooted = beside or any(name.startswith(_CAUSAL) for name in weights)
+        if beside or any(name.startswith(_CAUSAL) for name in unrecorded):
+            rooted.update(unrecorded)
     found: dict[str, Optional[str]] = {}
     left_out: list[str] = []
     for name in names:
@@ -72,8 +72,8 @@ def plain_names(
             if found[name] is None:
                 left_out.append(name)
         else:
-            found[name] = _unwrapped(name[len(MODEL) :] if rooted else name)
-    return PlainNames(found, rooted, left_out)
+            found[name] = _unwrapped(name[len(MODEL) :] if name in rooted else name)
+    return PlainNames(found, bool(rooted), left_out)
 
 
 def possible_plain_names(name: str, optimizer: bool) -> list[str]:

@@ -30,7 +30,7 @@ from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
-from reshard.quantised.schemes import Quantised, Recognised, StoredTensor, recognise
+from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise
 from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
 from reshard.storage import UnfitError, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
@@ -84,7 +84,7 @@ class _Scales:
         return decode_scales(words, self.dtype)
 
 
-class Decoding:
+class ScaledCodes:
     """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
 
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
@@ -208,7 +208,7 @@ class _Tensors(ByName[GlobalTensor]):
                 tensor.shape,
                 tuple(_unpacked(sharding, tensor, codes) for sharding in codes.shardings),
                 codes.shards,
-                decoding=Decoding(tensor, self._dtype, scales, offsets),
+                decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
             )
         return found
 
@@ -356,10 +356,10 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
     return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TypedShape]:
     """Types and shapes of all tensors and values of a checkpoint."""
-    found = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    found = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
     for name in (*checkpoint.values(), *checkpoint.without_layout()):
         entry = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        found[name] = StoredTensor(entry.dtype, entry.shape)
+        found[name] = TypedShape(entry.dtype, entry.shape)
     return found
