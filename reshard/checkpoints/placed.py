@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from reshard.checkpoints.formats.archives import (
     HEAD,
+    ArchiveEntry,
     Elements,
-    Entry,
     archived_tensor,
     archived_tensors,
     check_entry,
@@ -148,7 +148,7 @@ class Placement:
             raise DamagedCheckpointError(f"{self._path}: does not hold {quoted(key)}", file=self._path, parameter=key)
         offset = tensor.extents[0][0] if tensor.extents else 0
         strides = [math.prod(tensor.shape[dimension + 1 :]) for dimension in range(len(tensor.shape))]
-        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, Entry(offset, tensor.nbytes, 0))
+        return Elements(tensor.dtype, tensor.shape, tuple(strides), offset, ArchiveEntry(offset, tensor.nbytes, 0))
 
     def _check(self, tensor: Stored, found: Elements) -> None:
         # Megatron's local tensors have fewer dimensions than their boxes, which begin with ones.
@@ -177,7 +177,7 @@ class Placement:
             OSError: reading failed.
         """
         buffer = memoryview(bytearray(_CHECK_BYTES))
-        checked: set[Entry] = set()
+        checked: set[ArchiveEntry] = set()
         for number, (name, *_) in enumerate(self._tensors):
             entry = self.locate(file, number).entry
             # Tensors may share a storage.

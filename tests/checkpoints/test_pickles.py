@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints.formats.pickles import (
     Global,
-    Instance,
     NotPlain,
     Pairs,
+    PickledInstance,
     PickleError,
     among,
     pickled,
@@ -85,7 +85,7 @@ def test_an_ordered_dictionary_with_attributes_is_a_dictionary() -> None:
 def test_allowed_classes_become_instances_and_are_not_imported() -> None:
     data = b"\x80\x02cno.such.module\nThing\n)\x81}X\x01\x00\x00\x00aK\x05sb."
     found = read_pickle(data, among(["no.such.module.Thing"]))
-    assert isinstance(found, Instance)
+    assert isinstance(found, PickledInstance)
     assert (found.name, found.args, found.fields) == ("no.such.module.Thing", (), {"a": 5})
 
 
@@ -228,9 +228,9 @@ def test_operations_are_counted() -> None:
 
 
 def test_plain_values_are_shown_as_json_has_them() -> None:
-    namespace = Instance("argparse.Namespace", (), {"layers": 2})
+    namespace = PickledInstance("argparse.Namespace", (), {"layers": 2})
     value = {"a": (1, 2.5, None, True), "b": [b"\x01\xff"], "args": namespace, "type": Global("torch.float32")}
     shown = {"a": [1, 2.5, None, True], "b": ["01ff"], "args": {"layers": 2}, "type": "torch.float32"}
     assert plain(value) == shown
     with pytest.raises(NotPlain):
-        plain(Instance("torch.Generator"))
+        plain(PickledInstance("torch.Generator"))

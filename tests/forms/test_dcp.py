@@ -18,7 +18,7 @@ import pytest
 
 from reshard.checkpoints import FileHandles
 from reshard.checkpoints.formats.archives import Archive, archived_tensor
-from reshard.checkpoints.formats.pickles import Instance, pickled, plain, read_pickle
+from reshard.checkpoints.formats.pickles import PickledInstance, pickled, plain, read_pickle
 from reshard.checkpoints.placed import PlacedFile, Placement, Stored
 from reshard.errors import CheckpointError
 from reshard.forms.chunks import ChunkedCheckpoint
@@ -160,8 +160,8 @@ def test_a_flipped_bit_is_found_with_verify_before_anything_is_written(tmp_path:
     assert reshard("verify", tmp_path / "unseen", "--src", tmp_path / "src").status == 3
 
 
-def instance(kind: str, **fields: Any) -> Instance:
-    return Instance(f"torch.distributed.checkpoint.{kind}", (), fields)
+def instance(kind: str, **fields: Any) -> PickledInstance:
+    return PickledInstance(f"torch.distributed.checkpoint.{kind}", (), fields)
 
 
 class Saved:

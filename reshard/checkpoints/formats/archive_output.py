@@ -15,14 +15,14 @@ from typing import NamedTuple
 from reshard.checkpoints.formats.archives import REBUILD, REBUILD_TYPED, STORAGES, UNTYPED
 from reshard.checkpoints.formats.dtypes import TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor
-from reshard.checkpoints.formats.pickles import Global, Instance, pickled
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, pickled
 
 _ALIGNMENT = 64
 _UNKNOWN = 0xFFFFFFFF
 _UTF8 = 0x0800
 _NAME = "archive/"
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-_ORDERED = Instance("collections.OrderedDict", (), None, True)
+_ORDERED = PickledInstance("collections.OrderedDict", (), None, True)
 
 
 class WrittenRecord(NamedTuple):
@@ -101,12 +101,12 @@ def _described(tensor: OutputTensor) -> bytes:
     strides = tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
     typed = _STORAGE_OF.get(tensor.dtype)
     elements = math.prod(shape) if typed else tensor.nbytes
-    storage = Instance("", (("storage", Global(typed or UNTYPED), "0", "cpu", elements),))
+    storage = PickledInstance("", (("storage", Global(typed or UNTYPED), "0", "cpu", elements),))
     args = (storage, 0, shape, strides, False, _ORDERED)
     if typed:
-        value = Instance(REBUILD, args, None, True)
+        value = PickledInstance(REBUILD, args, None, True)
     else:
-        value = Instance(REBUILD_TYPED, (*args, Global(TORCH_NAMES[tensor.dtype])), None, True)
+        value = PickledInstance(REBUILD_TYPED, (*args, Global(TORCH_NAMES[tensor.dtype])), None, True)
     return b"".join(pickled(value))
 
 

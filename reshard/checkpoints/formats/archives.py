@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, ITEM_SIZES
-from reshard.checkpoints.formats.pickles import Global, Instance, PickleError, among, read_pickle
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, fill, read_range
 from reshard.text.wording import quoted
@@ -60,7 +60,7 @@ TENSOR_NAMES = frozenset({*FROM_TORCH, *STORAGES, UNTYPED, REBUILD, REBUILD_TYPE
 """What the pickle of a tensor names."""
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     """An entry of an archive.
 
     Attributes:
@@ -89,7 +89,7 @@ class Elements(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    entry: Entry
+    entry: ArchiveEntry
 
     @property
     def in_order(self) -> bool:
@@ -206,7 +206,7 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ArchiveEntry:
         """An entry, by its name within the archive such as ``data/0``.
 
         Raises:
@@ -220,7 +220,7 @@ class Archive:
         begin = header + _LOCAL.size + name_size + extra_size
         if signature != HEAD or begin + size > self._length:
             self._damaged(f"its entry {quoted(name)} does not lie in it")
-        return Entry(self._offset + begin, size, crc)
+        return ArchiveEntry(self._offset + begin, size, crc)
 
     def pickled(self, allowed: Callable[[str], bool]) -> Any:
         """What ``data.pkl`` describes; tensors are instances of `REBUILD` and the like.
@@ -250,9 +250,9 @@ class Archive:
         Raises:
             CheckpointError: it is something else, or lies there in a way that is not read.
         """
-        if isinstance(value, Instance) and value.name == _PARAMETER and value.args:
+        if isinstance(value, PickledInstance) and value.name == _PARAMETER and value.args:
             value = value.args[0]
-        if not isinstance(value, Instance) or value.name not in (REBUILD, REBUILD_TYPED) or len(value.args) < 6:
+        if not isinstance(value, PickledInstance) or value.name not in (REBUILD, REBUILD_TYPED) or len(value.args) < 6:
             self._damaged(f"it holds {getattr(value, 'name', '') or 'something else'} where a tensor is expected")
         storage, first, shape, strides, *_ = value.args
         entry_name, dtype, count = self._storage(storage)
@@ -283,8 +283,8 @@ class Archive:
         return read_range(self._file, entry.offset, min(entry.size, 16))
 
     def _storage(self, found: Any) -> tuple[str, Optional[str], int]:
-        """Entry, type and size of a storage."""
-        known = found.args[0] if isinstance(found, Instance) and not found.name and found.args else None
+        """ArchiveEntry, type and size of a storage."""
+        known = found.args[0] if isinstance(found, PickledInstance) and not found.name and found.args else None
         if not isinstance(known, tuple) or len(known) < 5 or known[0] != "storage" or not isinstance(known[1], Global):
             self._damaged("the storage of its tensor is none")
         _, kind, key, _, count, *_ = known
@@ -325,7 +325,7 @@ def archived_tensors(file: ReadableFile, names: Sequence[str]) -> Mapping[str, E
     return {name: archive.tensor(held[name]) for name in names}
 
 
-def check_entry(file: ReadableFile, entry: Entry, buffer: memoryview, on_block: Callable[[int], None]) -> bool:
+def check_entry(file: ReadableFile, entry: ArchiveEntry, buffer: memoryview, on_block: Callable[[int], None]) -> bool:
     """Whether the bytes of an entry are those that its CRC was made of; true where it has none.
 
     Args:

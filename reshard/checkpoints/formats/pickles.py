@@ -1,7 +1,7 @@
 """Pickles as data: a small machine of its own that reads them, imports nothing and calls nothing.
 
 It knows the opcodes that Python's picklers emit for protocols 2 to 5. A class or function is a `Global`, an
-allowed name and no more; what calls it becomes an `Instance`, which holds the arguments and the state. So a
+allowed name and no more; what calls it becomes an `PickledInstance`, which holds the arguments and the state. So a
 pickle can only make numbers, text, lists, dictionaries, tuples and these two. Time and memory grow with the
 bytes that were given; nothing recurses.
 """
@@ -45,7 +45,7 @@ class Global(NamedTuple):
     name: str
 
 
-class Instance:
+class PickledInstance:
     """What a call of a `Global` would have made.
 
     Attributes:
@@ -92,8 +92,8 @@ def read_pickle(
         operations: more than so many are refused.
 
     Returns:
-        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `Instance`. ``torch.Size`` is
-        a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
+        Numbers, text, bytes, None, lists, tuples and dictionaries of these, `Global` and `PickledInstance`.
+        ``torch.Size`` is a tuple, an ordered dictionary is a dictionary. Lists and dictionaries may hold themselves.
 
     Raises:
         PickleError: it is damaged, or holds something else.
@@ -193,13 +193,13 @@ class _Machine:
             raise PickleError("is a damaged pickle: something is called that is no class")
         if what.name in _INTERPRETED:
             return _interpreted(what.name, args)
-        return Instance(what.name, args, None, called)
+        return PickledInstance(what.name, args, None, called)
 
     def _set(self, pairs: list[Any]) -> None:
         target = self._top()
-        if len(pairs) % 2 or not isinstance(target, (dict, Instance)):
+        if len(pairs) % 2 or not isinstance(target, (dict, PickledInstance)):
             raise PickleError("is a damaged pickle: items are set in what holds none")
-        if isinstance(target, Instance):
+        if isinstance(target, PickledInstance):
             target.added().extend(zip(pairs[::2], pairs[1::2]))
             return
         for key, value in zip(pairs[::2], pairs[1::2]):
@@ -209,7 +209,7 @@ class _Machine:
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
-        if not isinstance(target, (list, Instance)):
+        if not isinstance(target, (list, PickledInstance)):
             raise PickleError("is a damaged pickle: something is appended to what is no list")
         (target if isinstance(target, list) else target.added()).extend(values)
 
@@ -294,7 +294,7 @@ class _Machine:
     def build(self) -> None:
         state = self._pop()
         target = self._top()
-        if isinstance(target, Instance):
+        if isinstance(target, PickledInstance):
             target.state = state
         elif not isinstance(target, dict):
             # An ordered dictionary may have attributes, which are no part of its items.
@@ -303,7 +303,7 @@ class _Machine:
     def persistent_id(self) -> None:
         if not self._persistent:
             raise PickleError("is a pickle with persistent ids, which have no meaning here")
-        self._stack.append(Instance("", (self._pop(),)))
+        self._stack.append(PickledInstance("", (self._pop(),)))
 
     def put(self, place: int) -> None:
         if place == len(self._memo):
@@ -336,7 +336,7 @@ def _interpreted(name: str, args: tuple[Any, ...]) -> Any:
 def _is_key(key: Any, depth: int = _MAX_KEY_DEPTH) -> bool:
     if type(key) is tuple:
         return depth > 0 and len(key) < _MAX_NAME and all(_is_key(each, depth - 1) for each in key)
-    return key is None or isinstance(key, (str, int, float, bytes, Global, Instance))
+    return key is None or isinstance(key, (str, int, float, bytes, Global, PickledInstance))
 
 
 _STOP = ord(".")
@@ -424,7 +424,7 @@ def plain(value: Any, nodes: int = 1 << 16, depth: int = 64) -> Any:
             return value.name
         if isinstance(value, (list, tuple)):
             return [walk(each, depth - 1) for each in value]
-        if isinstance(value, Instance) and value.name == NAMESPACE:
+        if isinstance(value, PickledInstance) and value.name == NAMESPACE:
             value = value.fields
         if isinstance(value, dict):
             if not all(isinstance(key, (str, int)) for key in value):
@@ -490,9 +490,9 @@ class _Emitter:
                     yield from self.value(key)
                     yield from self.value(each)
                 yield b"u"
-        elif isinstance(value, Instance) and not value.name:
+        elif isinstance(value, PickledInstance) and not value.name:
             yield b"".join(self.value(value.args[0])) + b"Q"
-        elif isinstance(value, Instance):
+        elif isinstance(value, PickledInstance):
             yield self._remembered(Global(value.name)) + b"".join(self.value(value.args))
             yield b"R" if value.called else b"\x81"
             if value.state is not None:

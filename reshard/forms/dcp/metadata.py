@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.dtypes import FROM_TORCH, dtype_named
-from reshard.checkpoints.formats.pickles import Global, Instance, PickleError, among, read_pickle
+from reshard.checkpoints.formats.pickles import Global, PickledInstance, PickleError, among, read_pickle
 from reshard.errors import CheckpointError, InputError
 from reshard.storage import UnfitError, read_small
 from reshard.text.names import as_pattern
@@ -94,7 +94,7 @@ class DescribedTensor(NamedTuple):
     chunks: list[DescribedChunk]
 
 
-class Described(NamedTuple):
+class DescribedCheckpoint(NamedTuple):
     """What metadata describes.
 
     Attributes:
@@ -110,14 +110,14 @@ class Described(NamedTuple):
     faults: dict[str, InputError]
 
 
-def read_metadata(paths: Iterable[str]) -> Described:
+def read_metadata(paths: Iterable[str]) -> DescribedCheckpoint:
     """Read metadata: one file of all ranks, or one for each rank.
 
     Raises:
         CheckpointError: a file is damaged, or no metadata.
         RetryableError: reading failed in a way that may pass.
     """
-    found = Described({}, {}, {}, {})
+    found = DescribedCheckpoint({}, {}, {}, {})
     for path in paths:
         try:
             data = read_small(path, MAX_METADATA)
@@ -138,12 +138,12 @@ def read_metadata(paths: Iterable[str]) -> Described:
 class _Reader:
     """Adds what one file of metadata describes."""
 
-    def __init__(self, path: str, found: Described) -> None:
+    def __init__(self, path: str, found: DescribedCheckpoint) -> None:
         self._path = path
         self._found = found
 
     def add(self, held: Any) -> None:
-        if not isinstance(held, Instance) or held.name.rpartition(".")[2] not in ("Metadata", "MCoreMetadata"):
+        if not isinstance(held, PickledInstance) or held.name.rpartition(".")[2] not in ("Metadata", "MCoreMetadata"):
             self._wrong("holds no metadata of a distributed checkpoint")
         fields = held.fields
         described, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
@@ -151,7 +151,7 @@ class _Reader:
             self._wrong("lists no tensors")
         records = self._records(stored)
         for name, value in described.items():
-            if not isinstance(name, str) or not isinstance(value, Instance):
+            if not isinstance(name, str) or not isinstance(value, PickledInstance):
                 self._wrong("lists what is neither a tensor nor an object")
             if value.name.endswith(".BytesStorageMetadata"):
                 self._add_object(name, records)
@@ -175,7 +175,7 @@ class _Reader:
         """Where everything is, by name and offsets; None for an object."""
         found: dict[tuple[str, Optional[tuple[int, ...]]], Record] = {}
         for index, info in stored.items():
-            if not isinstance(index, Instance) or not isinstance(info, Instance):
+            if not isinstance(index, PickledInstance) or not isinstance(info, PickledInstance):
                 self._wrong("its list of records is none")
             name, starts = index.fields.get("fqn"), index.fields.get("offset")
             offset = _sizes(starts)
@@ -207,7 +207,7 @@ class _Reader:
         self._found.objects.setdefault(name, record)
 
     def _add_tensor(
-        self, name: str, value: Instance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
+        self, name: str, value: PickledInstance, records: dict[tuple[str, Optional[tuple[int, ...]]], Record]
     ) -> None:
         fields = value.fields
         shape, chunks = _sizes(fields.get("size")), fields.get("chunks")
@@ -217,7 +217,7 @@ class _Reader:
         found: list[DescribedChunk] = []
         met: set[tuple[int, ...]] = set()
         for chunk in chunks:
-            box = chunk.fields if isinstance(chunk, Instance) else {}
+            box = chunk.fields if isinstance(chunk, PickledInstance) else {}
             offsets, sizes = _sizes(box.get("offsets")), _sizes(box.get("sizes"))
             if offsets is None or sizes is None:
                 self._wrong(f"has a chunk of {quoted(name)} without offsets or sizes")
@@ -275,7 +275,7 @@ def _sizes(found: Any) -> Optional[tuple[int, ...]]:
 
 def _dtype(properties: Any) -> Optional[str]:
     """MindSpore's name of the type that a tensor's properties record."""
-    if not isinstance(properties, Instance):
+    if not isinstance(properties, PickledInstance):
         return None
     state = properties.state
     named = state[0] if isinstance(state, tuple) and state else properties.fields.get("dtype")

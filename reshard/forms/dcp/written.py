@@ -15,7 +15,7 @@ from reshard.checkpoints.formats.archive_output import ArchiveLayout, archive_of
 from reshard.checkpoints.formats.archives import Archive
 from reshard.checkpoints.formats.dtypes import ARCHIVES, TORCH_NAMES
 from reshard.checkpoints.formats.output import OutputLayout, OutputTensor, lay_out_safetensors
-from reshard.checkpoints.formats.pickles import Global, Instance, Pairs, pickled
+from reshard.checkpoints.formats.pickles import Global, Pairs, PickledInstance, pickled
 from reshard.errors import CheckpointError
 from reshard.forms.chunk_files import ChunkFiles
 from reshard.forms.dcp.metadata import HYPER, METADATA, TORCH
@@ -154,7 +154,7 @@ class DcpFiles(_DistributedFiles):
         """Objects, and the metadata, which makes the directory complete."""
         objects = "__0_1.distcp"
 
-        def metadata() -> Instance:
+        def metadata() -> PickledInstance:
             tensors = dict(self.described())
             names = [*tensors, *self._contents]
             return _instance(
@@ -192,19 +192,19 @@ class DcpFiles(_DistributedFiles):
         return [*files, *self._finishing(objects, metadata)]
 
 
-def _instance(kind: str, room: str = TORCH, **fields: Any) -> Instance:
+def _instance(kind: str, room: str = TORCH, **fields: Any) -> PickledInstance:
     """An instance of a class whose fields are set by name."""
-    return Instance(room + kind, (), fields)
+    return PickledInstance(room + kind, (), fields)
 
 
-def _size(sizes: Sequence[int]) -> Instance:
-    return Instance("torch.Size", (tuple(sizes),), None, True)
+def _size(sizes: Sequence[int]) -> PickledInstance:
+    return PickledInstance("torch.Size", (tuple(sizes),), None, True)
 
 
-def _torch_tensor(tensor: _Tensor) -> Instance:
-    layout = Instance("torch.serialization._get_layout", ("torch.strided",), None, True)
-    contiguous = Instance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
-    properties = Instance(
+def _torch_tensor(tensor: _Tensor) -> PickledInstance:
+    layout = PickledInstance("torch.serialization._get_layout", ("torch.strided",), None, True)
+    contiguous = PickledInstance(f"{TORCH}metadata._MEM_FORMAT_ENCODING", (0,), None, True)
+    properties = PickledInstance(
         f"{TORCH}metadata.TensorProperties", (), (Global(TORCH_NAMES[tensor.dtype]), layout, False, contiguous, False)
     )
     chunks = [
@@ -214,15 +214,15 @@ def _torch_tensor(tensor: _Tensor) -> Instance:
     return _instance("metadata.TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks)
 
 
-def _torch_index(name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> Instance:
+def _torch_index(name: str, starts: Optional[Sequence[int]], number: Optional[int]) -> PickledInstance:
     return _instance("metadata.MetadataIndex", fqn=name, offset=None if starts is None else _size(starts), index=number)
 
 
-def _torch_place(file: str, offset: int, length: int) -> Instance:
+def _torch_place(file: str, offset: int, length: int) -> PickledInstance:
     return _instance("filesystem._StorageInfo", relative_path=file, offset=offset, length=length)
 
 
-def _torch_records(tensors: Mapping[str, _Tensor]) -> Iterator[tuple[Instance, Instance]]:
+def _torch_records(tensors: Mapping[str, _Tensor]) -> Iterator[tuple[PickledInstance, PickledInstance]]:
     for name, tensor in tensors.items():
         for number, chunk in enumerate(tensor.chunks):
             yield _torch_index(name, chunk.starts, number), _torch_place(chunk.file, chunk.offset, chunk.length)
@@ -267,15 +267,15 @@ class HyperParallelFiles(_DistributedFiles):
         """Objects, and the metadata, which makes the directory complete."""
         objects = "_rank0_.bytes"
 
-        def index(name: str, starts: tuple[int, ...], number: Optional[int]) -> Instance:
+        def index(name: str, starts: tuple[int, ...], number: Optional[int]) -> PickledInstance:
             return _instance("metadata.MetadataIndex", HYPER, fqn=name, offset=starts, index=number)
 
-        def place(file: str, offset: int, length: int, key: Optional[str]) -> Instance:
+        def place(file: str, offset: int, length: int, key: Optional[str]) -> PickledInstance:
             return _instance(
                 "storage.StorageInfo", HYPER, relative_path=file, offset=offset, length=length, tensor_key=key
             )
 
-        def metadata() -> Instance:
+        def metadata() -> PickledInstance:
             tensors = dict(self.described())
             described = [
                 *((name, _hyper_tensor(tensor)) for name, tensor in tensors.items()),
@@ -312,7 +312,7 @@ class _HeldLayout(OutputLayout):
         self.held = held
 
 
-def _hyper_tensor(tensor: _Tensor) -> Instance:
+def _hyper_tensor(tensor: _Tensor) -> PickledInstance:
     chunks = [
         _instance("metadata.ChunkStorageMetadata", HYPER, offsets=chunk.starts, sizes=chunk.sizes)
         for chunk in tensor.chunks
