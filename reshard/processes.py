@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import pickle
 import queue
@@ -103,7 +104,7 @@ class Crew:
         serve: carries them out.
 
     Raises:
-        OSError: there cannot be so many processes.
+        RetryableError: not even one process can be started.
     """
 
     def __init__(self, processes: int, threads: int, serve: Serve) -> None:
@@ -122,12 +123,25 @@ class Crew:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             for _ in range(processes):
-                pairs = [socket.socketpair() for _ in range(threads)]
+                pairs: list[tuple[socket.socket, socket.socket]] = []
+                try:
+                    while len(pairs) < threads:
+                        pairs.append(socket.socketpair())
+                    with warnings.catch_warnings():
+                        # Of threads that libraries have started for computations.
+                        warnings.simplefilter("ignore", DeprecationWarning)
+                        pid = os.fork()
+                except OSError as error:
+                    for end in itertools.chain(*pairs):
+                        end.close()
+                    if self._workers:
+                        # Fewer do it, too.
+                        break
+                    raise RetryableError(
+                        f"no worker process can be started: {error.strerror}",
+                        hint="run the same command with --jobs 1",
+                    ) from error
                 self._ends += [mine for mine, _ in pairs]
-                with warnings.catch_warnings():
-                    # Of threads that libraries have started for computations.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    pid = os.fork()
                 if not pid:
                     _work(parent, prctl, self._ends, [theirs for _, theirs in pairs], serve)
                 worker = _Worker(pid)
@@ -163,20 +177,26 @@ class Crew:
         """
         seat = self._idle.get()
         try:
+            if not seat.heard_out:
+                raise EOFError
             _send(seat.end, pickle.dumps(request, pickle.HIGHEST_PROTOCOL), descriptors)
-            while True:
+            kind, value = _receive(seat.end)[0]
+            while kind == _TOLD:
+                told(value)
                 kind, value = _receive(seat.end)[0]
-                if kind == _TOLD:
-                    told(value)
-                elif kind == _DONE:
-                    return value
-                else:
-                    error, where = value
-                    raise error from RuntimeError(where)
         except (EOFError, ConnectionError):
             raise LostWorkerError(f"a worker process {seat.worker.end()}") from None
+        except BaseException:
+            # The rest of its answer would be taken for the answer to the next request.
+            seat.worker.kill()
+            seat.heard_out = False
+            raise
         finally:
             self._idle.put(seat)
+        if kind == _DONE:
+            return value
+        error, where = value
+        raise error from RuntimeError(where)
 
     def kill(self) -> None:
         """Kill all workers; those who wait for them hear of it."""
@@ -228,11 +248,12 @@ class _Worker:
 
 
 class _Seat:
-    """What leads to one thread of a worker."""
+    """What leads to one thread of a worker; ``heard_out`` unless an answer was left in the middle."""
 
     def __init__(self, end: socket.socket, worker: _Worker) -> None:
         self.end = end
         self.worker = worker
+        self.heard_out = True
 
 
 def _work(

@@ -119,11 +119,14 @@ class BoxReader:
             options.window_bytes,
             maps,
             options.threads,
-            self.overflowed,
+            self._tell_overflow,
         )
         # A part of a buffer that nobody uses is never touched, and so takes no memory.
         scratch, block = (np.empty(options.block_bytes, np.uint8) for _ in range(2))
-        return Worker(BlockFiller(reader, scratch, lambda name, count: self.overflowed(name, count)), block)
+        return Worker(BlockFiller(reader, scratch, self._tell_overflow), block)
+
+    def _tell_overflow(self, name: str, count: int) -> None:
+        self.overflowed(name, count)
 
     def share(self, processes: int) -> None:
         """Divide the memory among copies of this in so many processes."""

@@ -113,7 +113,7 @@ class NewLocalFile(WrittenFile):
     @property
     def copies(self) -> bool:
         """Whether its file system copies ranges of files by itself."""
-        return self._file_system in _COPYING
+        return self._file_system in _COPYING and hasattr(os, "copy_file_range")
 
     def allocate(self, size: int) -> bool:
         """Give it all of its room, where that can be relied on; whether it has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from reshard.checkpoints import FileHandles
 from reshard.errors import RetryableError
-from reshard.execute.filling import BlockFiller, put
+from reshard.execute.filling import BlockFiller, Run, put, runs_of_box
 from reshard.execute.reading import ByteReader, make_reader
 from reshard.layout import Box, boxes_of_range, intersection
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
@@ -93,6 +94,19 @@ def test_elements_are_put_in_their_places_whatever_lies_together_in_memory(data:
     put(stored[::step], view[::step])
     np.testing.assert_array_equal(view[::step], stored[::step])
     assert step == 1 or not view[1::step].any()
+
+
+def test_runs_are_copied_only_where_stored_bytes_are_those_of_the_target() -> None:
+    anything: Any = object()
+    box = ((0, 4), (0, 8))
+    stored = StoredSlice("a", 0, ((100, 64),), box)
+    plain = TargetTensor("w", 2, box, (Piece(stored, box),))
+    assert runs_of_box(plain, ((1, 3), (0, 8))) == [Run(0, stored, 16, 32)]
+    assert runs_of_box(plain, ((1, 3), (0, 4))) is None
+    for piece in (Piece(stored, box, dtype="Float32"), Piece(stored._replace(decoding=anything), box)):
+        assert runs_of_box(plain._replace(pieces=(piece,)), ((1, 3), (0, 8))) is None
+    for changed in (plain._replace(padded=True), plain._replace(added=anything)):
+        assert runs_of_box(changed, ((1, 3), (0, 8))) is None
 
 
 def reader(storage: Storage, mapped: bool, handles: FileHandles) -> ByteReader:

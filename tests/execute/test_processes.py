@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard import processes
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, RetryableError
 from reshard.execute import part_writing, parts, run
 from reshard.numbers import sweep
 from reshard.processes import OWN_THREAD, Crew, LostWorkerError, Tell, may_fork
@@ -379,6 +379,33 @@ def test_a_worker_that_dies_is_an_error_for_whoever_waits() -> None:
         for _ in range(2):
             with pytest.raises(LostWorkerError, match="ended with status 7"):
                 crew.call("die")
+
+
+def test_who_fails_to_hear_a_worker_out_leaves_no_answer_to_the_next() -> None:
+    def failing(message: Any) -> None:
+        raise ValueError(message)
+
+    with Crew(1, 1, serve) as crew:
+        with pytest.raises(ValueError, match="first"):
+            crew.call("first", told=failing)
+        with pytest.raises(LostWorkerError):
+            crew.call("second")
+
+
+def test_where_there_can_be_few_processes_few_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, left = os.fork, [1, 0]
+
+    def limited() -> int:
+        if not left.pop(0):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    with Crew(3, 1, serve) as crew:
+        assert len({crew.call(number)[1] for number in range(3)}) == 1
+    left.append(0)
+    with pytest.raises(RetryableError, match="no worker process"):
+        Crew(3, 1, serve)
 
 
 def test_a_crew_leaves_no_process() -> None:

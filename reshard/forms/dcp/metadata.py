@@ -94,7 +94,7 @@ class DescribedTensor(NamedTuple):
     chunks: list[DescribedChunk]
 
 
-class DescribedCheckpoint(NamedTuple):
+class ReadMetadata(NamedTuple):
     """What metadata describes.
 
     Attributes:
@@ -110,14 +110,14 @@ class DescribedCheckpoint(NamedTuple):
     faults: dict[str, InputError]
 
 
-def read_metadata(paths: Iterable[str]) -> DescribedCheckpoint:
+def read_metadata(paths: Iterable[str]) -> ReadMetadata:
     """Read metadata: one file of all ranks, or one for each rank.
 
     Raises:
         CheckpointError: a file is damaged, or no metadata.
         RetryableError: reading failed in a way that may pass.
     """
-    found = DescribedCheckpoint({}, {}, {}, {})
+    found = ReadMetadata({}, {}, {}, {})
     for path in paths:
         try:
             data = read_small(path, MAX_METADATA)
@@ -138,7 +138,7 @@ def read_metadata(paths: Iterable[str]) -> DescribedCheckpoint:
 class _Reader:
     """Adds what one file of metadata describes."""
 
-    def __init__(self, path: str, found: DescribedCheckpoint) -> None:
+    def __init__(self, path: str, found: ReadMetadata) -> None:
         self._path = path
         self._found = found
 

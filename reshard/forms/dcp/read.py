@@ -14,7 +14,7 @@ from reshard.checkpoints.name_order import natural_order
 from reshard.checkpoints.placed import Placement, Stored
 from reshard.errors import CheckpointError, DamagedCheckpointError, InputError, UsageError, one_error
 from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunked_checkpoint
-from reshard.forms.dcp.metadata import METADATA, DescribedCheckpoint, Record, read_metadata
+from reshard.forms.dcp.metadata import METADATA, ReadMetadata, Record, read_metadata
 from reshard.forms.form import Reading, SavedStep
 from reshard.storage import UnfitError, names_in, read_small, status_of_each
 from reshard.text.report import Report
@@ -226,7 +226,7 @@ class _Files:
         faults: tensors that cannot be read, and why, by name.
     """
 
-    def __init__(self, directory: str, described: DescribedCheckpoint, reading: Reading) -> None:
+    def __init__(self, directory: str, described: ReadMetadata, reading: Reading) -> None:
         self.faults: dict[str, InputError] = {}
         self._described = described
         held: dict[str, list[tuple[Record, Stored, tuple[int, ...]]]] = {}

@@ -18,7 +18,7 @@ _NAMES = ("fqn", "logical_fqn")
 _LARGEST_NUMBER = 1 << 63
 
 
-class ShardEntry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """What a header says of an entry.
 
     Attributes:
@@ -39,7 +39,7 @@ class ShardEntry(NamedTuple):
         return not any(self.offsets) and self.shape in (None, self.sizes)
 
 
-def entries_of(index: CheckpointIndex) -> Iterator[tuple[ShardEntry, Tensor]]:
+def entries_of(index: CheckpointIndex) -> Iterator[tuple[HeaderEntry, Tensor]]:
     """Every entry of a file, and what its header says of it.
 
     Raises:
@@ -70,7 +70,7 @@ def entries_of(index: CheckpointIndex) -> Iterator[tuple[ShardEntry, Tensor]]:
         if any(not isinstance(name, str) or not name for name in names) or len(names) > 1:
             raise _wrong(index.path, key, f"has no one name in {INFO}")
         name = next(iter(names), key)
-        yield ShardEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored.shape), stored
+        yield HeaderEntry(name, tuple(offsets), None if shape is None else tuple(shape), stored.shape), stored
 
 
 def sharding_info(index: CheckpointIndex) -> Optional[dict[str, Any]]:

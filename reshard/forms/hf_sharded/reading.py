@@ -15,7 +15,7 @@ from reshard.forms.chunks import Chunk, ChunkedCheckpoint, ChunkedTensor, chunke
 from reshard.forms.form import Reading
 from reshard.forms.full.contents import Contents
 from reshard.forms.full.directory import others_in, say_unread
-from reshard.forms.hf_sharded.headers import ShardEntry, entries_of
+from reshard.forms.hf_sharded.headers import HeaderEntry, entries_of
 from reshard.storage import is_directory, names_in
 from reshard.text.messages import listing
 from reshard.text.names import as_pattern
@@ -97,7 +97,7 @@ class _Shards:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         kinds: dict[str, set[str]] = defaultdict(set)
         shapes: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        known: dict[tuple[int, int], list[tuple[ShardEntry, Tensor]]] = {}
+        known: dict[tuple[int, int], list[tuple[HeaderEntry, Tensor]]] = {}
         kept: list[object] = []
         for number, index in enumerate(self.indexes):
             # Files that are built alike share both.
