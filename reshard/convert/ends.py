@@ -168,6 +168,7 @@ def check_verifiable(request: Request, options: Options) -> None:
         )
 
 
+@asks_once
 def request_between(
     src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
 ) -> Request:

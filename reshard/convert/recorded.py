@@ -44,8 +44,10 @@ def edits_of_target(
         ReshardError: what is typed cannot be read.
     """
     edits = edits_of(src, typed, None if plan is None else plan.form)
-    stated = any(typed[name] for name in EDITS)
-    if not stated and plan is not None and plan.edits:
+    if not any(typed[name] for name in EDITS) and plan is not None and plan.edits:
+        # Between some forms names change without an option.
+        if edits is not None and plan.edits == short_digest(edits.identity().encode()):
+            return edits, False
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -140,7 +142,16 @@ def was_merged(out: str, plan: Identity) -> bool:
         return False
     with contextlib.suppress(TargetError):
         ledgers = [ledger for ledger in ledgers_in(out) if ledger.identity == plan]
-        return bool(ledgers) and not any(_words(given) for ledger in ledgers for given in ledger.given())
+        commands = [given for ledger in ledgers for given in ledger.given()]
+        return bool(ledgers) and not any(_words(given) or _names_by_form(given, plan) for given in commands)
+    return False
+
+
+def _names_by_form(given: Given, plan: Identity) -> bool:
+    """Whether names changed without an option, as between a trainer's state and a model."""
+    with contextlib.suppress(ReshardError):
+        edits = edits_of(given.src, _typed(given), plan.form)
+        return edits is not None and plan.edits == short_digest(edits.identity().encode())
     return False
 
 
