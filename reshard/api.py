@@ -12,33 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, Union
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.decryption import decryption_of
-from reshard.convert import Options, Summary, prepare, usable_cpus
-from reshard.convert.ends import check_verifiable, read_ends
+from reshard.convert import Options, Summary, prepare
+from reshard.convert.ends import check_verifiable, options_of, request_between
 from reshard.convert.transfers import Transfers, transfers_of
-from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY
+from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY
 from reshard.errors import UsageError, VerificationError
 from reshard.execute import Progress
 from reshard.execute.destination import Space
+from reshard.forms import FORM_CLASSES
 from reshard.forms.full.written_files import parse_size
-from reshard.forms.registry import FORMS
-from reshard.forms.target import FileId
 from reshard.opened.opening import Path, Texts, text_of, texts_of
 from reshard.plan.request import Request
-from reshard.plan.typed_edits import edits_of
 from reshard.text.messages import block
 from reshard.text.name_filters import Filters
 from reshard.text.python_words import in_python, python_words
 from reshard.text.report import Report, logged
-
-_CHOICES = {
-    "to": (None, *(form.name for form in FORMS)),
-    "format": ("same", "ckpt", "safetensors"),
-    "io": ("auto", "mmap", "pread"),
-    "crc": ("auto", "never"),
-    "check_replicas": ("auto", "all", "never"),
-    "checksum": ("none", "crc32"),
-}
 
 
 class Planned(NamedTuple):
@@ -86,6 +74,7 @@ class Conversion:
         reverse: read the table from right to left.
         optimizer: apply the table to optimizer state as well; otherwise optimizer state is skipped.
         cast: ``"BFloat16"`` for all floating-point weights, or ``"GLOB=Float32"``; the last match wins.
+        dequantize: ``"BFloat16"``, ``"Float16"`` or ``"Float32"``: quantised weights are written in this type.
         jobs: CPUs to keep busy; by default those that this process may use.
         max_memory: bytes of all buffers.
         io: ``"auto"``, ``"mmap"`` or ``"pread"``.
@@ -120,6 +109,7 @@ class Conversion:
     reverse: bool = False
     optimizer: bool = False
     cast: Texts = ()
+    dequantize: Optional[str] = None
     jobs: Optional[int] = None
     max_memory: int = MAX_MEMORY
     io: str = "auto"
@@ -202,16 +192,15 @@ class Conversion:
 
     def _typed(self) -> dict[str, Any]:
         """The parameters in the form of the command line's options."""
-        paths = ("src_strategy", "dst_strategy", "names", "config")
+        paths = ("src_strategy", "dst_strategy", "names", "config", "decrypt_key_file")
         size = self.max_shard_size
         return {
             **vars(self),
             **{name: text_of(getattr(self, name)) for name in paths},
             "step": str(self.step),
-            "rename": texts_of(self.rename),
-            "cast": texts_of(self.cast),
+            "no_fallback": not self.fallback,
+            **{name: texts_of(getattr(self, name)) for name in ("include", "exclude", "rename", "cast")},
             "optimizer": "keep" if self.optimizer else None,
-            "format": None if self.format == "same" else self.format,
             "max_shard_size": parse_size(size) if isinstance(size, str) else size,
         }
 
@@ -219,49 +208,16 @@ class Conversion:
         return None if self.ranks is None else tuple(sorted(set(self.ranks)))
 
     def _request(self, report: Report) -> Request:
-        typed = self._typed()
-        src, ranks = os.fspath(self.src), self._ranks()
-        ends = read_ends(src, typed, report)
-        return Request(
-            src=src,
-            dst=os.fspath(self.dst),
-            source=ends.source,
-            target=ends.target,
-            files=None if ranks is None else tuple(map(FileId, ranks)),
-            prefix=self.prefix,
-            format=self.format,
-            step=str(self.step),
-            fallback=self.fallback,
-            file_suffix=self.file_suffix,
-            filters=Filters(texts_of(self.include), texts_of(self.exclude)),
-            strict=self.strict,
-            form=ends.form,
-            to=ends.to,
-            max_shard_size=typed["max_shard_size"],
-            edits=edits_of(src, typed),
-        )
+        return request_between(os.fspath(self.src), os.fspath(self.dst), self._ranks(), self._typed(), report)
 
     def _options(self, dry_run: bool = False, verify: bool = False) -> Options:
-        for name, choices in _CHOICES.items():
+        for name, choices in {"to": (None, *FORM_CLASSES), **CHOICES}.items():
             value = getattr(self, name)
             if value not in choices:
                 raise UsageError(f"{name}={value!r} is none of {', '.join(map(repr, filter(None, choices)))}")
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             raise UsageError(f"shard={self.shard} is not a share; the first of four is (0, 4)")
-        return Options(
-            jobs=self.jobs or usable_cpus(),
-            max_memory=self.max_memory,
-            io=self.io,
-            crc=self.crc,
-            check_replicas=self.check_replicas,
-            checksum=self.checksum,
-            overwrite=self.overwrite,
-            accept_changed_source=self.accept_changed_source,
-            verify=verify,
-            dry_run=dry_run,
-            share=self.shard,
-            decryption=decryption_of(text_of(self.decrypt_key_file), self.decrypt_mode),
-        )
+        return options_of(self._typed(), share=self.shard, dry_run=dry_run, verify=verify)
 
 
 def _refuse(found: Sequence[object], dst: str) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 
-# The smallest value at which no kind of conversion is slower; see `benchmarks/memory.py`.
-MAX_MEMORY = 64 << 20
-
 # Devices of all stages: more than any cluster has, and few enough for arrays.
 MOST_DEVICES = 1 << 20
 
@@ -20,7 +17,20 @@ MOST_STAGES = 1 << 10
 # Prefix of converted files; the rank follows.
 DEFAULT_PREFIX = "checkpoint_"
 
+# The values of options that take one of a few words; the first is the default.
+CHOICES = {
+    "format": ("same", "ckpt", "safetensors"),
+    "io": ("auto", "mmap", "pread"),
+    "crc": ("auto", "never"),
+    "check_replicas": ("auto", "all", "never"),
+    "checksum": ("none", "crc32"),
+}
+
 
 def usable_cpus() -> int:
     """The CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+# The smallest with which no kind of conversion was slower; see `benchmarks/memory.py` and `benchmarks/cores.py`.
+MAX_MEMORY = max(64 << 20, usable_cpus() * (8 << 20))

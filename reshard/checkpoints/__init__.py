@@ -10,7 +10,7 @@ from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.crc import CrcCheck, check_crc, check_crcs, crc_of_file
 from reshard.checkpoints.formats.dtypes import can_hold, mindspore_reads
-from reshard.checkpoints.formats.open import format_of, read_index
+from reshard.checkpoints.formats.headers import format_of, read_index
 from reshard.checkpoints.formats.output import (
     Data,
     Literal,
@@ -20,8 +20,7 @@ from reshard.checkpoints.formats.output import (
     lay_out_copy,
     lay_out_safetensors,
 )
-from reshard.checkpoints.formats.table import tensors_named
-from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor
+from reshard.checkpoints.formats.tensors import CheckpointIndex, Tensor, tensors_named
 from reshard.storage import cut_short
 
 __all__ = [

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any, Optional
 
-from reshard.checkpoints.encrypted import Blocks, DecryptedFile, Key
+from reshard.checkpoints.encrypted import CipherKey, DecryptedFile, EncryptedBlocks
 from reshard.errors import EncryptedCheckpointError, InputError, UsageError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.other_files import MARK_SIZE, cipher_of
@@ -103,9 +103,9 @@ class DecryptedFiles:
 
     def __init__(self, decryption: Decryption) -> None:
         self._decryption = decryption
-        self._keys: dict[str, Key] = {}
+        self._keys: dict[str, CipherKey] = {}
         # None for files that are not encrypted.
-        self._known: dict[str, Optional[Blocks]] = {}
+        self._known: dict[str, Optional[EncryptedBlocks]] = {}
 
     def open(self, file: ReadableFile) -> ReadableFile:
         """The file as it is to be read.
@@ -121,7 +121,7 @@ class DecryptedFiles:
         blocks = self._known[file.path]
         return file if blocks is None else DecryptedFile(file, blocks)
 
-    def _find(self, file: ReadableFile) -> Optional[Blocks]:
+    def _find(self, file: ReadableFile) -> Optional[EncryptedBlocks]:
         if not file.status().regular:
             return None
         mode = cipher_of(read_range(file, 0, min(file.size(), MARK_SIZE)))
@@ -140,8 +140,8 @@ class DecryptedFiles:
                 file=file.path,
                 hint=f"name a file with the right key: {_OPTION} FILE",
             )
-        found = self._keys.get(mode) or self._keys.setdefault(mode, Key(mode, key, file.path))
-        return Blocks(file, found)
+        found = self._keys.get(mode) or self._keys.setdefault(mode, CipherKey(mode, key, file.path))
+        return EncryptedBlocks(file, found)
 
 
 def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:

@@ -45,7 +45,7 @@ _REST_OF_HEADER = 4 + _IV_SIZE + 4
 _MOST_BLOCKS = 1 << 20
 
 
-class Key:
+class CipherKey:
     """A key for one mode; for any number of threads.
 
     Args:
@@ -129,7 +129,7 @@ class Key:
             self._rooms.append(room)
 
 
-class Blocks:
+class EncryptedBlocks:
     """Where the blocks of a file lie, and which tags were compared; for any number of threads.
 
     Attributes:
@@ -137,7 +137,7 @@ class Blocks:
         mode: how.
     """
 
-    def __init__(self, file: ReadableFile, key: Key) -> None:
+    def __init__(self, file: ReadableFile, key: CipherKey) -> None:
         """Find the blocks by their headers.
 
         Args:
@@ -315,7 +315,7 @@ class DecryptedFile:
 
     descriptor: Optional[int] = None
 
-    def __init__(self, file: ReadableFile, blocks: Blocks) -> None:
+    def __init__(self, file: ReadableFile, blocks: EncryptedBlocks) -> None:
         self.path = file.path
         self.cipher: Optional[str] = blocks.mode
         self._file = file

@@ -23,7 +23,7 @@ _PASSED_ON = "reshard.passed_on"
 _MOST_COLUMNS = 32
 
 
-class Option(click.Option):
+class GroupedOption(click.Option):
     """An option that stands in a group of the help, one of those above."""
 
     def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
@@ -38,7 +38,7 @@ class Option(click.Option):
 
 def option(group: str, *names: str, **attributes: Any) -> Callable[[F], F]:
     """Decorator: an option in a group of the help."""
-    return click.option(*names, cls=Option, group=group, **attributes)
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
 class Argument(click.Argument):
@@ -110,7 +110,7 @@ class Command(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
                 last = _GROUPS[-1 if "--help" in param.opts else 0]
-                groups[param.group if isinstance(param, Option) else last].append(record)
+                groups[param.group if isinstance(param, GroupedOption) else last].append(record)
         width = min(_MOST_COLUMNS, max(len(names) for rows in groups.values() for names, _ in rows))
         for group, rows in groups.items():
             if rows:

@@ -1,98 +1,25 @@
-"""What commands that convert have in common: from options to a request, from a summary to JSON."""
+"""Shared by commands that convert: the Dask cluster of --scheduler, and the summary in words and as JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Optional
 
-from reshard.cli import options
-from reshard.cli.output import listener, totals_json, totals_words
-from reshard.convert import Options, Summary, usable_cpus
-from reshard.convert.ends import read_ends
+from reshard.cli.output import totals_json, totals_words
+from reshard.convert import Options, Summary, Workers
+from reshard.errors import UsageError
 from reshard.forms.registry import counted_as
-from reshard.forms.target import FileId
 from reshard.plan.request import Request
-from reshard.plan.typed_edits import edits_of
-from reshard.strategies import Strategy
 from reshard.text.messages import listing
-from reshard.text.name_filters import Filters
 from reshard.text.names import KINDS, kind_of
 from reshard.text.report import Report
-from reshard.text.wording import plural, rank_ranges
+from reshard.text.wording import byte_size, plural, rank_ranges
 
 # Shorter phases, in seconds, are not shown.
 MIN_SHOWN = 0.1
-
-
-def request_between(
-    src: str, dst: str, ranks: Optional[tuple[int, ...]], typed: Mapping[str, Any]
-) -> tuple[Request, Report]:
-    """What the options of a conversion ask for, and a report that has been told what was noted of strategies.
-
-    Raises:
-        ReshardError: options are missing or contradict each other, or a strategy cannot be read.
-    """
-    report = Report(listener())
-    ends = read_ends(src, typed, report)
-    request = request_of(
-        src,
-        dst,
-        ends.source,
-        ends.target,
-        ranks,
-        typed,
-        form=ends.form,
-        to=ends.to,
-        max_shard_size=typed["max_shard_size"],
-        edits=edits_of(src, typed),
-    )
-    return request, report
-
-
-def request_of(
-    src: str,
-    dst: str,
-    source: Strategy,
-    target: Strategy,
-    ranks: Optional[tuple[int, ...]],
-    typed: Mapping[str, Any],
-    **others: Any,
-) -> Request:
-    """What the options ask for; `recover` does not have all of them."""
-    return Request(
-        src=src,
-        dst=dst,
-        source=source,
-        target=target,
-        files=None if ranks is None else tuple(map(FileId, ranks)),
-        prefix=typed["prefix"],
-        format=typed.get("format", "same"),
-        step=typed["step"],
-        fallback=not typed["no_fallback"],
-        file_suffix=typed["file_suffix"],
-        filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
-        strict=typed.get("strict", False),
-        **others,
-    )
-
-
-def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
-    """How the options want it done; ``others`` are attributes of `Options` that have no option."""
-    return Options(
-        jobs=typed["jobs"] or usable_cpus(),
-        max_memory=typed["max_memory"],
-        io=typed["io"],
-        crc=typed["crc"],
-        check_replicas=typed["check_replicas"],
-        checksum=typed["checksum"],
-        overwrite=typed["overwrite"],
-        accept_changed_source=typed["accept_changed_source"],
-        verify=typed.get("verify", False),
-        decryption=options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
-        **{"dry_run": typed["dry_run"], **others},
-    )
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
@@ -128,6 +55,9 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     lines = [", ".join(shown)] if len(shown) > 1 else []
     lines.append(f"headers read: source {rank_ranges(summary.source_ranks, counted_as(request.form))}")
     lines.append(f"{plural(summary.parameters, 'parameter')} resharded")
+    if summary.bytes_copied:
+        copied, all_bytes = byte_size(summary.bytes_copied), byte_size(summary.bytes_written)
+        lines.append(f"{copied} of {all_bytes} copied by the file system, the rest through memory")
     for names, what in (
         (summary.copied, "copied unchanged"),
         (summary.excluded, "left out by --include and --exclude"),
@@ -142,3 +72,41 @@ def detail_lines(summary: Summary, request: Request, verifying: float = 0.0) -> 
     if summary.manifest:
         lines.append(f"manifest: {summary.manifest}")
     return lines
+
+
+def cluster_of(
+    scheduler: Optional[str], how: Options, jobs: Optional[int], report: Report
+) -> contextlib.AbstractContextManager[Optional[Workers]]:
+    """The Dask cluster of a scheduler, by address or scheduler file as typed; None where none was typed.
+
+    Args:
+        scheduler: as typed.
+        how: how the conversion is carried out.
+        jobs: CPUs of a work item, if typed.
+        report: told what is found on the way.
+
+    Raises:
+        UsageError: it is neither, Dask is not installed, this is already one of several runs, or the workers could not
+            have the key of encrypted files.
+    """
+    if scheduler is None:
+        return contextlib.nullcontext()
+    if how.share is not None:
+        raise UsageError(
+            "--shard and --scheduler exclude each other: a Dask cluster divides the target ranks by itself",
+            hint="pass one of them",
+        )
+    if how.decryption is not None:
+        # Refused before anything is done.
+        _ = how.decryption.shared_file
+    try:
+        from reshard.cluster import Cluster, scheduler_address
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--scheduler needs Dask, which is not installed ({error})",
+            hint="in the clone of reshard: pip install '.[dask]'",
+        ) from error
+    # Dask logs with tracebacks what is said here in words.
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return Cluster(scheduler_address(scheduler), how, jobs, report)

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command
-from reshard.cli.conversion import contents_words, detail_lines, options_of, request_between, summary_json
-from reshard.cli.output import echo_json, say
+from reshard.cli.conversion import cluster_of, contents_words, detail_lines, summary_json
+from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
-from reshard.cli.scheduler import cluster_of
 from reshard.cli.shard import Share
 from reshard.convert import Options, Summary, prepare
-from reshard.convert.ends import check_verifiable
+from reshard.convert.ends import check_verifiable, options_of, request_between
 from reshard.forms.registry import counted_as
 from reshard.plan.request import Request
 from reshard.text.report import Report
@@ -101,7 +100,8 @@ def _convert(
     share: Optional[Share] = None,
     scheduler: Optional[str] = None,
 ) -> None:
-    request, report = request_between(src, dst, ranks, typed)
+    report = Report(listener())
+    request = request_between(src, dst, ranks, typed, report)
     how = options_of(typed, adding=adding, share=share)
     check_verifiable(request, how)
     carry_out(request, report, typed, how, scheduler)

@@ -17,8 +17,7 @@ from reshard.cli.tables import table
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.edits import Edits
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable

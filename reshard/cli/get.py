@@ -24,7 +24,7 @@ from reshard.numbers.widening import in_numpy
 from reshard.opened import LazyTensor, OpenedCheckpoint
 from reshard.opened.indexing import select
 from reshard.opened.tensor import stand_in
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import edits_of
 from reshard.storage import is_directory, store_of, unlinked, write_parts, writing_error
 from reshard.text.globs import Glob
 from reshard.text.messages import listing

@@ -31,7 +31,7 @@ _COMMANDS = {
     "get": ("get", "get", "Print a tensor or a slice of one, or write it to a .npy file."),
     "stats": ("stats", "stats", "Print statistics of every tensor: NaN, zeros, min, max, mean, norm."),
     "diff": ("diff", "diff", "Compare the tensors of two checkpoints."),
-    "replicas": ("replicas", "replicas", "Print the groups of ranks with identical checkpoints."),
+    "replicas": ("strategy", "replicas", "Print the groups of ranks with identical checkpoints."),
     "recover": ("recover", "recover", "Rebuild the checkpoints of lost ranks from replicas."),
     "strategy": ("strategy_group", "strategy", "Show, compare, check and make strategy files."),
     "names": ("names", "names", "Show tables for --names: names and packing of other frameworks."),

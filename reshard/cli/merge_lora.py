@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import options_of, request_between
 from reshard.cli.convert import carry_out
 from reshard.cli.opened import effort_of
+from reshard.cli.output import listener
+from reshard.convert.ends import options_of, request_between
 from reshard.errors import UsageError
 from reshard.forms.registry import FORMS, form_named, form_of
 from reshard.opened import open_requested, reading_request
@@ -39,17 +41,12 @@ reshard merge-lora base/ adapter/ merged/ \\
     --src-strategy base.ckpt --adapter-strategy adapter.ckpt --alpha 32
 """,
 )
+@options.source_called("BASE")
 @argument("base", shell_complete=completion.paths)
 @argument("adapter", shell_complete=completion.paths)
 @argument("out", shell_complete=completion.directories)
 @options.strategies
-@option(
-    "Strategies",
-    "--adapter-strategy",
-    metavar="FILE|DIR|none",
-    shell_complete=completion.strategies,
-    help="Strategy that the adapter's ranks were saved with.",
-)
+@options.strategy("Strategy that the adapter's ranks were saved with.", flag="--adapter-strategy")
 @option("Source", "--adapter-step", default="latest", show_default=True, metavar="STEP|latest", help="Step of ADAPTER.")
 @option(
     "Source",
@@ -60,6 +57,7 @@ reshard merge-lora base/ adapter/ merged/ \\
     help="LoRA alpha; the product of the matrices is scaled by alpha / r.",
 )
 @options.target_form("that of BASE; ranks with --dst-strategy")
+@options.target_files
 @options.source
 @options.fallback
 @options.writing
@@ -84,6 +82,12 @@ def merge_lora(
     # Loaded only here: the others do without.
     from reshard.lora import MAX_ALPHA, MIN_ALPHA, check_beside, read_adapter, scale_of
 
+    if _is_peft(base) and not _is_peft(adapter):
+        words = " ".join(map(shlex.quote, (adapter, base, out)))
+        raise UsageError(
+            f"{base}: is an adapter, and {adapter} is none; the first argument is BASE, the second ADAPTER",
+            hint=f"exchange them: reshard merge-lora {words}",
+        )
     form = form_of(base)
     if typed["to"] is None:
         typed["to"] = form if typed["dst_strategy"] is None else FORMS[0].name
@@ -94,7 +98,8 @@ def merge_lora(
     # NaN is between no numbers.
     if alpha is not None and not MIN_ALPHA <= alpha <= MAX_ALPHA:
         raise UsageError(f"--alpha {alpha:g}: is not a number between {MIN_ALPHA:g} and {MAX_ALPHA:g}")
-    request, report = request_between(base, out, None, {**typed, **_NO_EDITS})
+    report = Report(listener())
+    request = request_between(base, out, None, {**typed, **_NO_EDITS}, report)
     scale = scale_of(adapter, alpha, report)
     infinite: Counter[str] = Counter()
 
@@ -133,10 +138,17 @@ def merge_lora(
         )
 
 
+_PEFT = "adapter_model.safetensors"
+
+
+def _is_peft(directory: str) -> bool:
+    """Whether a directory is an adapter that PEFT saved."""
+    return is_regular_file(os.path.join(directory, _PEFT))
+
+
 def _place_of(adapter: str, strategy: Optional[str]) -> tuple[str, Optional[str]]:
     """Where an adapter's matrices are, and their strategy: PEFT's directories have one file, which nobody has cut."""
-    peft = os.path.join(adapter, "adapter_model.safetensors")
-    place = peft if is_regular_file(peft) else adapter
+    place = os.path.join(adapter, _PEFT) if _is_peft(adapter) else adapter
     return place, NONE if strategy is None and is_regular_file(place) else strategy
 
 
@@ -150,4 +162,12 @@ def _to_verify(reading: Request, scale: Scale) -> Adapter:
     return Adapter(CheckpointPlace(reading.src, reading.form, reading.source, step, reading.file_suffix), scale)
 
 
-_NO_EDITS = {"names": None, "rename": (), "config": None, "reverse": False, "optimizer": None, "cast": ()}
+_NO_EDITS = {
+    "names": None,
+    "rename": (),
+    "config": None,
+    "reverse": False,
+    "optimizer": None,
+    "cast": (),
+    "dequantize": None,
+}

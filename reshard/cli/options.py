@@ -11,19 +11,22 @@ from reshard.cli import completion
 from reshard.cli.command import Choice, option
 from reshard.cli.errors import set_debug, set_quiet, set_verbose
 from reshard.cli.shard import ShardType
-from reshard.defaults import DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
+from reshard.defaults import CHOICES, DEFAULT_PREFIX, MAX_MEMORY, MOST_DEVICES
 from reshard.errors import UsageError
+from reshard.forms import FORM_CLASSES
 from reshard.storage import is_directory, use_endpoint
 
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
+
+_SHARDS = "reshard.shards"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class RanksType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Ranks as people write them: ``0-7,12``."""
 
     name = "ranks"
@@ -45,32 +48,27 @@ class Ranks(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return tuple(sorted(ranks))
 
 
-class Form(Choice):
+class FormType(Choice):
     """A form of checkpoint; ``hf`` is Hugging Face's."""
 
     def __init__(self) -> None:
         super().__init__(())
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The names of all forms."""
-        # Loaded only here: most commands start without --to.
-        from reshard.forms.registry import FORMS
-
-        return tuple(form.name for form in FORMS)
-
-    @choices.setter
-    def choices(self, names: tuple[str, ...]) -> None:
-        """Names are those of the registry, whatever click sets."""
+        # Names alone, because loading the forms would triple the time of --help.
+        self.choices = FORM_CLASSES.keys()  # type: ignore[assignment, unused-ignore]
 
     def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> Any:
         """The form."""
         if value in ("ckpt", "safetensors"):
             self.fail(f"{value} is a format, not a form: --format {value}", param, ctx)
+        # Loaded only here: help does without.
+        from reshard.checkpoints.formats.dtypes import dtype_named
+
+        if isinstance(value, str) and dtype_named(value) is not None:
+            self.fail(f"{value} is a type, not a form: --cast {value}", param, ctx)
         return super().convert("huggingface" if value == "hf" else value, param, ctx)
 
 
-class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class ShardSizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number of bytes as at Hugging Face: ``5GB`` is decimal, ``5GiB`` binary."""
 
     name = "size"
@@ -82,7 +80,7 @@ class ShardSize(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return value if isinstance(value, int) else parse_size(str(value))
 
 
-class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class SizeType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number of bytes in binary units: ``512M``."""
 
     name = "size"
@@ -97,117 +95,11 @@ class Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
-def strategy(text: str, *names: str) -> Callable[[F], F]:
-    """--strategy."""
-    return option(
-        "Strategies",
-        "--strategy",
-        *names,
-        metavar="FILE|DIR|none",
-        shell_complete=completion.strategies,
-        help=text,
-    )
-
-
-def strategies(command: F) -> F:
-    """--src-strategy and --dst-strategy."""
-    return _all(
-        command,
-        [
-            option(
-                "Strategies",
-                "--src-strategy",
-                metavar="FILE|DIR|none",
-                shell_complete=completion.strategies,
-                help="Strategy that SRC was saved with; none if SRC is not sharded.",
-            ),
-            option(
-                "Strategies",
-                "--dst-strategy",
-                metavar="FILE|DIR|none|same",
-                shell_complete=completion.strategies,
-                help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
-            ),
-        ],
-    )
-
-
-def ranks(group: str, text: str) -> Callable[[F], F]:
-    """--ranks."""
-    return option(group, "--ranks", type=Ranks(), metavar="0-7,12", show_default="all", help=text)
-
-
-def common(command: F) -> F:
-    """What every command takes: --quiet, which `output.is_quiet` tells of, --endpoint-url and --debug."""
-    text = "Only results, warnings and errors."
-    quiet = option(
-        "Output", "--quiet", "-q", is_flag=True, callback=set_quiet, expose_value=False, is_eager=True, help=text
-    )
-    return _all(command, [quiet, _endpoint_and_debug])
-
-
-def _endpoint_and_debug(command: F) -> F:
-    return _all(
-        command,
-        [
-            option(
-                "Stores",
-                "--endpoint-url",
-                metavar="URL",
-                expose_value=False,
-                is_eager=True,
-                callback=_set_endpoint,
-                show_default="AWS_ENDPOINT_URL or the profile",
-                help="Service of s3:// paths.",
-            ),
-            option(
-                "Output",
-                "--debug",
-                is_flag=True,
-                expose_value=False,
-                is_eager=True,
-                callback=set_debug,
-                help="Show tracebacks.",
-            ),
-        ],
-    )
-
-
-def quiet(command: F) -> F:
-    """--quiet, whose value the command gets."""
-    return option("Output", "--quiet", "-q", is_flag=True, callback=set_quiet, help="Only warnings and errors.")(
-        command
-    )
-
-
 def _set_endpoint(_: click.Context, __: click.Parameter, value: Optional[str]) -> None:
     if value is not None and not re.match("https?://[^/]", value):
         raise UsageError("--endpoint-url: is no URL", hint="name the service as in --endpoint-url https://host:port")
     if value is not None:
         use_endpoint(value)
-
-
-def verbose(text: str) -> Callable[[F], F]:
-    """-v; messages name every parameter with it."""
-    return option("Output", "-v", "--verbose", is_flag=True, callback=set_verbose, help=text)
-
-
-def names_in_full(command: F) -> F:
-    """-v of commands that list parameters in messages only."""
-    text = "Name every parameter in messages."
-    return option(
-        "Output", "-v", "--verbose", is_flag=True, callback=set_verbose, expose_value=False, is_eager=True, help=text
-    )(command)
-
-
-def json_output(command: F) -> F:
-    """--json."""
-    return option("Output", "--json", "as_json", is_flag=True, help="Print JSON to standard output.")(command)
-
-
-def svg(text: str) -> Callable[[F], F]:
-    """--svg, for `output.write_picture`."""
-    return option("Output", "--svg", metavar="FILE", callback=_svg_path, shell_complete=completion.paths, help=text)
 
 
 def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Optional[str]:
@@ -219,59 +111,177 @@ def _svg_path(_: click.Context, __: click.Parameter, value: Optional[str]) -> Op
     return value
 
 
-def _all(command: F, options: list[Callable[[F], F]]) -> F:
-    for decorator in reversed(options):
-        command = decorator(command)
-    return command
+def choice(group: str, name: str, text: str) -> Callable[[F], F]:
+    """An option that takes one of a few words, of which the first is the default."""
+    words = CHOICES[name]
+    flag = "--" + name.replace("_", "-")
+    return option(group, flag, name, type=Choice(words), default=words[0], show_default=True, help=text)
 
 
-def source(command: F) -> F:
-    """Which of the source's files are taken."""
-    return _all(
-        command,
-        [
-            option(
-                "Source",
-                "--step",
-                default="latest",
-                show_default=True,
-                metavar="EPOCH_STEP|latest",
-                shell_complete=completion.steps,
-                help="Step to convert; latest is the newest complete one.",
-            ),
-            option(
-                "Source",
-                "--file-suffix",
-                metavar="TEXT",
-                show_default="all files",
-                help="Read only files whose names end in TEXT before .ckpt or .safetensors.",
-            ),
-            decryption,
-        ],
+def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Options that go together, in the order of the help."""
+
+    def add(command: F) -> F:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return add
+
+
+def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], F]:
+    """A strategy; --strategy by default."""
+    return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.strategies, help=text)
+
+
+def _keep_shards(context: click.Context, _: click.Parameter, value: Optional[int]) -> None:
+    context.meta[_SHARDS] = value
+
+
+def _target_strategy(context: click.Context, _: click.Parameter, value: Optional[str]) -> Optional[str]:
+    """The value of --dst-strategy, or what --shards stands for: the target's layout has one name, wherever it goes."""
+    shards = context.meta.get(_SHARDS)
+    if shards is None:
+        return value
+    if value is not None:
+        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
+    return f"shards:{shards}"
+
+
+def strategies(command: F) -> F:
+    """--src-strategy and --dst-strategy."""
+    return together(
+        option(
+            "Strategies",
+            "--src-strategy",
+            metavar="FILE|DIR|none",
+            shell_complete=completion.strategies,
+            help="Strategy that SRC was saved with; none if SRC is not sharded.",
+        ),
+        option(
+            "Strategies",
+            "--dst-strategy",
+            metavar="FILE|DIR|none|same",
+            callback=_target_strategy,
+            shell_complete=completion.strategies,
+            help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
+        ),
+        option(
+            "Strategies",
+            "--shards",
+            type=click.IntRange(min=1, max=MOST_DEVICES),
+            metavar="N",
+            show_default="as --dst-strategy",
+            expose_value=False,
+            is_eager=True,
+            callback=_keep_shards,
+            help="In place of --dst-strategy: cut rows over N files, as FSDP does.",
+        ),
+    )(command)
+
+
+def ranks(group: str, text: str) -> Callable[[F], F]:
+    """--ranks."""
+    return option(group, "--ranks", type=RanksType(), metavar="0-7,12", show_default="all", help=text)
+
+
+def flag(group: str, *names: str, text: str, **attributes: Any) -> Callable[[F], F]:
+    """An option without a value."""
+    return option(group, *names, is_flag=True, help=text, **attributes)
+
+
+def verbose(text: str, **attributes: Any) -> Callable[[F], F]:
+    """-v; messages name every parameter with it."""
+    return flag("Output", "-v", "--verbose", text=text, callback=set_verbose, **attributes)
+
+
+def svg(text: str) -> Callable[[F], F]:
+    """--svg, for `output.write_picture`."""
+    return option("Output", "--svg", metavar="FILE", callback=_svg_path, shell_complete=completion.paths, help=text)
+
+
+def crc(text: str) -> Callable[[F], F]:
+    """--crc."""
+    return choice("Checks", "crc", text)
+
+
+def proof(text: str) -> Callable[[F], F]:
+    """--verify, of commands that verify what they wrote."""
+    return flag("Checks", "--verify", text=text)
+
+
+def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:
+    """--prefix; ``shown`` describes the default, if it is not the text itself."""
+    return option(
+        "Target",
+        "--prefix",
+        metavar="TEXT",
+        default=default,
+        show_default=shown or True,
+        help="Prefix of target file names; with {rank}, {epoch} or {step} in it, the whole name.",
     )
 
 
-def decryption(command: F) -> F:
-    """--decrypt-key-file and --decrypt-mode, for `decryption_of`."""
-    return _all(
-        command,
-        [
-            option(
-                "Source",
-                "--decrypt-key-file",
-                metavar="FILE|-",
-                shell_complete=completion.paths,
-                help="File with the key of encrypted source files; - is standard input. Targets are not encrypted.",
-            ),
-            option(
-                "Source",
-                "--decrypt-mode",
-                type=Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
-                show_default="as each file records",
-                help="Refuse files encrypted in another mode.",
-            ),
-        ],
-    )
+# Options that act by themselves: the function of the command does not get their value.
+_ASIDE = {"expose_value": False, "is_eager": True}
+
+_service_and_debug = together(
+    option(
+        "Stores",
+        "--endpoint-url",
+        metavar="URL",
+        callback=_set_endpoint,
+        show_default="AWS_ENDPOINT_URL or the profile",
+        help="Service of s3:// paths.",
+        **_ASIDE,
+    ),
+    flag("Output", "--debug", text="Show tracebacks.", callback=set_debug, **_ASIDE),
+)
+
+common = together(
+    flag("Output", "--quiet", "-q", text="Only results, warnings and errors.", callback=set_quiet, **_ASIDE),
+    _service_and_debug,
+)
+"""Options of every command; `output.is_quiet` returns the value of --quiet."""
+
+names_in_full = verbose("Name every parameter in messages.", **_ASIDE)
+"""-v of commands that list parameters in messages only."""
+
+json_output = flag("Output", "--json", "as_json", text="Print JSON to standard output.")
+"""--json."""
+
+output = together(
+    json_output,
+    flag("Output", "--quiet", "-q", text="Only warnings and errors.", callback=set_quiet),
+    option(
+        "Output",
+        "--progress/--no-progress",
+        default=None,
+        show_default="on a terminal",
+        help="Show progress: a bar, or without a terminal a line every 30 s.",
+    ),
+    verbose("Print details: phases, checks, and the name of every parameter."),
+    _service_and_debug,
+)
+"""What is printed, of commands that take a while."""
+
+decryption = together(
+    option(
+        "Source",
+        "--decrypt-key-file",
+        metavar="FILE|-",
+        shell_complete=completion.paths,
+        help="File with the key of encrypted source files; - is standard input. Targets are not encrypted.",
+    ),
+    option(
+        "Source",
+        "--decrypt-mode",
+        type=Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
+        show_default="as each file records",
+        help="Refuse files encrypted in another mode.",
+    ),
+)
+"""--decrypt-key-file and --decrypt-mode, for `decryption_of`."""
 
 
 def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decryption]:
@@ -287,316 +297,235 @@ def decryption_of(key_file: Optional[str], mode: Optional[str]) -> Optional[Decr
     return decryption.decryption_of(key_file, mode)
 
 
-def selection(command: F) -> F:
-    """Which parameters are taken."""
-    return _all(
-        command,
-        [
-            option(
-                "Parameters",
-                "--include",
-                multiple=True,
-                metavar="GLOB",
-                show_default="all",
-                help="Convert only parameters that match GLOB (repeatable).",
-            ),
-            option(
-                "Parameters",
-                "--exclude",
-                multiple=True,
-                metavar="GLOB",
-                show_default="none",
-                help="Skip parameters that match GLOB (repeatable; overrides --include).",
-            ),
-        ],
-    )
-
-
-def edits(command: F) -> F:
-    """Names and types, for `plan.typed_edits.edits_of`."""
-    return _all(
-        command,
-        [
-            option(
-                "Names and types",
-                "--names",
-                metavar="RULES",
-                shell_complete=completion.tables,
-                show_default="unchanged",
-                help="Convert names and packing to another framework's: a built-in table (`reshard names list`) or a "
-                "TOML file.",
-            ),
-            option(
-                "Names and types",
-                "--reverse",
-                is_flag=True,
-                help="Apply the table from right to left; by default the side that fits SRC is the left.",
-            ),
-            option(
-                "Names and types",
-                "--config",
-                metavar="FILE|DIR",
-                shell_complete=completion.paths,
-                show_default="config.json in SRC",
-                help="File with the sizes that the table needs, such as heads and experts.",
-            ),
-            option(
-                "Names and types",
-                "--optimizer",
-                type=Choice(["keep"]),
-                show_default="left out",
-                help="keep: apply the table to optimizer state, too.",
-            ),
-            option(
-                "Names and types",
-                "--rename",
-                multiple=True,
-                metavar="OLD=NEW",
-                help="Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
-            ),
-            option(
-                "Names and types",
-                "--cast",
-                multiple=True,
-                metavar="[GLOB=]DTYPE",
-                shell_complete=completion.types,
-                show_default="unchanged",
-                help="Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 "
-                "(also fp32, fp16, bf16; repeatable; the last match wins).",
-            ),
-        ],
-    )
-
-
-def crc(text: str) -> Callable[[F], F]:
-    """--crc."""
-    return option("Checks", "--crc", type=Choice(["auto", "never"]), default="auto", show_default=True, help=text)
-
-
-def effort(command: F) -> F:
-    """How much of the machine is used."""
-    return _all(
-        command,
-        [
-            option(
-                "Effort",
-                "--jobs",
-                "-j",
-                type=click.IntRange(min=1, max=1024),
-                metavar="N",
-                show_default="all available",
-                help="Number of CPUs to use.",
-            ),
-            option(
-                "Effort",
-                "--max-memory",
-                type=Size(),
-                metavar="SIZE",
-                default=f"{MAX_MEMORY >> 20}M",
-                show_default=True,
-                help="Memory for all buffers together (binary units: 512M, 2G).",
-            ),
-        ],
-    )
-
-
-def fallback(command: F) -> F:
-    """--no-fallback."""
-    return option(
+source = together(
+    option(
         "Source",
-        "--no-fallback",
-        is_flag=True,
-        help="Fail if the newest step is not complete, instead of using an older one.",
-    )(command)
-
-
-def reading(command: F) -> F:
-    """--io."""
-    return option(
-        "Effort",
-        "--io",
-        type=Choice(["auto", "mmap", "pread"]),
-        default="auto",
+        "--step",
+        default="latest",
         show_default=True,
-        help="How sources are read; auto is pread. With mmap, a file that is truncated meanwhile kills the run.",
-    )(command)
-
-
-def accept_changed_source(command: F) -> F:
-    """--accept-changed-source."""
-    return option(
-        "Target",
-        "--accept-changed-source",
-        is_flag=True,
-        help="Continue although existing targets were made from other source files.",
-    )(command)
-
-
-def dry_run(command: F) -> F:
-    """--dry-run."""
-    return option("Checks", "--dry-run", "-n", is_flag=True, help="Plan and check everything, but write nothing.")(
-        command
-    )
-
-
-def writing(command: F) -> F:
-    """How files are read and written."""
-    return _all(
-        command,
-        [
-            effort,
-            reading,
-            crc("Check the CRCs of source files that are read whole."),
-            option(
-                "Checks",
-                "--check-replicas",
-                type=Choice(["auto", "all", "never"]),
-                default="auto",
-                show_default=True,
-                help="Compare replicas on the source ranks before writing: auto compares samples.",
-            ),
-            option(
-                "Checks",
-                "--checksum",
-                type=Choice(["none", "crc32"]),
-                default="none",
-                show_default=True,
-                help="Record checksums in the manifest for `reshard verify DST`.",
-            ),
-            option(
-                "Target",
-                "--overwrite",
-                is_flag=True,
-                help="Replace existing targets, also those of another conversion.",
-            ),
-            accept_changed_source,
-            dry_run,
-        ],
-    )
-
-
-def output(command: F) -> F:
-    """What is said."""
-    return _all(
-        command,
-        [
-            json_output,
-            quiet,
-            option(
-                "Output",
-                "--progress/--no-progress",
-                default=None,
-                show_default="on a terminal",
-                help="Show progress: a bar, or without a terminal a line every 30 s.",
-            ),
-            verbose("Print details: phases, checks, and the name of every parameter."),
-            _endpoint_and_debug,
-        ],
-    )
-
-
-def divided(command: F) -> F:
-    """How the work is divided among processes."""
-    return _all(
-        command,
-        [
-            option(
-                "Target",
-                "--shard",
-                type=ShardType(),
-                metavar="I/N|auto",
-                help="Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or "
-                "MindSpore.",
-            ),
-            option(
-                "Effort",
-                "--scheduler",
-                metavar="ADDRESS|FILE",
-                help="Run on the workers of this Dask cluster. Use only clusters that you trust: Dask exchanges "
-                "pickles.",
-            ),
-        ],
-    )
-
-
-def targets(command: F) -> F:
-    """Which target ranks are written."""
-    return _all(command, [ranks("Target", "Write only these target ranks; with --to, these files."), divided])
-
-
-def prefix(default: Optional[str], shown: Optional[str] = None) -> Callable[[F], F]:
-    """--prefix; ``shown`` says what the default is, if not itself."""
-    return option(
-        "Target",
-        "--prefix",
+        metavar="EPOCH_STEP|latest",
+        shell_complete=completion.steps,
+        help="Step to convert; latest is the newest complete one.",
+    ),
+    option(
+        "Source",
+        "--file-suffix",
         metavar="TEXT",
-        default=default,
-        show_default=shown or True,
-        help="Prefix of target file names; with {rank}, {epoch} or {step} in it, the whole name.",
+        show_default="all files",
+        help="Read only files whose names end in TEXT before .ckpt or .safetensors.",
+    ),
+    decryption,
+)
+"""Which of the source's files are taken."""
+
+selection = together(
+    option(
+        "Parameters",
+        "--include",
+        multiple=True,
+        metavar="GLOB",
+        show_default="all",
+        help="Convert only parameters that match GLOB (repeatable).",
+    ),
+    option(
+        "Parameters",
+        "--exclude",
+        multiple=True,
+        metavar="GLOB",
+        show_default="none",
+        help="Skip parameters that match GLOB (repeatable; overrides --include).",
+    ),
+)
+"""Which parameters are taken."""
+
+edits = together(
+    option(
+        "Names and types",
+        "--names",
+        metavar="RULES",
+        shell_complete=completion.tables,
+        show_default="unchanged",
+        help="Convert names and packing to another framework's: a built-in table (`reshard names list`) or a "
+        "TOML file.",
+    ),
+    option(
+        "Names and types",
+        "--reverse",
+        is_flag=True,
+        help="Apply the table from right to left; by default the side that fits SRC is the left.",
+    ),
+    option(
+        "Names and types",
+        "--config",
+        metavar="FILE|DIR",
+        shell_complete=completion.paths,
+        show_default="config.json in SRC",
+        help="File with the sizes that the table needs, such as heads and experts.",
+    ),
+    option(
+        "Names and types",
+        "--optimizer",
+        type=Choice(["keep"]),
+        show_default="left out",
+        help="keep: apply the table to optimizer state, too.",
+    ),
+    option(
+        "Names and types",
+        "--rename",
+        multiple=True,
+        metavar="OLD=NEW",
+        help="Rename a parameter; a * in OLD and NEW renames all that match (repeatable).",
+    ),
+    option(
+        "Names and types",
+        "--dequantize",
+        metavar="DTYPE",
+        shell_complete=completion.types,
+        show_default="unchanged",
+        help="Write quantised weights (block FP8, FP8 and Int8 with scales, MXFP4) as BFloat16, Float16 or Float32, "
+        "without scales.",
+    ),
+    option(
+        "Names and types",
+        "--cast",
+        multiple=True,
+        metavar="[GLOB=]DTYPE",
+        shell_complete=completion.types,
+        show_default="unchanged",
+        help="Cast all floating-point weights, or tensors that match GLOB, to Float32, Float16 or BFloat16 "
+        "(also fp32, fp16, bf16; repeatable; the last match wins).",
+    ),
+)
+"""Names and types, for `plan.edits.edits_of`."""
+
+effort = together(
+    option(
+        "Effort",
+        "--jobs",
+        "-j",
+        type=click.IntRange(min=1, max=1024),
+        metavar="N",
+        show_default="all available",
+        help="Number of CPUs to use.",
+    ),
+    option(
+        "Effort",
+        "--max-memory",
+        type=SizeType(),
+        metavar="SIZE",
+        default=f"{MAX_MEMORY >> 20}M",
+        show_default="8M for each CPU, at least 64M",
+        help="Memory for all buffers together (binary units: 512M, 2G).",
+    ),
+)
+"""How much of the machine is used."""
+
+fallback = flag(
+    "Source", "--no-fallback", text="Fail if the newest step is not complete, instead of using an older one."
+)
+"""--no-fallback."""
+
+reading = choice(
+    "Effort",
+    "io",
+    "How sources are read; auto is pread. With mmap, a file that is truncated meanwhile kills the run.",
+)
+"""--io."""
+
+accept_changed_source = flag(
+    "Target",
+    "--accept-changed-source",
+    text="Continue although existing targets were made from other source files.",
+)
+"""--accept-changed-source."""
+
+dry_run = flag("Checks", "--dry-run", "-n", text="Plan and check everything, but write nothing.")
+"""--dry-run."""
+
+writing = together(
+    effort,
+    reading,
+    crc("Check the CRCs of source files that are read whole."),
+    choice(
+        "Checks",
+        "check_replicas",
+        "Compare replicas on the source ranks before writing: auto compares samples.",
+    ),
+    choice("Checks", "checksum", "Record checksums in the manifest for `reshard verify DST`."),
+    flag("Target", "--overwrite", text="Replace existing targets, also those of another conversion."),
+    accept_changed_source,
+    dry_run,
+)
+"""How files are read and written."""
+
+divided = together(
+    option(
+        "Target",
+        "--shard",
+        type=ShardType(),
+        metavar="I/N|auto",
+        help="Write only share I of N, counted from 0; auto reads I/N from Slurm, MPI, Kubernetes, torchrun or "
+        "MindSpore.",
+    ),
+    option(
+        "Effort",
+        "--scheduler",
+        metavar="ADDRESS|FILE",
+        help="Run on the workers of this Dask cluster. Use only clusters that you trust: Dask exchanges pickles.",
+    ),
+)
+"""How the work is divided among processes."""
+
+targets = together(ranks("Target", "Write only these target ranks; with --to, these files."), divided)
+"""Which target ranks are written."""
+
+
+def source_called(name: str) -> Callable[[F], F]:
+    """The help of all options calls the source by the name of the command's argument; goes above the options."""
+
+    def rename(command: F) -> F:
+        for parameter in getattr(command, "__click_params__", ()):
+            for attribute in ("help", "show_default"):
+                text = getattr(parameter, attribute, None)
+                if isinstance(text, str):
+                    setattr(parameter, attribute, re.sub(r"\bSRC\b", name, text))
+        return command
+
+    return rename
+
+
+def target_form(default: str, text: str = "Form of the target; hf is short for huggingface.") -> Callable[[F], F]:
+    """The form of the target, and the size of its files; ``default`` describes the default."""
+    return together(
+        option("Target", "--to", type=FormType(), show_default=default, help=text),
+        option(
+            "Target",
+            "--max-shard-size",
+            type=ShardSizeType(),
+            metavar="SIZE",
+            show_default="5GB, unified 3GiB",
+            help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
+        ),
     )
 
 
-def target_form(default: str) -> Callable[[F], F]:
-    """What is written: its form, names and format; ``default`` says which form is the default."""
+target_files = together(prefix(DEFAULT_PREFIX), choice("Target", "format", "Format of the target files."))
+"""Names and format of target files."""
 
-    def add(command: F) -> F:
-        return _all(
-            command,
-            [
-                option(
-                    "Target",
-                    "--to",
-                    type=Form(),
-                    show_default=default,
-                    help="Form of the target; hf is short for huggingface.",
-                ),
-                option(
-                    "Target",
-                    "--max-shard-size",
-                    type=ShardSize(),
-                    metavar="SIZE",
-                    show_default="5GB, unified 3GiB",
-                    help="Largest file of --to huggingface or unified: 500M, 5GB (decimal) or 5GiB.",
-                ),
-                prefix(DEFAULT_PREFIX),
-                option(
-                    "Target",
-                    "--format",
-                    "format",
-                    type=Choice(["same", "ckpt", "safetensors"]),
-                    default="same",
-                    show_default=True,
-                    help="Format of the target files.",
-                ),
-            ],
-        )
-
-    return add
-
-
-def proof(text: str) -> Callable[[F], F]:
-    """The option of commands that verify what they wrote."""
-    return option("Checks", "--verify", is_flag=True, help=text)
-
-
-def conversion(command: F) -> F:
-    """Options of convert and by-rank alike."""
-    return _all(
-        command,
-        [
-            target_form("ranks"),
-            source,
-            fallback,
-            selection,
-            edits,
-            option(
-                "Parameters",
-                "--strict",
-                is_flag=True,
-                help="Fail on parameters that SRC lacks, and on tied ones that a stage's strategy does not list.",
-            ),
-            writing,
-            proof("Compare every tensor with the source after writing."),
-            output,
-        ],
-    )
+conversion = together(
+    target_form("ranks"),
+    target_files,
+    source,
+    fallback,
+    selection,
+    edits,
+    flag(
+        "Parameters",
+        "--strict",
+        text="Fail on parameters that SRC lacks, and on tied ones that a stage's strategy does not list.",
+    ),
+    writing,
+    proof("Compare every tensor with the source after writing."),
+    output,
+)
+"""Options of convert and by-rank alike."""

@@ -9,10 +9,9 @@ import click
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.output import echo_json, show_notes
+from reshard.cli.output import echo_json, listener, show_notes
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import UsageError
-from reshard.strategies import read_strategy, required_strategies
 from reshard.text.wording import plural, rank_ranges
 
 _WITH_SRC = ("to", "max_shard_size", "names", "rename", "config", "reverse", "optimizer")
@@ -33,7 +32,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     "Source",
     "--available",
     show_default="all",
-    type=options.Ranks(),
+    type=options.RanksType(),
     metavar="0,2-5",
     help="Only these source ranks can be read.",
 )
@@ -45,21 +44,7 @@ reshard rank-list 1 --src hf/ --names qwen3 --dst-strategy dst.ckpt
     help="The checkpoint; needed for forms other than ranks, and for --names.",
 )
 @options.source
-@option(
-    "Target",
-    "--to",
-    type=options.Form(),
-    show_default="ranks",
-    help="Form of the target, whose files are numbered from 0.",
-)
-@option(
-    "Target",
-    "--max-shard-size",
-    type=options.ShardSize(),
-    metavar="SIZE",
-    show_default="5GB, unified 3GiB",
-    help="Largest file of --to huggingface or unified.",
-)
+@options.target_form("ranks", "Form of the target, whose files are numbered from 0.")
 @options.edits
 @options.json_output
 @options.names_in_full
@@ -102,7 +87,9 @@ def _of_strategies(
     Raises:
         ReshardError: they cannot be read, have no such rank, or something is on no available rank.
     """
+    # Loaded only here: --help needs neither NumPy nor protobuf.
     from reshard.plan.replicas import ReplicaChoice
+    from reshard.strategies import read_strategy, required_strategies
 
     source, target = map(read_strategy, required_strategies(src_strategy, dst_strategy))
     if not 0 <= rank < target.device_count:
@@ -129,13 +116,18 @@ def _of_checkpoint(rank: int, src: str, typed: dict[str, Any]) -> Sequence[int]:
     """
     # Loaded only here: strategies alone are read in loops.
     from reshard.checkpoints import FileHandles
-    from reshard.cli.conversion import request_between
     from reshard.convert import check_target_ranks
+    from reshard.convert.ends import request_between
     from reshard.forms.registry import form_named
     from reshard.plan.planner import make_plan
+    from reshard.text.report import Report
 
-    others = {"prefix": DEFAULT_PREFIX, "format": "safetensors", "no_fallback": False}
-    request, report = request_between(src, "", (rank,), {**typed, **others})
+    to = typed.get("to")
+    # Any format that goes with the form: files of different ones in the source are read alike.
+    format = "safetensors" if to is None or "safetensors" in form_named(to).options.formats else "same"
+    others = {"prefix": DEFAULT_PREFIX, "format": format, "no_fallback": False}
+    report = Report(listener())
+    request = request_between(src, "", (rank,), {**typed, **others}, report)
     if form_named(request.to).options.by_rank and not request.target.is_untold:
         check_target_ranks(request)
     decryption = options.decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"])

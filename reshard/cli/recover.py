@@ -7,11 +7,11 @@ from typing import Any, Optional
 
 from reshard.cli import completion, options
 from reshard.cli.command import argument, command, option
-from reshard.cli.conversion import contents_words, detail_lines, options_of, request_of, summary_json
+from reshard.cli.conversion import contents_words, detail_lines, summary_json
 from reshard.cli.output import echo_json, listener, say
 from reshard.cli.progress import progress_of
 from reshard.convert import prepare
-from reshard.convert.ends import typed_strategy
+from reshard.convert.ends import Ends, options_of, request_of, typed_strategy
 from reshard.errors import UsageError
 from reshard.forms.registry import form_named, form_of
 from reshard.text.report import Report
@@ -61,7 +61,7 @@ def recover(src: str, dst: str, strategy: Optional[str], ranks: Optional[tuple[i
         raise UsageError("--strategy is missing", hint="name the strategy file or directory of the checkpoint")
     report = Report(listener())
     read = typed_strategy(strategy, report)
-    request = request_of(src, dst, read, read, ranks, typed, recover=True)
+    request = request_of(src, dst, ranks, typed, Ends(form, read, form, read), recover=True)
     how = options_of(typed, lost_only=typed["lost_only"])
     progress = progress_of(typed["quiet"], typed["progress"])
     with prepare(request, how, report, progress) as prepared:

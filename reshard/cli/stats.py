@@ -15,7 +15,7 @@ from reshard.cli.progress import progress_of
 from reshard.cli.tables import table
 from reshard.errors import UsageError
 from reshard.numbers.statistics import TensorStatistics, statistics_of
-from reshard.plan.typed_edits import edits_of
+from reshard.plan.edits import edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable

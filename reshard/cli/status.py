@@ -9,7 +9,7 @@ import click
 from reshard.cli import completion, options
 from reshard.cli.command import command
 from reshard.cli.output import echo_json, say
-from reshard.convert.beside import beside
+from reshard.convert.target_directory import beside
 from reshard.forms.registry import counted_as, form_named
 from reshard.records.status import Status, status_of
 from reshard.text.wording import byte_size, counted_ranks, number_ranges, plural, rank_ranges, some_names

@@ -25,10 +25,9 @@ from reshard.convert import Options
 from reshard.errors import DamagedCheckpointError, InputError, ReshardError, RetryableError, UnwritableError, UsageError
 from reshard.execute import Progress
 from reshard.forms.registry import counted_as
-from reshard.plan.groups import MOST_MEMBERS
+from reshard.plan.groups import MOST_MEMBERS, bundles
 from reshard.plan.plan import Plan
 from reshard.plan.request import Request
-from reshard.plan.shares import bundles
 from reshard.storage import UnfitError, exists, is_absolute, read_small, too_long
 from reshard.storage.json_text import Fields, JsonError, parse_json
 from reshard.text.report import Report

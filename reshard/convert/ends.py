@@ -1,13 +1,15 @@
-"""From the options of a conversion to the forms and strategies of its source and target."""
+"""From the parameters of a conversion, typed in a shell or in Python, to its `Request` and its `Options`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
+from reshard.checkpoints.decryption import decryption_of
 from reshard.convert.options import Options
+from reshard.defaults import usable_cpus
 from reshard.errors import UsageError
 from reshard.forms.form import Form, Layouts
 from reshard.forms.registry import (
@@ -19,9 +21,12 @@ from reshard.forms.registry import (
     read_checkpoint,
     strategy_of,
 )
+from reshard.forms.target import FileId
+from reshard.plan.edits import Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
-from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
+from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies, shards_of
+from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 
 
@@ -52,6 +57,9 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     form = form_named(form_of(src))
     source_path, target_path = typed["src_strategy"], typed["dst_strategy"]
     name = typed["to"] or (FORMS[0].name if target_path is not None or form.options.by_rank else None)
+    if name is None and form.options.layouts is Layouts.WHOLE and (typed.get("dequantize") or typed.get("cast")):
+        # Other types of the same weights are the whole conversion.
+        name = form.name
     if name is None:
         *others, last = (each.name for each in FORMS[1:])
         raise UsageError(
@@ -63,6 +71,11 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     needs_strategy = form.options.needs_strategy
     if source_path is None:
         (check_holds_ranks if needs_strategy else check_there)(src)
+    if to.options.shards and target_path is None:
+        raise UsageError(
+            f"--to {to.name}: --shards or --dst-strategy is missing",
+            hint="add --shards N to cut rows over N files as FSDP does, or --dst-strategy FILE, DIR, same or none",
+        )
     if to.options.cut:
         source_path, target_path = required_strategies(source_path if needs_strategy else NONE, target_path)
     elif needs_strategy:
@@ -70,6 +83,8 @@ def read_ends(src: str, typed: Mapping[str, Any], report: Report) -> Ends:
     source = typed_strategy(source_path, report) if needs_strategy else Strategy.none()
     if not to.options.cut:
         target = Strategy.none()
+    elif shards_of(target_path) is not None:
+        target = Strategy((), target_path)
     elif target_path != SAME:
         target = typed_strategy(target_path, report)
     else:
@@ -90,6 +105,9 @@ def told_by(src: str, ends: Ends, step: str) -> Ends:
     """
     if not ends.target.is_untold:
         return ends
+    if shards_of(ends.target.path) is not None:
+        # Rows of everything are cut, and which shapes they have only the conversion has to know.
+        return ends._replace(target=Strategy.none())
     with FileHandles() as handles:
         # What has to be told of it is told by whoever reads it for its tensors.
         checkpoint = read_checkpoint(ends.form, src, step, handles, Report(), {}, lambda name: False)
@@ -114,6 +132,9 @@ def _check(src: str, form: Form, to: Form, typed: Mapping[str, Any]) -> None:
             f"{src}: holds full weights, so there is no strategy to take for the target",
             hint="name one: --dst-strategy FILE or DIR",
         )
+    if not to.options.shards and target is not None and shards_of(target) is not None:
+        sharded = " and ".join(f"--to {each.name}" for each in FORMS if each.options.shards)
+        raise UsageError(f"--shards goes with {sharded}", hint="name a strategy: --dst-strategy FILE or DIR")
     if typed["format"] not in (None, "same", *to.options.formats):
         raise UsageError(f"--to {to.name} writes .{to.options.formats[0]} files", hint="leave out --format")
     if not to.options.shard_size and typed["max_shard_size"] is not None:
@@ -145,3 +166,75 @@ def check_verifiable(request: Request, options: Options) -> None:
             f"--verify goes with all files of {request.to}, which are verified together",
             hint="leave it out, and give `reshard verify DST --src SRC` when all files are there",
         )
+
+
+@asks_once
+def request_between(
+    src: str, dst: str, ranks: Optional[Sequence[int]], typed: Mapping[str, Any], report: Report
+) -> Request:
+    """The request of a conversion.
+
+    Args:
+        src: the source.
+        dst: the target directory.
+        ranks: target ranks, or numbers of target files, ascending; None for all.
+        typed: the other parameters, by the names of their options.
+        report: receives notes on strategies.
+
+    Raises:
+        ReshardError: parameters are missing or contradict each other, or a strategy cannot be read.
+    """
+    ends = read_ends(src, typed, report)
+    return request_of(src, dst, ranks, typed, ends, edits_of(src, typed, ends.to))
+
+
+def request_of(
+    src: str,
+    dst: str,
+    ranks: Optional[Sequence[int]],
+    typed: Mapping[str, Any],
+    ends: Ends,
+    edits: Optional[Edits] = None,
+    recover: bool = False,
+) -> Request:
+    """The same with forms and strategies that are known; a recovery has only some of the parameters."""
+    return Request(
+        src=src,
+        dst=dst,
+        source=ends.source,
+        target=ends.target,
+        files=None if ranks is None else tuple(map(FileId, ranks)),
+        prefix=typed["prefix"],
+        format=typed.get("format", "same"),
+        step=typed["step"],
+        fallback=not typed["no_fallback"],
+        file_suffix=typed["file_suffix"],
+        filters=Filters(typed.get("include", ()), typed.get("exclude", ())),
+        strict=typed.get("strict", False),
+        recover=recover,
+        form=ends.form,
+        to=ends.to,
+        max_shard_size=typed.get("max_shard_size"),
+        edits=edits,
+    )
+
+
+def options_of(typed: Mapping[str, Any], **others: Any) -> Options:
+    """How a conversion is carried out, by its parameters; ``others`` are attributes of `Options` that are none.
+
+    Raises:
+        UsageError: there is a mode of decryption without a key.
+        InputError: the key cannot be read.
+    """
+    return Options(
+        jobs=typed["jobs"] or usable_cpus(),
+        max_memory=typed["max_memory"],
+        io=typed["io"],
+        crc=typed["crc"],
+        check_replicas=typed["check_replicas"],
+        checksum=typed["checksum"],
+        overwrite=typed["overwrite"],
+        accept_changed_source=typed["accept_changed_source"],
+        decryption=decryption_of(typed["decrypt_key_file"], typed["decrypt_mode"]),
+        **{"verify": typed.get("verify", False), "dry_run": typed.get("dry_run", False), **others},
+    )

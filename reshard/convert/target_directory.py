@@ -190,7 +190,10 @@ class TargetDirectory:
             raise self._refusals.beside(beside)
         # What works for a run that has begun finds no other one, unless it is late.
         if seen.against and seen.present and (self._part or not self._overwrite):
-            raise self._refusals.another_conversion(seen.against, sorted(seen.present - own - recorded))
+            of_others = {ledger.identity: ledger.given() for ledger in seen.others}
+            commands = [of_others.get(identity, ()) for identity in seen.against]
+            unrecorded = sorted(seen.present - own - recorded)
+            raise self._refusals.another_conversion(seen.against, commands, self._given, unrecorded)
         allowed = own if seen.going_on and (self._adding or not self._overwrite) else writing
         # What is left of a conversion whose replacement was not finished may lie where this run does not look.
         foreign = (seen.present | recorded) - allowed
@@ -702,3 +705,18 @@ def _division(form: TargetForm) -> str:
         names = form.names_in(file)
         told.append(repr(sorted(form.section_of(file).layouts if names is None else names)).encode())
     return short_digest(*told)
+
+
+def beside(directory: str, identity: Identity) -> list[str]:
+    """Checkpoint files that the conversion did not write and that readers may take for its own, sorted.
+
+    Args:
+        directory: the target directory; the names are relative to it.
+        identity: which conversion.
+
+    Raises:
+        ReshardError: it cannot be read.
+    """
+    own = {identity.file_of(file) for file in range(identity.ranks)}
+    found = Destination(directory).checkpoints({os.path.dirname(name) for name in own})
+    return [name for name in found if name not in own]

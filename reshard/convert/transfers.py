@@ -16,7 +16,7 @@ from reshard.execute import ExecutionOptions
 from reshard.execute.filling import byte_strides, loops_in_source, runs, span_of
 from reshard.execute.parts import SharedRows, parts_of
 from reshard.layout import intersection, shape_of, volume_of
-from reshard.plan.pieces import Piece, TargetFile, TargetTensor
+from reshard.plan.pieces import Piece, StoredSlice, TargetFile, TargetTensor
 from reshard.plan.plan import Plan, in_section
 
 # Where files are looked at through memory maps, this much is read at a time at least.
@@ -84,13 +84,19 @@ def transfers_of(plan: Plan, work: Sequence[int], execution: ExecutionOptions) -
     return found
 
 
+def _stored_bytes(source: StoredSlice, nbytes: int, item_size: int) -> int:
+    """Bytes in a file of so many bytes of elements."""
+    return nbytes if source.decoding is None else source.decoding.stored_bytes(nbytes // item_size)
+
+
 def _add_group(
     found: Transfers, group: Sequence[TargetFile], alike: dict[str, int], execution: ExecutionOptions
 ) -> None:
     for target in group:
         for tensor in target.tensors:
             for piece in tensor.pieces:
-                count = piece.volume * piece.stored_size(tensor.item_size)
+                stored = piece.stored_size(tensor.item_size)
+                count = _stored_bytes(piece.source, piece.volume * stored, stored)
                 pair = piece.source.rank, target.rank
                 found.taken[pair] += count * alike[tensor.name]
                 found.requests[pair] += _covered(piece, tensor, execution).ranges * alike[tensor.name]
@@ -106,8 +112,12 @@ def _add_group(
                     if isinstance(segment, Data) and segment.start == 0:
                         tensor = target.tensors[segment.tensor]
                         for piece in tensor.pieces:
-                            covered = _covered(piece, tensor, execution)
-                            found.read[piece.source.rank] += covered.nbytes * alike[tensor.name]
+                            covered = _stored_bytes(
+                                piece.source,
+                                _covered(piece, tensor, execution).nbytes,
+                                piece.stored_size(tensor.item_size),
+                            )
+                            found.read[piece.source.rank] += covered * alike[tensor.name]
 
 
 def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
@@ -117,7 +127,7 @@ def _add_shared(found: Transfers, shared: SharedRows, alike: int) -> None:
         outer = intersection(shared.outer, source.box[:axis])
         if outer is not None:
             elements = volume_of(outer) * volume_of(source.box[axis:])
-            found.read[source.rank] += elements * shared.stored_size * alike
+            found.read[source.rank] += _stored_bytes(source, elements * shared.stored_size, shared.stored_size) * alike
 
 
 class _Covered(NamedTuple):

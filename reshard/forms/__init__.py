@@ -1,1 +1,15 @@
 """Forms of checkpoints: what each is, how it is recognised, read, written and described; a folder per form."""
+
+FORM_CLASSES = {
+    "ranks": "ranks.form:RanksForm",
+    "hyper-parallel": "dcp.form:HyperParallelForm",
+    "dcp": "dcp.form:DcpForm",
+    "hf-sharded": "hf_sharded.form:HfShardedForm",
+    "checkpoint2": "checkpoint2.form:Checkpoint2Form",
+    "unified": "full.form:UnifiedForm",
+    "huggingface": "full.form:HuggingFaceForm",
+}
+"""Module and class of every form, by its name; `registry.FORMS` loads them. Help needs only the names.
+
+A source is of the first form that recognises it. The first of all is that of a source which no form recognises.
+"""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Callable
 
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.checkpoints.files import FileHandles
 from reshard.errors import CheckpointError
-from reshard.forms.checkpoint2.form import Checkpoint2Form
+from reshard.forms import FORM_CLASSES
 from reshard.forms.form import Form, Reading
-from reshard.forms.full.form import HuggingFaceForm, UnifiedForm
 from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.form import RanksForm
-from reshard.forms.ranks.path_pattern import RANK
+from reshard.forms.ranks.steps import RANK
 from reshard.storage import asks_once, exists
 from reshard.strategies import Strategy
 from reshard.text.near_names import path_meant
 from reshard.text.report import Report
 
-FORMS: list[Form] = [RanksForm(), Checkpoint2Form(), UnifiedForm(), HuggingFaceForm()]
-"""Asked in this order whether a source is theirs. The first is what a source is that no other form recognises."""
+
+def _made(place: str) -> Form:
+    module, _, name = place.partition(":")
+    form: Form = getattr(importlib.import_module(f"reshard.forms.{module}"), name)()
+    return form
+
+
+FORMS: list[Form] = [_made(place) for place in FORM_CLASSES.values()]
+"""All forms, in the order of `FORM_CLASSES`."""
 
 
 def form_named(name: str) -> Form:

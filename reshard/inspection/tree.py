@@ -21,9 +21,8 @@ from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, InputError, UsageError
 from reshard.forms.ranks import SourceTree, Step, find_checkpoints
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.coverage import Lost
+from reshard.forms.ranks.coverage import LostParameter, check_ranks
 from reshard.forms.ranks.selection import Incomplete, StepSelector
-from reshard.forms.ranks.source_ranks import check_ranks
 from reshard.forms.ranks.steps import saved_at_fault
 from reshard.forms.ranks.tree import find_rank, passed_over
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings, told_by_name
@@ -79,7 +78,7 @@ class InspectedStep:
     contents: Optional[InspectedContents] = None
     complete: Optional[bool] = None
     missing: Sequence[str] = ()
-    lost: Sequence[Lost] = ()
+    lost: Sequence[LostParameter] = ()
     not_saved: Sequence[str] = ()
     full_bytes: Optional[int] = None
     checkpoint: Optional[RankCheckpoint] = None

@@ -242,8 +242,8 @@ class RecoveredFiles(RankFiles):
         return file if self._recovery.intact(file) else None
 
 
-class RecoveredValues:
-    """Values of a recovery; see `plan.Values`.
+class ValuesOfRecovery:
+    """Values of a recovery; see `plan.ValuesOfFiles`.
 
     Args:
         values: those that every rank gets.

@@ -7,19 +7,20 @@ tensors of one kind is the name and where their slices lie in the source files; 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, Optional, Union, overload
 
 from reshard.checkpoints import OutputLayout
-from reshard.checkpoints.checkpoint import Addition
-from reshard.layout import Box, Region
+from reshard.checkpoints.checkpoint import Addition, GlobalTensor
+from reshard.forms.cuts import Cut
+from reshard.layout import Box, Cell, Region
 from reshard.plan.pieces import Piece, StoredSlice, TargetTensor
 
 StoredAt = Callable[[str, int, int, Box], StoredSlice]
 """The stored slice of what a parameter is made of, by the parameter's name, the number of its source, rank and box."""
 
 
-class Take(NamedTuple):
+class CellSource(NamedTuple):
     """A cell of one kind of parameter, and the source rank and slice it is taken from.
 
     Attributes:
@@ -50,7 +51,7 @@ class Alike(NamedTuple):
 
     item_size: int
     box: Box
-    takes: tuple[Take, ...]
+    takes: tuple[CellSource, ...]
     dtype: Optional[str] = None
     padded: bool = False
 
@@ -134,7 +135,40 @@ class TargetTensors(Sequence[TargetTensor]):
         added = None if self._added is None else self._added(name)
         return TargetTensor(name, item_size, box, pieces, dtype, padded, added)
 
-    def _piece(self, name: str, take: Take) -> Piece:
+    def _piece(self, name: str, take: CellSource) -> Piece:
         source = 0 if take.region is None else take.region.source
         stored = self._stored_at(name, source, take.rank, take.source_box)
         return Piece(stored, take.box, take.region, take.dtype)
+
+
+class Kind(NamedTuple):
+    """Tensors that are cut alike and held by the same source files, and so are taken alike.
+
+    Attributes:
+        cut: how they are cut.
+        present: the files that hold them, per sharding of the cut.
+        item_size: bytes of an element.
+        tensors: the tensors, sorted by name, at least one; what they are made of is of the same types.
+    """
+
+    cut: Cut
+    present: tuple[frozenset[int], ...]
+    item_size: int
+    tensors: list[GlobalTensor]
+
+    def box_of(self, position: int) -> Box:
+        """The slice of such a tensor that a file of the section gets."""
+        return self.cut.overlap.target.slice_box(self.cut.slice_of(position))
+
+    def count(self, names: Optional[Collection[str]]) -> int:
+        """How many of them have one of some names; all where None."""
+        return len(self.tensors) if names is None else sum(tensor.name in names for tensor in self.tensors)
+
+    def holders(self, cell: Cell) -> list[tuple[int, int]]:
+        """Who holds a cell: files, and of which sharding; nobody where no source has its elements."""
+        first = 0 if cell.region is None else self.cut.firsts[cell.region.source] if cell.slices else 0
+        found: list[tuple[int, int]] = []
+        for index, number in enumerate(cell.slices, first):
+            sharding, present = self.cut.shardings[index], self.present[index]
+            found += [(holder, index) for holder in sharding.holders(number) if holder in present]
+        return found

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.checkpoint import Checkpoint
-from reshard.checkpoints.edited import Made
+from reshard.checkpoints.edited import Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, CASTABLE, dtype_named
 from reshard.errors import CheckpointError, UsageError
 from reshard.text.globs import Glob
@@ -55,11 +55,11 @@ class CastAsked(NamedTuple):
 
 def cast(
     checkpoint: Checkpoint,
-    made: Mapping[str, Made],
+    made: Mapping[str, Recipe],
     kept: AbstractSet[str],
     unseen: AbstractSet[str],
     casts: Sequence[CastAsked],
-) -> dict[str, Made]:
+) -> dict[str, Recipe]:
     """The same tensors with the types that are asked for.
 
     Args:
@@ -100,7 +100,7 @@ def cast(
     return found
 
 
-def tell_casts(checkpoint: Checkpoint, made: Mapping[str, Made], report: Report) -> None:
+def tell_casts(checkpoint: Checkpoint, made: Mapping[str, Recipe], report: Report) -> None:
     """Say how many tensors get which other type."""
     counts = Counter(
         (checkpoint.tensors[tensor.sources[0]].dtype, tensor.dtype)
@@ -157,7 +157,7 @@ def _is_no_float(dtype: str) -> bool:
 
 def warn_of_uncast(
     checkpoint: Checkpoint,
-    made: Mapping[str, Made],
+    made: Mapping[str, Recipe],
     kept: AbstractSet[str],
     casts: Sequence[CastAsked],
     report: Report,

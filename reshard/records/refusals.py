@@ -9,6 +9,7 @@ from typing import Optional
 
 from reshard.errors import TargetError
 from reshard.forms.ranks import FileNames
+from reshard.records.given import Given
 from reshard.records.identity import Identity
 from reshard.text.wording import rank_ranges, some_names
 
@@ -52,16 +53,30 @@ class Refusals:
         by_rank = self._adding and self._mine.task == "convert"
         return "convert --overwrite" if by_rank else "--overwrite for all ranks"
 
-    def another_conversion(self, others: Sequence[Identity], in_the_way: Sequence[str]) -> TargetError:
+    def another_conversion(
+        self,
+        others: Sequence[Identity],
+        commands: Sequence[Sequence[Given]],
+        given: Optional[Given],
+        in_the_way: Sequence[str],
+    ) -> TargetError:
         """Other conversions were begun in the directory.
 
         Args:
             others: what is there, at least one.
+            commands: the recorded commands of each of them, the last first.
+            given: the command of this run, if it can be recorded.
             in_the_way: files that are not replaced by replacing all, because nothing records them as they are.
         """
-        theirs = min(others, key=lambda other: len(differing(self._mine, other)))
+        theirs, recorded = min(zip(others, commands), key=lambda other: len(differing(self._mine, other[0])))
         differs = differing(self._mine, theirs)
-        said = ", ".join(f"{_SAID[field]}{_values(self._mine, theirs, field)}" for field in differs)
+        options = _differing_options(given, recorded[0]) if given is not None and recorded else {}
+        said = ", ".join(
+            f"{_SAID[field]}{_values(self._mine, theirs, field)}"
+            if not options.get(field)
+            else ", ".join(options[field])
+            for field in differs
+        )
         typed = _to_go_on(self._mine, theirs, differs)
         elsewhere = "choose another DST" if self._whole else "choose another DST for all ranks"
         replace = f"replace all of it with {self.replace_all}"
@@ -149,20 +164,45 @@ class Refusals:
 def differing(mine: Identity, theirs: Identity) -> list[str]:
     """In which attributes two conversions differ; names that hold the step differ with it."""
     found = [field for field in _SAID if getattr(mine, field) != getattr(theirs, field)]
+    if "division" in found and "names" in found and mine.names.template == theirs.names.template:
+        # Files of full weights are numbered: another number of files changes all names.
+        found.remove("names")
     if "step" in found and "names" in found and mine.names.prefix is None and theirs.names.prefix is None:
         found.remove("names")
     return found
 
 
 def _values(mine: Identity, theirs: Identity, field: str) -> str:
-    if field.endswith("_strategy"):
+    if field.endswith("_strategy") or field in ("division", "edits"):
+        # A digest is of no use to a reader.
         return ""
     return f" ({_shown(getattr(theirs, field))} there, {_shown(getattr(mine, field))} here)"
+
+
+# Options of the attributes of which an identity holds only a digest, as `Given` has them.
+_OPTIONS = {
+    "division": ("max_shard_size",),
+    "edits": ("names", "config", "reverse", "optimizer", "rename", "cast"),
+}
+
+
+def _differing_options(mine: Given, theirs: Given) -> dict[str, list[str]]:
+    """By attribute the options that differ between two commands, with their values."""
+    return {
+        field: [
+            f"--{name.replace('_', '-')} ({_shown(getattr(theirs, name))} there, {_shown(getattr(mine, name))} here)"
+            for name in names
+            if getattr(theirs, name) != getattr(mine, name)
+        ]
+        for field, names in _OPTIONS.items()
+    }
 
 
 def _shown(value: object) -> str:
     if isinstance(value, FileNames):
         value = value.template if value.prefix is None else f"--prefix {shlex.quote(value.prefix)}"
+    if isinstance(value, bool):
+        return "given" if value else "not given"
     said = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
     return (said if len(said) <= _MOST_SHOWN else f"{said[:_MOST_SHOWN]}...") or "none"
 

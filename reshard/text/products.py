@@ -17,7 +17,7 @@ class SizeError(ExpressionError):
     """A size that is not told, or that contradicts another or a shape, or a product that is no whole number."""
 
 
-class Sized(Protocol):
+class SizeLookup(Protocol):
     """What tells the size of a name; its errors go through."""
 
     def __getitem__(self, name: str, /) -> int:
@@ -52,7 +52,7 @@ class Product:
             below.insert(0, f"/{self.number.denominator}")
         return "*".join(above) + "".join(below)
 
-    def value(self, sizes: Sized) -> Fraction:
+    def value(self, sizes: SizeLookup) -> Fraction:
         """What it is for some sizes.
 
         Raises:
@@ -66,7 +66,7 @@ class Product:
             found *= Fraction(size) ** power
         return found
 
-    def whole(self, sizes: Sized) -> int:
+    def whole(self, sizes: SizeLookup) -> int:
         """The number that it is for some sizes.
 
         Raises:

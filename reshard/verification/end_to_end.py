@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Callable, NamedTuple, Optional
 from reshard.checkpoints import FileHandles, read_index
 from reshard.errors import CheckpointError, InputError, TargetError
 from reshard.forms.ranks import find_checkpoints
-from reshard.forms.ranks.source_ranks import check_ranks
+from reshard.forms.ranks.coverage import check_ranks
 from reshard.forms.registry import form_named
 from reshard.records import Identity, Manifest
 from reshard.records.ledger import current, ledgers_in
@@ -136,6 +136,8 @@ def verify_conversion(
         read = reader_of(
             place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
         )
+    elif converted.adapter is None and not form_named(place.form).options.by_rank:
+        read = reader_of(place, means.handles, report, filters=filters, edits=edits)
     else:
         # Which slices are needed shows only once rules or an adapter are applied to all tensors.
         read = reader_of(place, means.handles, report)
@@ -194,7 +196,8 @@ def _compared(
         return found
     found += compare_form(source, written, target.strategy, target.directory, means, admit)
     if converted.beside:
-        cast = converted.edits is not None and bool(converted.edits.casts)
+        edits = converted.edits
+        cast = edits is not None and (bool(edits.casts) or edits.quantisation is not None)
         beside = form.check_beside(target.directory, written.checkpoint, source.checkpoint, cast, report)
         found += [Difference("file", None, (), text, (name,)) for name, text in beside]
     return found

@@ -60,7 +60,7 @@ def levels(magnitudes: Optional[Numbers]) -> Optional[list[Any]]:
 
     Only exponents of which no element is there are 0. None where there are no counts.
     """
-    present = np.flatnonzero(magnitudes) if magnitudes is not None else []
+    present: Any = np.flatnonzero(magnitudes) if magnitudes is not None else []
     if magnitudes is None or not len(present):
         return None
     low, high = int(present[0]), int(present[-1])

@@ -240,7 +240,7 @@ def test_a_device_matrix_of_more_axes_than_numpy_has(tmp_path: Path) -> None:
     "pattern", ["[!]", "[!]]", "[]a]", "[a--b]", "[0--[0-9]", "[z-a]", "[a&&b]", "[a~~b]", "[a||b]", "[[a]", "[\\w]"]
 )
 def test_sets_in_patterns_mean_what_they_mean_in_a_shell(tmp_path: Path, pattern: str) -> None:
-    from reshard.forms.ranks.path_pattern import match_paths
+    from reshard.forms.ranks.steps import match_paths
 
     names = [*"abz!]&~|-[w0", "\\", "[!]", "[z-a]"]
     for name in names:

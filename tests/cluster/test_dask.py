@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import Model, Scheme, write_checkpoint, write_strategy
 from reshard.checkpoints import FileHandles, read_index
-from reshard.plan.shares import bundles
+from reshard.plan.groups import bundles
 from tests.certificates import make_certificate
 from tests.dask_cluster import DaskCluster, ended, until
 from tests.encryption import KEY, encrypt_tree

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 import pytest
 
 from reshard.checkpoints.formats import alike
-from reshard.checkpoints.formats import open as opening
+from reshard.checkpoints.formats import headers as opening
 from reshard.execute import options, reading
 from reshard.storage import ReadableFile, fill
 from reshard.storage import costs as storage_costs

@@ -1,6 +1,6 @@
 """A form of checkpoint that the package does not have: one file per tensor, and a list of them.
 
-It is one module and one line, ``FORMS.insert(1, ToyForm())``. CONTRIBUTING.md shows it.
+It is one module, and one line in ``FORM_CLASSES``. CONTRIBUTING.md shows it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,15 @@ import sys
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES, MAP_TENSOR, TEXT
-from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape, content_size, logical_shape
+from reshard.checkpoints.formats.tensors import (
+    MOST_TENSORS,
+    CheckpointIndex,
+    TensorTable,
+    check_shape,
+    content_size,
+    logical_shape,
+    too_many,
+)
 from reshard.errors import CheckpointError, DamagedCheckpointError, EncryptedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.other_files import MARK_SIZE, cipher_of

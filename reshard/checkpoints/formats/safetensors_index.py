@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 from reshard.checkpoints.formats.dtypes import FROM_SAFETENSORS, INT4, ITEM_SIZES, SAFETENSORS_NAMES, SUB_BYTE_TYPES
-from reshard.checkpoints.formats.table import MOST_TENSORS, TensorTable, too_many
-from reshard.checkpoints.formats.tensors import CheckpointIndex, check_shape
+from reshard.checkpoints.formats.tensors import MOST_TENSORS, CheckpointIndex, TensorTable, check_shape, too_many
 from reshard.errors import CheckpointError, DamagedCheckpointError
 from reshard.storage import ReadableFile, read_range
 from reshard.storage.json_text import JsonError, JsonStream

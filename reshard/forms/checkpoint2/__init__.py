@@ -5,14 +5,14 @@ are cut and which file holds which slice. Reading goes from `recognise` and `fin
 `read_checkpoint2` (metadata and headers). Nothing of what metadata says is believed before it was checked.
 """
 
-from reshard.forms.checkpoint2.checkpoint import Checkpoint2, Lost
+from reshard.forms.checkpoint2.checkpoint import Checkpoint2, LostTensor
 from reshard.forms.checkpoint2.iterations import Iteration, find_iterations, recognise
 from reshard.forms.checkpoint2.reading import read_checkpoint2, read_iteration, strategy_of
 
 __all__ = [
     "Checkpoint2",
     "Iteration",
-    "Lost",
+    "LostTensor",
     "find_iterations",
     "read_checkpoint2",
     "read_iteration",

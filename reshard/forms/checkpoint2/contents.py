@@ -17,13 +17,11 @@ from reshard.checkpoints.checkpoint import GlobalTensor
 from reshard.checkpoints.files import FileHandles
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, InputError
-from reshard.forms.checkpoint2.checkpoint import Lost
-from reshard.forms.checkpoint2.elsewhere import Elsewhere
+from reshard.forms.checkpoint2.checkpoint import LostTensor
+from reshard.forms.checkpoint2.elsewhere import Elsewhere, judge
 from reshard.forms.checkpoint2.files import IterationFiles
-from reshard.forms.checkpoint2.placing import Placement, Placer
-from reshard.forms.checkpoint2.ranks import RankList, disjoint, rank_lists
-from reshard.forms.checkpoint2.records import Metadata
-from reshard.forms.checkpoint2.unlisted import judge
+from reshard.forms.checkpoint2.metadata import Metadata
+from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, disjoint, rank_lists
 from reshard.text.messages import listing
 from reshard.text.names import ACCUMULATED_GRADIENTS, as_pattern, is_value, is_weight
 from reshard.text.report import Report
@@ -46,19 +44,19 @@ class Remark(Enum):
 
 
 @dataclass
-class Contents:
+class IterationContents:
     """What an iteration holds; the attributes are as those of `Checkpoint2`."""
 
     tensors: dict[str, GlobalTensor] = field(default_factory=dict)
     plain: set[str] = field(default_factory=set)
     unlaid: set[str] = field(default_factory=set)
-    lost: dict[str, Lost] = field(default_factory=dict)
+    lost: dict[str, LostTensor] = field(default_factory=dict)
     faults: dict[str, InputError] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
-    placements: dict[str, Placement] = field(default_factory=dict)
+    placements: dict[str, TensorPlacement] = field(default_factory=dict)
     unlisted: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def add(self, name: str, tensor: Tensor, placement: Placement) -> None:
+    def add(self, name: str, tensor: Tensor, placement: TensorPlacement) -> None:
         """A tensor that files hold, be it with gaps."""
         grid = placement.grid
         if placement.layout is None and is_loose(name, grid.shape):
@@ -73,13 +71,13 @@ def is_loose(name: str, shape: tuple[int, ...]) -> bool:
     return math.prod(shape) == 1 and is_value(name, 1)
 
 
-def whole_contents(files: IterationFiles) -> Contents:
+def whole_contents(files: IterationFiles) -> IterationContents:
     """What the files of a single rank hold: whole tensors.
 
     Args:
         files: all of one save that needs no metadata.
     """
-    found = Contents()
+    found = IterationContents()
     for number, index in files.indexes.items():
         for name, tensor in index.tensors.items():
             if name in found.placements:
@@ -91,13 +89,15 @@ def whole_contents(files: IterationFiles) -> Contents:
                     hint=f"leave it out with --exclude {as_pattern(name)}",
                 )
                 continue
-            found.add(name, tensor, Placement.whole(tensor.shape, [number], [0]))
+            found.add(name, tensor, TensorPlacement.whole(tensor.shape, [number], [0]))
     for name in found.faults:
         del found.tensors[name], found.placements[name]
     return found
 
 
-def laid_out_contents(metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report) -> Contents:
+def laid_out_contents(
+    metadata: Metadata, files: IterationFiles, handles: FileHandles, report: Report
+) -> IterationContents:
     """What the files hold by their metadata.
 
     Args:
@@ -117,11 +117,11 @@ class _Reading:
         self._report = report
         self._placer = Placer(metadata, files)
         self._elsewhere = Elsewhere(metadata, files, self._placer)
-        self._found = Contents()
+        self._found = IterationContents()
         # Names by what was found of them, in the words of the user.
         self._remarks: dict[Remark, list[str]] = {}
 
-    def read(self) -> Contents:
+    def read(self) -> IterationContents:
         for name in self._metadata.tensors:
             try:
                 self._read(name)
@@ -171,8 +171,8 @@ class _Reading:
         )
 
     def _replaced(
-        self, name: str, placement: Placement, tensor: Optional[Tensor]
-    ) -> tuple[Placement, Optional[Tensor]]:
+        self, name: str, placement: TensorPlacement, tensor: Optional[Tensor]
+    ) -> tuple[TensorPlacement, Optional[Tensor]]:
         """A placement of which some slices are in no file that is listed and there, with what other files hold."""
         found = self._elsewhere.replacements(name, placement)
         if found:
@@ -189,7 +189,9 @@ class _Reading:
         lost = placement.lost
         if lost:
             said = {file for number in lost for file in placement.said[number]}
-            self._found.lost[name] = Lost(name, len(lost), tuple(self._files.names[file] for file in sorted(said)))
+            self._found.lost[name] = LostTensor(
+                name, len(lost), tuple(self._files.names[file] for file in sorted(said))
+            )
         return placement, tensor
 
     def _unlisted(self) -> dict[str, list[int]]:
@@ -220,7 +222,9 @@ class _Reading:
             if not cut.whole:
                 self._found.unplaced[name] = cut.why
                 return
-            placement = Placement.whole(tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders))
+            placement = TensorPlacement.whole(
+                tensor.shape, holders, (self._elsewhere.rank_of[file] for file in holders)
+            )
             self._remark(Remark.WHOLE, name)
         self._placer.tensor(name, holders, placement.grid)
         self._found.add(name, tensor, placement)

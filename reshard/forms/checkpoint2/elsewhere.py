@@ -1,21 +1,27 @@
-"""Slices that lie in other files than metadata.json says.
+"""Slices in other files than metadata.json lists, and tensors that it does not list.
 
 Optimizer states: MindSpore's compiler knows which parameter a state belongs to by a few prefixes. States of
 FusedAdamW (``exp_avg.``) are not among them: it lays out those of every pipeline stage over the ranks of the last
 one, while they lie in the files of the stage of their parameter. MindFormers up to 2.0 may not list a state at
 all. And where the files that are listed are gone, another rank's own file may hold the slice as well.
+
+Unlisted tensors: MindSpore's compiler lays out what is trained. Parameters that are not trained, and the
+optimizer's values, are in the files of every rank, unlisted, and nothing records whether such a parameter is whole
+there or cut. It counts as whole only if its values show so: a rank's slice of a cut tensor differs from that of its
+neighbour along an axis that cuts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Optional
+from typing import NamedTuple, Optional
 
+from reshard.checkpoints.files import FileHandles, reading_error
 from reshard.forms.checkpoint2.files import IterationFiles
-from reshard.forms.checkpoint2.placing import Placement, Placer
-from reshard.forms.checkpoint2.ranks import ranks_of_files
-from reshard.forms.checkpoint2.records import Chunks, Description, Metadata
+from reshard.forms.checkpoint2.metadata import Chunks, Metadata, TensorRecord
+from reshard.forms.checkpoint2.placing import Placer, RankList, TensorPlacement, ranks_of_files
+from reshard.storage import read_range
 from reshard.text.names import state_prefix
 
 
@@ -38,7 +44,7 @@ class Elsewhere:
         """The rank that wrote a file, by holder number, of those of which it is known."""
         return ranks_of_files(self._metadata, self._files)
 
-    def moved(self, name: str) -> Optional[Placement]:
+    def moved(self, name: str) -> Optional[TensorPlacement]:
         """Where a tensor lies that is in none of the files that are said to hold it.
 
         Returns:
@@ -59,7 +65,7 @@ class Elsewhere:
             return None
         return self._placed(name, said._replace(layout=said.layout._replace(rank_list=ranks)), self._holders(name))
 
-    def unlisted(self, name: str, holders: Sequence[int]) -> Optional[Placement]:
+    def unlisted(self, name: str, holders: Sequence[int]) -> Optional[TensorPlacement]:
         """Where the slices of an optimizer state lie that metadata does not list.
 
         Returns:
@@ -71,13 +77,13 @@ class Elsewhere:
         owner = self._owner(name) if state_prefix(name, self._metadata.tensors) else None
         if owner is None or owner.layout is None:
             return None
-        placement = self._placed(name, Description("", owner.shape, None, owner.layout, Chunks((), ())), holders)
+        placement = self._placed(name, TensorRecord("", owner.shape, None, owner.layout, Chunks((), ())), holders)
         if placement is None:
             return None
         shapes = {self._files.indexes[file].tensors[name].shape for file in holders}
         return placement if shapes == {placement.slice_shape} else None
 
-    def replacements(self, name: str, placement: Placement) -> dict[int, list[int]]:
+    def replacements(self, name: str, placement: TensorPlacement) -> dict[int, list[int]]:
         """Files that hold a lost slice of a tensor though they are not listed for it, by its number."""
         found: dict[int, list[int]] = {}
         positions = {rank: position for position, rank in enumerate(placement.ranks)}
@@ -88,7 +94,7 @@ class Elsewhere:
                 found.setdefault(number, []).append(file)
         return {number: found[number] for number in placement.lost if number in found}
 
-    def _placed(self, name: str, said: Description, holders: Sequence[int]) -> Optional[Placement]:
+    def _placed(self, name: str, said: TensorRecord, holders: Sequence[int]) -> Optional[TensorPlacement]:
         assert said.layout is not None
         ranks = [self.rank_of.get(file, -1) for file in holders]
         if not holders or not set(ranks) <= set(said.layout.rank_list):
@@ -98,7 +104,7 @@ class Elsewhere:
     def _holders(self, name: str) -> list[int]:
         return [file for file, index in self._files.indexes.items() if name in index.tensors]
 
-    def _owner(self, name: str) -> Optional[Description]:
+    def _owner(self, name: str) -> Optional[TensorRecord]:
         """What is said of the parameter that a state belongs to; None where there is none."""
         tensors = self._metadata.tensors
         return next((tensors[owner] for owner in _owners(name) if owner in tensors), None)
@@ -110,3 +116,88 @@ def _owners(name: str) -> Iterator[str]:
     while position >= 0:
         yield name[position + 1 :]
         position = name.find(".", position + 1)
+
+
+# Read of a file: all, or pieces at equal distances.
+_SAMPLE = 1 << 16
+_PIECES = 16
+
+
+class UnlistedVerdict(NamedTuple):
+    """Whether an unlisted tensor is cut.
+
+    Attributes:
+        whole: it is not.
+        why: why nobody can tell, in words that go on after ``left out:``.
+    """
+
+    whole: bool
+    why: str = ""
+
+
+def judge(
+    name: str,
+    holders: Sequence[int],
+    files: IterationFiles,
+    rank_of: dict[int, int],
+    stages: Sequence[RankList],
+    handles: FileHandles,
+) -> UnlistedVerdict:
+    """Whether a tensor of several elements is whole in every file that holds it.
+
+    Args:
+        name: of the tensor.
+        holders: the files that hold it.
+        files: all files, their headers read.
+        rank_of: the rank of each file, where it is known.
+        stages: the ranks of every pipeline stage, in the order of the device matrices.
+        handles: where to borrow files from.
+
+    Raises:
+        ReshardError: reading failed.
+    """
+    tensors = [files.indexes[file].tensors[name] for file in holders]
+    if len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
+        return UnlistedVerdict(False, "its shapes differ")
+    if not tensors[0].nbytes:
+        return UnlistedVerdict(False, "it has no elements")
+    by_rank = {rank_of[file]: file for file in holders if file in rank_of}
+    if len(by_rank) < len(holders):
+        return UnlistedVerdict(False, "the ranks of its files are not known")
+    compared: dict[int, None] = {}
+    cuttable = False
+    for stage in stages:
+        if by_rank.keys().isdisjoint(stage):
+            continue
+        # One step along any axis of any device matrix: its distance divides the number of ranks.
+        telling = [rank for at, rank in enumerate(stage) if at == 0 or len(stage) % at == 0]
+        if not by_rank.keys() >= set(telling):
+            return UnlistedVerdict(False, "it is not in the files of all ranks that would tell")
+        compared.update(dict.fromkeys(by_rank[rank] for rank in telling))
+        cuttable = cuttable or len(stage) > 1
+    if not compared or not by_rank.keys() <= {rank for stage in stages for rank in stage}:
+        return UnlistedVerdict(False, "its files are of ranks that nothing is laid out over")
+    samples = (_sample(name, file, files, handles) for file in compared)
+    first = next(samples)
+    if any(sample != first for sample in samples):
+        return UnlistedVerdict(False, "ranks hold different values of it")
+    size = tensors[0].item_size
+    if cuttable and first == first[:size] * (len(first) // size):
+        return UnlistedVerdict(False, "its elements are all the same")
+    return UnlistedVerdict(True)
+
+
+def _sample(name: str, file: int, files: IterationFiles, handles: FileHandles) -> bytes:
+    """Bytes of a tensor, the same places in every file."""
+    path, tensor = files.paths[file], files.indexes[file].tensors[name]
+    ((offset, size),) = tensor.extents
+    pieces = [(0, size)]
+    if size > _SAMPLE:
+        length = _SAMPLE // _PIECES
+        step = (size - length) // (_PIECES - 1) // tensor.item_size * tensor.item_size
+        pieces = [(step * number, length) for number in range(_PIECES)]
+    try:
+        with handles.borrow(path) as opened:
+            return b"".join(read_range(opened, offset + start, length) for start, length in pieces)
+    except OSError as error:
+        raise reading_error(path, error) from error

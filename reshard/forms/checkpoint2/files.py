@@ -11,7 +11,7 @@ from reshard.checkpoints.formats.alike import KnownStructures
 from reshard.checkpoints.formats.headers import read_headers
 from reshard.checkpoints.formats.tensors import CheckpointIndex
 from reshard.errors import CheckpointError, DamagedCheckpointError
-from reshard.forms.checkpoint2.names import METADATA, file_order, parse_file_name
+from reshard.forms.checkpoint2.iterations import METADATA, file_order, parse_file_name
 from reshard.storage import leads_to_file, store_of
 from reshard.text.report import Report
 from reshard.text.wording import plural, some_names

@@ -13,8 +13,7 @@ from reshard.checkpoints.edited import stored_checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import InputError
 from reshard.forms.checkpoint2 import Checkpoint2, find_iterations, recognise
-from reshard.forms.checkpoint2.iterations import choose, read_tracker
-from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, parse_iteration
+from reshard.forms.checkpoint2.iterations import COMMON, METADATA, TRACKER, choose, parse_iteration, read_tracker
 from reshard.forms.form import Description, Form, FormOptions, Layouts, Reading, SavedCut, SavedStep, Wanted
 from reshard.forms.target import FinishingFile, TargetForm
 from reshard.forms.writing import selected
@@ -61,8 +60,7 @@ class Checkpoint2Form(Form):
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """One iteration, each slice once."""
-        from reshard.forms.checkpoint2.written_files import Checkpoint2Files
-        from reshard.forms.checkpoint2.written_metadata import common_json
+        from reshard.forms.checkpoint2.written_files import Checkpoint2Files, common_json
 
         report = wanted.report
         tensors, values, _ = selected(checkpoint, wanted)

@@ -1,4 +1,4 @@
-"""Finding Checkpoint 2.0: its roots, its iterations, and the one that is meant.
+"""Names of Checkpoint 2.0, its roots, its iterations, and the choice of one.
 
 A root holds a directory per iteration and a file that names the last finished one, the *tracker*. It is
 the only mark of completeness: an asynchronous save may look complete before it is.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.checkpoint2.names import COMMON, METADATA, TRACKER, iteration_name, parse_file_name, parse_iteration
 from reshard.storage import UnfitError, absolute, is_directory, names_in, opened_regular, read_small
 from reshard.storage.json_text import JsonError, parse_json
 from reshard.text.report import Report
@@ -44,7 +43,7 @@ class Iteration(NamedTuple):
         return "the checkpoint" if self.number is None else f"iteration {self.number}"
 
 
-class Choice(NamedTuple):
+class IterationChoice(NamedTuple):
     """The iterations that come into question.
 
     Attributes:
@@ -81,7 +80,7 @@ def find_iterations(root: str) -> list[Iteration]:
     return sorted(_iterations_in(root, names_in(root)))
 
 
-def choose(path: str, step: Optional[str], report: Report) -> Choice:
+def choose(path: str, step: Optional[str], report: Report) -> IterationChoice:
     """The iterations that come into question.
 
     Args:
@@ -97,7 +96,7 @@ def choose(path: str, step: Optional[str], report: Report) -> Choice:
     asked = _parse_step(step)
     names = names_in(path)
     if _is_iteration(path, names):
-        return Choice([_given(path, asked, report)], True)
+        return IterationChoice([_given(path, asked, report)], True)
     found = find_iterations(path)
     if not found:
         raise CheckpointError(
@@ -109,13 +108,13 @@ def choose(path: str, step: Optional[str], report: Report) -> Choice:
     if asked is not None:
         chosen = _numbered(found, asked, f"--step {asked}: {path} holds no {iteration_name(asked)}")
         _warn_of_unfinished(chosen, tracked, report)
-        return Choice([chosen], True)
+        return IterationChoice([chosen], True)
     if tracked is None:
         report.warn(
             f"{os.path.join(path, TRACKER)} is not there, so nothing tells which iterations are finished: "
             "the newest that is complete is taken"
         )
-        return Choice(found[::-1], False)
+        return IterationChoice(found[::-1], False)
     told = f"{os.path.join(path, TRACKER)} names iteration {tracked}, but {path} holds no {iteration_name(tracked)}"
     chosen = _numbered(found, tracked, told)
     newer = [str(iteration.number) for iteration in found if (iteration.number or 0) > tracked]
@@ -125,7 +124,7 @@ def choose(path: str, step: Optional[str], report: Report) -> Choice:
             f"{path}: {plural} {some_names(newer)} {'are' if len(newer) > 1 else 'is'} newer than the last finished "
             f"one, {tracked} ({TRACKER}), and passed over"
         )
-    return Choice([chosen], True)
+    return IterationChoice([chosen], True)
 
 
 def read_tracker(root: str) -> Optional[int]:
@@ -242,3 +241,104 @@ def _warn_of_unfinished(chosen: Iteration, tracked: Optional[int], report: Repor
             f"{chosen.path}: {TRACKER} beside it names iteration {tracked} as the last finished one: this one may have "
             "been cut short while it was saved"
         )
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+COMMON = "common.json"
+ADAPTER = "mindformers_adapter_config.json"
+
+MODEL, OPTIMIZER = "model", "opt"
+
+_ITERATION = re.compile(r"iteration_([0-9]{8,18})")
+_FILE = re.compile(r"(?:(.+)-)?(model|opt)-([0-9]{7})-([0-9]{7})\.safetensors", re.DOTALL)
+# What Python's repr of a tuple of a name and a tuple of one number looks like.
+_KEY = re.compile(r"""\((?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"), \((0|[1-9][0-9]{0,17}),\)\)""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:([\\'\"nrt])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|.)", re.DOTALL)
+_SINGLE = {"\\": "\\", "'": "'", '"': '"', "n": "\n", "r": "\r", "t": "\t"}
+_LARGEST_CHARACTER = 0x10FFFF
+
+
+class FileName(NamedTuple):
+    """What the name of a tensor file says.
+
+    Attributes:
+        prefix: what the run is called; None where the name has none.
+        kind: `MODEL` or `OPTIMIZER`.
+        number: of the rank that wrote it, or, in a de-duplicated save, of the file.
+        total: files of this kind.
+    """
+
+    prefix: Optional[str]
+    kind: str
+    number: int
+    total: int
+
+    @property
+    def series(self) -> tuple[Optional[str], int]:
+        """What the files of one kind and one save have in common."""
+        return self.prefix, self.total
+
+
+def parse_file_name(name: str) -> Optional[FileName]:
+    """What a file's name says; None where it is not that of a tensor file of Checkpoint 2.0."""
+    match = _FILE.fullmatch(name)
+    return None if match is None else FileName(match[1], match[2], int(match[3]), int(match[4]))
+
+
+def file_order(name: str) -> tuple[bool, str]:
+    """Sorts model files first, then optimizer files, each by name."""
+    said = parse_file_name(name)
+    return said is not None and said.kind == OPTIMIZER, name
+
+
+def iteration_name(number: int) -> str:
+    """The directory of an iteration."""
+    return f"iteration_{number:08d}"
+
+
+def parse_iteration(name: str) -> Optional[int]:
+    """The number of an iteration's directory; None where it is none that MindFormers would find."""
+    match = _ITERATION.fullmatch(name)
+    if match is None or iteration_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def parse_key(key: str) -> Optional[tuple[str, int]]:
+    """Name and slice number of a key such as ``('layers.0.weight', (1,))``.
+
+    The text is read as data; None where it is anything but the repr of such a tuple.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    name = match[1] if match[1] is not None else match[2]
+    if "\\" in name:
+        unescaped = _unescaped(name)
+        if unescaped is None:
+            return None
+        name = unescaped
+    return name, int(match[3])
+
+
+def _unescaped(body: str) -> Optional[str]:
+    pieces = []
+    position = 0
+    for match in _ESCAPE.finditer(body):
+        digits = match[2] or match[3] or match[4]
+        if match[1] is not None:
+            character = _SINGLE[match[1]]
+        elif digits is not None and int(digits, 16) <= _LARGEST_CHARACTER:
+            character = chr(int(digits, 16))
+        else:
+            return None
+        pieces += [body[position : match.start()], character]
+        position = match.end()
+    name = "".join([*pieces, body[position:]])
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair is no text.
+        return None
+    return name

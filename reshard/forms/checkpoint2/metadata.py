@@ -1,8 +1,8 @@
-"""Reading what metadata.json says as typed records; nothing of it is believed but its types and ranges.
+"""metadata.json as typed records. Reading checks types and ranges only; `placing` compares it with the files.
 
 The file of a large job has hundreds of megabytes: each rank that holds a slice is listed with all ranks
-that hold it. So it is walked entry by entry, and what recurs (layouts, lists of ranks, groups of files that
-hold a slice) is kept once.
+that hold it. So it is walked entry by entry, and layouts, lists of ranks and groups of files that recur are
+kept once.
 """
 
 from __future__ import annotations
@@ -10,23 +10,16 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
-from typing import Any, Callable, Optional
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Callable, NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
 from reshard.checkpoints.formats.tensors import MAX_DIMENSIONS, MAX_ELEMENTS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError
-from reshard.forms.checkpoint2.names import METADATA, parse_key
-from reshard.forms.checkpoint2.records import (
-    Chunks,
-    Description,
-    Metadata,
-    RankGroup,
-    RecordedLayout,
-    StoredSlice,
-    StoredSlices,
-)
+from reshard.forms.checkpoint2.iterations import METADATA, parse_key
 from reshard.storage import ReadableFile, UnfitError, opened_regular, read_range
 from reshard.storage.json_text import Fields, JsonError, JsonStream, integers, parse_json
 from reshard.text.wording import quoted
@@ -93,7 +86,7 @@ class _Reader:
         self._stream = stream
         self._found = Metadata(path)
         self._files: dict[str, int] = {}
-        self._places: dict[StoredSlice, int] = {}
+        self._places: dict[SliceRecord, int] = {}
         # Whatever was met before, so that it is kept once.
         self._known: dict[Any, Any] = {}
         self._groups: dict[str, RankGroup] = {}
@@ -118,7 +111,7 @@ class _Reader:
                 raise JsonError(f"{_DESCRIPTIONS} holds an empty name")
             self._found.tensors[name] = self._description(Fields(self._stream.value(), quoted(name)), quoted(name))
 
-    def _description(self, said: Fields, where: str) -> Description:
+    def _description(self, said: Fields, where: str) -> TensorRecord:
         shape = _sizes(said, "global_shape")
         dtype = said.fields("properties").optional_text("dtype") or ""
         cuts = None if said.is_null("axis_fragmentations") else _sizes(said, "axis_fragmentations")
@@ -132,9 +125,9 @@ class _Reader:
             numbers.append(offset[0])
             shapes.append(_sizes(fields, "local_shape"))
         chunks = Chunks(tuple(numbers), tuple(dict.fromkeys(shapes)))
-        return Description(self._once(dtype.lower()), self._once(shape), self._once(cuts), layout, self._once(chunks))
+        return TensorRecord(self._once(dtype.lower()), self._once(shape), self._once(cuts), layout, self._once(chunks))
 
-    def _layout(self, said: Fields, where: str) -> RecordedLayout:
+    def _layout(self, said: Fields, where: str) -> LayoutRecord:
         axes = []
         for entry in said.entries("tensor_map"):
             several = entry if isinstance(entry, list) else [entry]
@@ -145,8 +138,8 @@ class _Reader:
         if max(len(axes), len(matrix)) > _MOST_DIMENSIONS:
             raise JsonError(f"{where}: its layout has more than {_MOST_DIMENSIONS} dimensions")
         interleaved = "interleaved_parallel" in said and said.flag("interleaved_parallel")
-        layout: RecordedLayout = self._once(
-            RecordedLayout(self._once(matrix), self._once(tuple(axes)), self._once(ranks), interleaved)
+        layout: LayoutRecord = self._once(
+            LayoutRecord(self._once(matrix), self._once(tuple(axes)), self._once(ranks), interleaved)
         )
         return layout
 
@@ -163,7 +156,7 @@ class _Reader:
             name, number = said
             slices = stored.get(name)
             if slices is None:
-                slices = stored[name] = StoredSlices()
+                slices = stored[name] = SliceRecords()
             slices.add(number, self._stored_slice(key))
 
     def _stored_slice(self, key: str) -> int:
@@ -180,7 +173,7 @@ class _Reader:
             (ranks,) = groups
         else:
             ranks = self._ranks({rank for group in groups for rank in group})
-        found = StoredSlice(tuple(sorted(entries)), ranks)
+        found = SliceRecord(tuple(sorted(entries)), ranks)
         place = self._places.get(found)
         if place is None:
             if len(set(found.entries)) < len(entries):
@@ -242,3 +235,114 @@ def _sizes(said: Fields, key: str) -> tuple[int, ...]:
     if math.prod(size or 1 for size in sizes) > MAX_ELEMENTS:
         raise JsonError(f"{key} has more than {MAX_ELEMENTS:,} elements")
     return sizes
+
+
+Entries = tuple[tuple[int, int], ...]
+RankGroup = tuple[int, ...]
+
+
+class LayoutRecord(NamedTuple):
+    """A layout as it is recorded.
+
+    Attributes:
+        device_matrix: sizes of the axes of devices, slowest first.
+        tensor_map: per dimension the axes that it is cut over, counted from the right, most significant first.
+        rank_list: the ranks, in the order of the device matrix.
+        interleaved: whether the flag of interleaved parallelism is set.
+    """
+
+    device_matrix: tuple[int, ...]
+    tensor_map: tuple[tuple[int, ...], ...]
+    rank_list: tuple[int, ...]
+    interleaved: bool
+
+
+class TensorRecord(NamedTuple):
+    """What is said of a tensor.
+
+    Attributes:
+        dtype: its type in the words of the writer, in small letters; empty where nothing is said.
+        shape: of the full tensor.
+        cuts: slices per dimension, or None where they are not recorded.
+        layout: None where every holder has the whole tensor.
+        chunks: number and shape of every slice.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: Optional[tuple[int, ...]]
+    layout: Optional[LayoutRecord]
+    chunks: Chunks
+
+
+class Chunks(NamedTuple):
+    """The slices of a tensor; those of parameters that are cut alike are one object.
+
+    Attributes:
+        numbers: their numbers.
+        shapes: their shapes, each once.
+    """
+
+    numbers: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class SliceRecord(NamedTuple):
+    """Where one slice lies; of slices that lie in the same files of the same ranks there is one.
+
+    Attributes:
+        entries: file (its place in `Metadata.files`) and storage rank.
+        ranks: every rank that is said to hold the slice, ascending.
+    """
+
+    entries: Entries
+    ranks: RankGroup
+
+
+class SliceRecords:
+    """Where the slices of one tensor lie."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._places = array("q")
+
+    def add(self, number: int, place: int) -> None:
+        """A slice, and the place of its `SliceRecord` in `Metadata.places`."""
+        self._numbers.append(number)
+        self._places.append(place)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the slices, in the order of the file."""
+        return self._numbers
+
+    @property
+    def key(self) -> bytes:
+        """Equal for tensors whose slices lie in the same files."""
+        return self._numbers.tobytes() + self._places.tobytes()
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Number and place of every slice."""
+        return zip(self._numbers, self._places)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+@dataclass
+class Metadata:
+    """The content of a metadata.json.
+
+    Attributes:
+        path: the file.
+        tensors: what is said of every tensor, by name, in the order of the file.
+        stored: where the slices of every tensor lie, by name.
+        files: names of all files that are named, each once.
+        places: what `stored` refers to.
+    """
+
+    path: str
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    stored: dict[str, SliceRecords] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    places: list[SliceRecord] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which slice of a tensor each file holds.
+"""Which slice of a tensor each file holds, and which rank wrote the file.
 
 It is told by the layout and the storage rank: the slice is the one that the layout gives to this rank, by
 its place in the list of ranks. The recorded number of the slice and the shape in the file are checks.
@@ -17,7 +17,8 @@ from reshard.checkpoints.formats.dtypes import INT4, ITEM_SIZES, SAFETENSORS_NAM
 from reshard.checkpoints.formats.tensors import Tensor
 from reshard.errors import CheckpointError, LayoutError
 from reshard.forms.checkpoint2.files import IterationFiles
-from reshard.forms.checkpoint2.records import Description, Metadata, RecordedLayout, StoredSlices
+from reshard.forms.checkpoint2.iterations import parse_file_name
+from reshard.forms.checkpoint2.metadata import LayoutRecord, Metadata, SliceRecords, TensorRecord
 from reshard.layout import Grid, Layout, shape_of, volume_of
 from reshard.text.names import as_pattern
 from reshard.text.wording import quoted, some_numbers
@@ -29,7 +30,7 @@ _DTYPES = {name.lower(): name for name in ITEM_SIZES} | {
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """Where the slices of tensors lie that are described and stored alike.
 
     Attributes:
@@ -55,7 +56,7 @@ class Placement:
     rank_of: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> Placement:
+    def whole(cls, shape: tuple[int, ...], files: Sequence[int], ranks: Iterable[int]) -> TensorPlacement:
         """That of a tensor of which files hold all, each for a rank."""
         held = (tuple(sorted(files)),)
         return cls(Grid.whole(shape), None, tuple(sorted(ranks)), held, held, False, (), held[0])
@@ -106,17 +107,17 @@ class Placer:
         self._names = files.names
         self._numbers = [files.numbers[name] for name in metadata.files]
         self._indexes = files.indexes
-        self._placements: dict[object, Placement] = {}
-        self._layouts: dict[RecordedLayout, _LaidOut] = {}
+        self._placements: dict[object, TensorPlacement] = {}
+        self._layouts: dict[LayoutRecord, _LaidOut] = {}
 
-    def place(self, name: str) -> Placement:
+    def place(self, name: str) -> TensorPlacement:
         """Where the slices of a tensor lie.
 
         Raises:
             LayoutError: its layout contradicts itself, its shape, or what is said of its slices.
         """
         said = self._metadata.tensors[name]
-        stored = self._metadata.stored.get(name, StoredSlices())
+        stored = self._metadata.stored.get(name, SliceRecords())
         key = (said._replace(dtype=""), stored.key)
         known = self._placements.get(key)
         if known is None:
@@ -124,7 +125,7 @@ class Placer:
                 known = self._placements[key] = self._place(said, self._entries(stored))
         return known
 
-    def place_held(self, name: str, said: Description, rank_of: Mapping[int, int]) -> Placement:
+    def place_held(self, name: str, said: TensorRecord, rank_of: Mapping[int, int]) -> TensorPlacement:
         """Where the slices of a tensor lie that is not stored as is said.
 
         Args:
@@ -150,12 +151,12 @@ class Placer:
                 hint=f"take another iteration, or leave it out with --exclude {as_pattern(name)}",
             ) from error
 
-    def _entries(self, stored: StoredSlices) -> Iterator[tuple[int, int, int]]:
+    def _entries(self, stored: SliceRecords) -> Iterator[tuple[int, int, int]]:
         for number, place in stored:
             for file, rank in self._metadata.places[place].entries:
                 yield number, self._numbers[file], rank
 
-    def _place(self, said: Description, entries: Iterable[tuple[Optional[int], int, int]]) -> Placement:
+    def _place(self, said: TensorRecord, entries: Iterable[tuple[Optional[int], int, int]]) -> TensorPlacement:
         """Hold a layout against what is stored: per file that holds a slice the recorded number, file, and rank."""
         laid_out = None if said.layout is None else self._laid_out(said.layout)
         grid = Grid.whole(said.shape) if laid_out is None else laid_out.layout.grid(said.shape)
@@ -190,7 +191,7 @@ class Placer:
                 raise LayoutError(f"{self._names[file]} is said to hold slices {before} and {at}")
             found[at].add(file)
         held = tuple(tuple(sorted(file for file in files if file in self._indexes)) for files in found)
-        return Placement(
+        return TensorPlacement(
             grid,
             None if laid_out is None else laid_out.layout,
             tuple(sorted(ranks)) if said.layout is None else said.layout.rank_list,
@@ -202,7 +203,7 @@ class Placer:
             tuple((file, rank) for file, rank in sorted(rank_of.items()) if file in self._indexes),
         )
 
-    def _laid_out(self, recorded: RecordedLayout) -> _LaidOut:
+    def _laid_out(self, recorded: LayoutRecord) -> _LaidOut:
         known = self._layouts.get(recorded)
         if known is None:
             if recorded.interleaved:
@@ -284,7 +285,7 @@ def _is_scattered(ranks: Sequence[int]) -> bool:
     return bool(steps) and min(steps) > 0 and steps != {1}
 
 
-def _check_chunks(said: Description, grid: Grid) -> None:
+def _check_chunks(said: TensorRecord, grid: Grid) -> None:
     """See that the recorded slices are those of the layout.
 
     Raises:
@@ -301,3 +302,47 @@ def _check_chunks(said: Description, grid: Grid) -> None:
     for listed in said.chunks.shapes:
         if listed != shape:
             raise LayoutError(f"a slice is listed with shape {list(listed)}, and has {list(shape)} by the layout")
+
+
+RankList = tuple[int, ...]
+
+
+def disjoint(lists: Iterable[RankList]) -> list[RankList]:
+    """Of lists of ranks the largest that share no rank with another that is taken; by their lowest ranks."""
+    taken: set[int] = set()
+    found = []
+    for ranks in sorted(set(lists), key=lambda ranks: (-len(ranks), ranks)):
+        if taken.isdisjoint(ranks):
+            found.append(ranks)
+            taken.update(ranks)
+    return sorted(found, key=min)
+
+
+def ranks_of_files(metadata: Metadata, files: IterationFiles) -> dict[int, int]:
+    """The rank that wrote a file, by holder number, of those files of which it is known.
+
+    A file that nothing is listed in tells its rank by its name where all others do.
+    """
+    said: dict[int, set[int]] = {}
+    world: set[int] = set()
+    for place in metadata.places:
+        world.update(place.ranks)
+        for file, rank in place.entries:
+            said.setdefault(files.numbers[metadata.files[file]], set()).add(rank)
+            world.add(rank)
+    for ranks in rank_lists(metadata):
+        world.update(ranks)
+    found = {file: min(ranks) for file, ranks in said.items() if len(ranks) == 1}
+    numbers: dict[int, int] = {}
+    for file, name in enumerate(files.names):
+        parsed = parse_file_name(name)
+        # De-duplicated files are numbered by rank only where every rank has one.
+        if parsed is None or parsed.total != len(world) or said.get(file, {parsed.number}) != {parsed.number}:
+            return found
+        numbers[file] = parsed.number
+    return numbers
+
+
+def rank_lists(metadata: Metadata) -> set[RankList]:
+    """The lists of ranks that tensors are laid out over."""
+    return {said.layout.rank_list for said in metadata.tensors.values() if said.layout is not None}

@@ -8,7 +8,7 @@ Unified weights have a file more, ``hyper_param.safetensors``: whatever else the
 it is no scalar may be rank 0's slice of a tensor, so it is left out.
 """
 
-from reshard.forms.full.contents import FullWeights
+from reshard.forms.full.contents import FullWeights, read_huggingface, read_unified
 from reshard.forms.full.directory import (
     HUGGINGFACE,
     HUGGINGFACE_INDEX,
@@ -18,7 +18,6 @@ from reshard.forms.full.directory import (
     UNIFIED_MAP,
     full_weights_form,
 )
-from reshard.forms.full.read import read_huggingface, read_unified
 
 __all__ = [
     "HUGGINGFACE",

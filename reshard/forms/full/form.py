@@ -65,7 +65,7 @@ class UnifiedForm(_FullForm):
 
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """Parts of about the same size, and the map."""
-        from reshard.forms.full.written_directory import FullDirectory
+        from reshard.forms.full.written_files import FullDirectory
 
         chosen = selected(checkpoint, wanted)
         note_left_beside(checkpoint, wanted.report)
@@ -89,7 +89,7 @@ class HuggingFaceForm(_FullForm):
     def target(self, checkpoint: Checkpoint, wanted: Wanted) -> TargetForm:
         """Numbered files, the index, and what lies beside the weights in another such directory."""
         from reshard.forms.full.beside import files_beside
-        from reshard.forms.full.written_directory import FullDirectory
+        from reshard.forms.full.written_files import FullDirectory
 
         chosen = selected(checkpoint, wanted)
         _warn_of_training(chosen, checkpoint.names(), wanted.report)

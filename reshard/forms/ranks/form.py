@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Optional, cast
 
-from reshard.checkpoints import format_of
 from reshard.checkpoints.checkpoint import Checkpoint
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.errors import CheckpointError, InputError
 from reshard.forms.form import Form, FormOptions, Layouts, Reading, Wanted
 from reshard.forms.ranks import FileNames, Step, StepFiles, find_checkpoints
-from reshard.forms.ranks.path_pattern import RANK
 from reshard.forms.ranks.rank_files import STRATEGY_FILE, RankFiles, resume_files
+from reshard.forms.ranks.steps import RANK
 from reshard.forms.target import TargetForm
 from reshard.storage import exists
 from reshard.strategies import SAME, Strategy
@@ -56,7 +55,7 @@ class RanksForm(Form):
     def problems(self, checkpoint: Checkpoint, source: Strategy, strict: bool, report: Report) -> list[InputError]:
         """Parameters that a stage's ranks hold although only another stage's strategy lists them."""
         from reshard.forms.ranks.checkpoint import RankCheckpoint
-        from reshard.forms.ranks.unlisted import problems_of_unlisted
+        from reshard.forms.ranks.coverage import problems_of_unlisted
 
         return problems_of_unlisted(cast(RankCheckpoint, checkpoint), source, strict, report)
 
@@ -85,7 +84,7 @@ class RanksForm(Form):
 
 def _candidates(reading: Reading) -> tuple[Iterable[StepFiles], Sequence[Optional[Step]]]:
     """The steps that may be taken, newest first, and all there are to choose from where the user named none."""
-    from reshard.forms.ranks.source_ranks import check_ranks
+    from reshard.forms.ranks.coverage import check_ranks
 
     if not isinstance(reading.src, str):
         beyond = [rank for rank in reading.src if not 0 <= rank < reading.source.device_count]
@@ -132,7 +131,11 @@ def format_asked(format: str, checkpoint: Checkpoint, recover: bool = False) -> 
     """
     if format != "same":
         return format
-    formats = {format_of(path): path for path in checkpoint.files.values()}
+    # Archives of torch are no files of ranks.
+    formats = {
+        index.format if index.format in RanksForm.options.formats else "safetensors": index.path
+        for index in checkpoint.indexes.values()
+    }
     if len(formats) > 1:
         raise CheckpointError(
             f"source files have different formats: {' and '.join(sorted(formats.values()))}",

@@ -17,8 +17,7 @@ from typing import Optional
 
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.ranks.path_pattern import RANK
-from reshard.forms.ranks.steps import Pattern, Step, parse_stem
+from reshard.forms.ranks.steps import RANK, Pattern, Step, parse_stem
 from reshard.storage.json_text import Fields, JsonError
 from reshard.text.wording import quoted
 

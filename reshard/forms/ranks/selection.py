@@ -25,7 +25,7 @@ from reshard.forms.cuts import Cuts
 from reshard.forms.form import Written
 from reshard.forms.ranks import Step, StepFiles
 from reshard.forms.ranks.checkpoint import RankCheckpoint, SourceStep
-from reshard.forms.ranks.coverage import Lost, cure, explain, lost_slices, unread_parameters
+from reshard.forms.ranks.coverage import LostParameter, cure, explain, lost_slices, unread_parameters
 from reshard.forms.ranks.parameters import listed_by_source, read_parameters
 from reshard.forms.ranks.rank_files import stage_sections
 from reshard.forms.target import Section
@@ -61,7 +61,7 @@ class Incomplete(NamedTuple):
     label: str
     place: str
     causes: list[str]
-    lost: Sequence[Lost]
+    lost: Sequence[LostParameter]
 
     def lines(self, most: int) -> list[str]:
         """Causes first, then what is lost, each with so many patterns of names at the most."""
@@ -107,6 +107,8 @@ class StepSelector:
         written: Optional[Callable[[Checkpoint], Written]] = None,
     ) -> None:
         self._made = written
+        # Why edits could not be tried on what is there of a step.
+        self._unfit: Optional[InputError] = None
         self._source = source
         self._target = target
         self._ranks = ranks
@@ -174,6 +176,9 @@ class StepSelector:
         hints = [cure(newest.lost)]
         if hints[0] is not None and self._ranks is not None:
             hints.append("`reshard rank-list` tells which ranks a target rank needs")
+        if self._unfit is not None and self._ranks is not None:
+            reason = self._unfit.message.splitlines()[0].rstrip(":")
+            hints.append(f"the new names need one file of every pipeline stage; with these files alone: {reason}")
         if len(steps) > len(passed):
             hints.append("without --no-fallback an older step may be taken")
         return IncompleteSourceError(block(headline, lines), hint="; ".join(filter(None, hints)) or None)
@@ -214,6 +219,7 @@ class StepSelector:
         try:
             return self._made(checkpoint)
         except InputError as error:
+            self._unfit = error
             raise _Unwritable from error
 
     def _lacks(self, checkpoint: RankCheckpoint, scope: Scope) -> Optional[Incomplete]:
@@ -309,7 +315,7 @@ class StepSelector:
         stages = {target.stage_of(rank).number: target.stage_of(rank) for rank in self._ranks}
         return list(stages.values())
 
-    def _lost_to_asked(self, checkpoint: RankCheckpoint, written: Written) -> Iterator[Lost]:
+    def _lost_to_asked(self, checkpoint: RankCheckpoint, written: Written) -> Iterator[LostParameter]:
         """Parameters of which the targets asked for need a slice that no file has."""
         cuts = Cuts()
         sections = stage_sections(written.target, written.tensors)
@@ -325,7 +331,7 @@ class StepSelector:
                 # It does not fit the target, which is told of the step that is taken.
                 continue
         for name, groups in missing.items():
-            yield Lost(name, frozenset(groups))
+            yield LostParameter(name, frozenset(groups))
 
     def _missing_ranks(
         self, tensor: GlobalTensor, step: SourceStep, cuts: Cuts, sections: Sequence[Section], target: Strategy

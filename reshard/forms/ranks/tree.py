@@ -18,12 +18,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from reshard.checkpoints.files import reading_error
-from reshard.checkpoints.formats.open import FORMATS, format_of
+from reshard.checkpoints.formats.headers import FORMATS, format_of
 from reshard.errors import CheckpointError, ReshardError
 from reshard.forms.ranks.naming import FileNames, names_of
-from reshard.forms.ranks.path_pattern import RANK, fixed_directory, match_paths
 from reshard.forms.ranks.refused import refuse_other_forms
-from reshard.forms.ranks.steps import Pattern, Step, holds_fault_saves, name_families, parse_stem
+from reshard.forms.ranks.steps import (
+    RANK,
+    Pattern,
+    Step,
+    fixed_directory,
+    holds_fault_saves,
+    match_paths,
+    name_families,
+    parse_stem,
+)
 from reshard.storage import (
     DirectoryEntry,
     absolute,
@@ -289,7 +297,7 @@ def find_checkpoints(src: str, file_suffix: Optional[str] = None) -> SourceTree:
 
 
 class _Found(NamedTuple):
-    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `path_pattern.Match`."""
+    """A checkpoint file; its attributes are as those of `RankFile` and, the name, of `steps.PathMatch`."""
 
     rank: int
     naming: Pattern
