@@ -318,10 +318,11 @@
       });
       for (const leaf of order) rows.push({ leaf, level: 1, count: 1 });
     }
+    const kept = view.rows[list.active];
     view.rows = rows;
     const matches = hit ? hit.filter(Boolean).length : names.length;
     status.textContent = hit ? `${plain(matches)} of ${plural(names.length, "parameter")}` : plural(names.length, "parameter");
-    list.active = rows.findIndex((row) => row.leaf >= 0 && row.leaf === view.chosen);
+    list.active = rows.findIndex((row) => (kept ? row.leaf === kept.leaf && row.node === kept.node : row.leaf >= 0 && row.leaf === view.chosen));
     list.sorted(view.by, view.descending);
     list.show(rows.length, (at) => {
       const { leaf, node, count } = rows[at];
