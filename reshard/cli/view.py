@@ -86,15 +86,16 @@ def _check_replaceable(path: str) -> None:
     Raises:
         UsageError: there is one.
     """
-    from reshard.storage import exists, is_directory
+    from reshard.storage import exists, is_directory, opened_regular, read_range
     from reshard.view.page import MARK
 
     if is_directory(path):
         raise UsageError(f"{path}: is a directory", hint="name a file to write: -o FILE.html")
     if exists(path):
-        with open(path, "rb") as file:
-            if MARK.encode() not in file.read(200):
-                raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
+        with opened_regular(path) as file:
+            begin = read_range(file, 0, 0, 200)
+        if MARK.encode() not in begin:
+            raise UsageError(f"{path}: exists and is no page of reshard view", hint="name another: -o FILE.html")
 
 
 def _moves(src: str, typed: Mapping[str, Any], subject: Subject) -> Optional[dict[str, Any]]:

@@ -284,7 +284,7 @@
     { title: "name", width: "minmax(150px,3fr)" },
     { title: "type", width: "minmax(70px,.7fr)", wide: true },
     { title: "shape", width: "minmax(90px,1fr)", wide: true },
-    { title: "size", width: "88px", numeric: true },
+    { title: "size", width: "94px", numeric: true },
     { title: "layout", width: "minmax(110px,1.2fr)" },
     { title: "kind", width: "minmax(70px,.8fr)", wide: true },
   ], {
@@ -504,7 +504,7 @@
   // Files and steps.
   const fileList = new List("Files", [
     { title: counter, width: "80px", numeric: true }, { title: "file", width: "minmax(80px,3fr)" },
-    { title: "size", width: "84px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
+    { title: "size", width: "94px", numeric: true }, { title: "state", width: "74px" }, { title: "same slices as", width: "140px", wide: true },
   ], { height: 340 });
   const fileOrder = files.number.map((_, at) => at).sort((a, b) => (files.state[b] !== "ok") - (files.state[a] !== "ok") || a - b);
   const groups = new Set(files.same.filter((each) => each !== null)).size;
