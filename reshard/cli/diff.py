@@ -17,7 +17,7 @@ from reshard.cli.tables import table
 from reshard.forms.registry import form_named, form_of
 from reshard.numbers.difference import Differences, TensorPair, differences
 from reshard.opened import OpenedCheckpoint
-from reshard.plan.edits import Edits, edits_of
+from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.text.messages import full_text, listing
 from reshard.text.report import Report
 from reshard.text.wording import one_line, plural, printable
@@ -182,7 +182,7 @@ def _opened(
     step: Optional[str],
     typed: dict[str, Any],
     report: Report,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
 ) -> OpenedCheckpoint:
     """One of the two; what is said of both does not count for a form that has no such thing."""
     form = form_named(form_of(src))

@@ -111,7 +111,7 @@ def fingerprint(
                 _check_files(source, ranks, place)
                 if not by_rank:
                     _check_equal(source.checkpoint, [name for name in source.tensors if filters.admit(name)], means)
-            written = source if edits is None else EditedSource(source, edits, report)
+            written = source if edits.is_empty else EditedSource(source, edits, report)
             known = () if edited else place.strategy.parameters
             warn_of_unmatched(filters, (known, written.names), report)
             result = fingerprints(written, means, filters.admit)

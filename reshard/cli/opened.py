@@ -10,7 +10,7 @@ from reshard.cli import options
 from reshard.defaults import usable_cpus
 from reshard.numbers.sweep import Location
 from reshard.opened import OpenedCheckpoint, ReadingEffort, open_requested, reading_request
-from reshard.plan.edits import Edits
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.text.name_filters import Filters
 from reshard.text.report import Report
 from reshard.text.wording import rank_ranges
@@ -23,7 +23,7 @@ def opened(
     report: Report,
     step: Optional[str] = None,
     share: int = 1,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
 ) -> OpenedCheckpoint:
     """Open a checkpoint by the options of `options.source`, `selection` and `effort`; full tensors.
 

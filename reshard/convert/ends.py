@@ -22,7 +22,7 @@ from reshard.forms.registry import (
     strategy_of,
 )
 from reshard.forms.target import FileId
-from reshard.plan.edits import Edits, edits_of
+from reshard.plan.edits import NO_EDITS, Edits, edits_of
 from reshard.plan.request import Request
 from reshard.storage import asks_once
 from reshard.strategies import NONE, SAME, Strategy, read_strategy, required_strategies
@@ -179,7 +179,7 @@ def request_of(
     ranks: Optional[Sequence[int]],
     typed: Mapping[str, Any],
     ends: Ends,
-    edits: Optional[Edits] = None,
+    edits: Edits = NO_EDITS,
     recover: bool = False,
 ) -> Request:
     """The same with forms and strategies that are known; a recovery has only some of the parameters."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Optional
 
 from reshard.convert.options import Options
-from reshard.plan.edits import Words
 from reshard.plan.plan import Plan
 from reshard.records.given import Given
 from reshard.storage import absolute
@@ -54,7 +53,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     request = plan.request
     if not isinstance(request.src, str) or options.part is not None:
         return None
-    words = Words() if request.edits is None else request.edits.words
+    words = request.edits.words
     if words is None:
         return None
     # One of several runs is gone on with by going on with all of them.

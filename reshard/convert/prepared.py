@@ -86,7 +86,7 @@ def prepare(
     check_bucket(request.dst)
     if isinstance(request.src, str):
         check_disjoint(request.src, (), request.dst)
-    additions = None if request.edits is None else request.edits.additions
+    additions = request.edits.additions
     with FileHandles(decryption=options.decryption) if additions is None else additions.handles as handles:
         preparation = _Preparation(request, options, handles, report or Report(), progress or Progress())
         yield Prepared(preparation, preparation.state())
@@ -147,7 +147,7 @@ class _Preparation:
     def told_if_swapped(self) -> contextlib.AbstractContextManager[None]:
         """Errors in this block say so if the two strategies are swapped."""
         by_rank = all(form_named(form).options.by_rank for form in (self.request.form, self.request.to))
-        if not by_rank or self.request.edits is not None:
+        if not by_rank or not self.request.edits.is_empty:
             return contextlib.nullcontext()
         return self.swap_test.told(self.request.src, self.request.step, self.request.file_suffix)
 
@@ -450,7 +450,7 @@ class Prepared:
             raise comparison.error(request.source.path, place, checkpoint.step, request.file_suffix)
         if comparison.gradients:
             self._report.warn(comparison.said_of_gradients())
-        if plan.form.by_rank and request.edits is None:
+        if plan.form.by_rank and request.edits.is_empty:
             preparation.swap_test.check(checkpoint.source, tensors, comparison.check.tested, self._report)
         return comparison.check
 
@@ -479,7 +479,7 @@ class Prepared:
         Samples are of what all target ranks get, so that a run for some of them judges the source strategy as one
         for all of them does.
         """
-        if effort == "all" or self.plan.request.edits is not None:
+        if effort == "all" or not self.plan.request.edits.is_empty:
             made = self.plan.checkpoint.tensors
             stored = {source.name for name in self.plan.sorted.resharded for source in made[name].sources}
             return [checkpoint.tensors[name] for name in sorted(stored)]

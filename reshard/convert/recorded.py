@@ -26,7 +26,7 @@ _OPTIONS = "--names, --reverse, --config, --optimizer, --rename, --cast, --dequa
 
 def edits_of_target(
     out: str, src: str, typed: Mapping[str, Any], plan: Optional[Identity], report: Report
-) -> tuple[Optional[Edits], bool]:
+) -> tuple[Edits, bool]:
     """The names and types that a converted checkpoint was given.
 
     Args:
@@ -44,7 +44,7 @@ def edits_of_target(
         ReshardError: what is typed cannot be read.
     """
     edits = edits_of(src, typed)
-    if edits is None and plan is not None and plan.edits:
+    if edits.is_empty and plan is not None and plan.edits:
         return _recorded(out, src, plan, report), True
     return edits, False
 
@@ -116,12 +116,11 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
         said = " ".join(_words(given))
         try:
             edits = edits_of(src, _typed(given))
-            identities = () if edits is None else edits.possible_identities()
-            digests = {short_digest(identity.encode()) for identity in identities}
+            digests = {short_digest(identity.encode()) for identity in edits.possible_identities()}
         except ReshardError as error:
             problem = f"its options were {said}: {error.message}"
             continue
-        if edits is not None and plan.edits in digests:
+        if not edits.is_empty and plan.edits in digests:
             report.note(f"compared with the names and types that are recorded: {said}")
             return edits
         problem = f"its options were {said}, and these rules have changed since"

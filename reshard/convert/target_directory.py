@@ -141,7 +141,7 @@ class TargetDirectory:
         # With other names, the strategy that "same" stands for also lists what only absent ranks may hold. So it
         # differs between runs that have different source ranks, although they write the same. It is not the source's
         # either, which has the old names.
-        same = form_named(request.form).options.by_rank and request.target.path == SAME and request.edits is not None
+        same = form_named(request.form).options.by_rank and request.target.path == SAME and not request.edits.is_empty
         identity = Identity(
             source_strategy=strategy_digest(request.source),
             target_strategy=SAME if same else strategy_digest(request.target),

@@ -33,7 +33,7 @@ def check(plan: Plan, values: CopiedValues, found: Sequence[InputError], report:
     problems: list[InputError] = []
     request = plan.request
     # Where tensors get other names, patterns are of these.
-    source = request.source.parameters if request.edits is None else ()
+    source = request.source.parameters if request.edits.is_empty else ()
     warn_of_unmatched(request.filters, (plan.checkpoint.names(), source, request.target.parameters), report)
     _check_anything(plan, values)
     for section in plan.sections:

@@ -113,6 +113,11 @@ class Edits:
         if self.additions is not None and (self.table is not None or self.casts):
             raise UsageError("what is added to tensors goes with neither rules of names nor casts")
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all names, packing and types stay as they are."""
+        return self == NO_EDITS
+
     def identity(self, options: Optional[Mapping[str, str]] = None, reverse: bool = False) -> str:
         """All of it as a text, the same for what gives the same tensors.
 
@@ -158,6 +163,10 @@ class Edits:
             return Written(made.tensors, same_layouts(target, made) if target.path == SAME else target, made.unseen)
 
         return written
+
+
+NO_EDITS = Edits()
+"""All names, packing and types stay as they are."""
 
 
 def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool = True) -> EditedCheckpoint:
@@ -211,7 +220,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         shapes = _shapes(checkpoint, made, kept)
         # New names do not depend on shapes. A rule that fits a parameter of an absent rank is used.
         shapes.update((name, ()) for name in unseen.values() if name is not None)
-        applied = apply_rules(edits.renames, shapes, optimizer=True)
+        applied = apply_rules(edits.renames, shapes, optimizer=True, values=kept.intersection(checkpoint.values()))
         renamed = {each.sources[0]: name for name, each in applied.made.items()}
         unseen = {name: None if old is None else renamed.get(old) for name, old in unseen.items()}
         seen = {name: each for name, each in applied.made.items() if name not in unseen.values()}
@@ -456,8 +465,8 @@ def typed_edits(
     optimizer: bool = False,
     cast: Sequence[str] = (),
     dequantize: Optional[str] = None,
-) -> Optional[Edits]:
-    """What words ask for; None where names and types stay as they are.
+) -> Edits:
+    """The edits of options, empty where names and types stay as they are.
 
     Args:
         src: the source; its config.json is taken where none is named.
@@ -479,7 +488,7 @@ def typed_edits(
     if config is not None and names is None and dequantize is None:
         raise UsageError("--config goes with --names or --dequantize", hint="name a table: `reshard names list`")
     if names is None and not rename and not cast and dequantize is None:
-        return None
+        return NO_EDITS
     if names is not None and config is None and is_regular_file(os.path.join(src, _CONFIG)):
         config = os.path.join(src, _CONFIG)
     # Loaded only here: most conversions have no rules.
@@ -516,8 +525,8 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     return quantisation_of(src, dtype, config)
 
 
-def edits_of(src: str, typed: Mapping[str, Any]) -> Optional[Edits]:
-    """What the options of names and types ask for; None where names and types stay as they are.
+def edits_of(src: str, typed: Mapping[str, Any]) -> Edits:
+    """The edits of options as click names them; see `typed_edits`.
 
     Args:
         src: the source; its config.json is taken where none is named.

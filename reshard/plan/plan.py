@@ -100,7 +100,7 @@ class Plan:
         self._needs: dict[int, tuple[int, ...]] = {}
         self._orders = Orders(form.format, form.metadata)
         self._unholdable = frozenset(sorted.unholdable)
-        self._edited = request.edits is not None
+        self._edited = not request.edits.is_empty
 
     def path(self, file: int) -> str:
         """The final name of a target file."""
@@ -271,7 +271,7 @@ class Plan:
 
     def _paths_of_added(self, names: Iterable[str]) -> frozenset[str]:
         """The files of what is added to tensors."""
-        if self.request.edits is None or self.request.edits.additions is None:
+        if self.request.edits.additions is None:
             return frozenset()
         tensors = self.checkpoint.tensors
         added = (tensors[name].added for name in names if name in tensors)

@@ -36,7 +36,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
     checkpoint = base = source.read(_reading(request, handles, report))
     if request.target.is_untold:
         request = replace(request, target=source.strategy_of(base))
-    if request.edits is not None:
+    if not request.edits.is_empty:
         checkpoint = made = edited(base, request.edits, report)
         if request.target.path == SAME:
             request = replace(request, target=same_layouts(request.target, made))
@@ -50,12 +50,12 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
         form = form_named(request.to).target(checkpoint, _wanted(request, handles, report))
     values = CopiedValues(checkpoint, form, request.filters, request.source.device_count > 1, handles)
     copied = values if recovery is None else ValuesOfRecovery(values, recovery)
-    between_ranks = source.options.by_rank and form.by_rank and request.edits is None
+    between_ranks = source.options.by_rank and form.by_rank and request.edits.is_empty
     choice = ReplicaChoice(request.source, request.target) if between_ranks else None
     plan = _plan(request, checkpoint, form, values, copied, choice, report)
     if recovery is not None:
         problems = recovery.problems(plan.asked)
-    elif request.edits is None:
+    elif request.edits.is_empty:
         problems = source.problems(base, request.source, request.strict, report) + problems_of_form(plan)
     else:
         problems = problems_of_form(plan)
@@ -80,7 +80,7 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
         filters=request.filters,
         file_suffix=request.file_suffix,
         fallback=request.fallback,
-        written=None if request.edits is None else request.edits.written(request.target),
+        written=None if request.edits.is_empty else request.edits.written(request.target),
     )
 
 
@@ -98,9 +98,9 @@ def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
         request.prefix,
         request.max_shard_size,
         not (request.exact_file or request.format == MEMORY),
-        None if edits is None else getattr(edits.config, "path", None),
-        edits is not None and bool(edits.casts),
-        edits is not None and edits.quantisation is not None,
+        getattr(edits.config, "path", None),
+        bool(edits.casts),
+        edits.quantisation is not None,
     )
 
 
@@ -127,7 +127,7 @@ def _plan(
 
 def _wanted_by(request: Request) -> Callable[[str], bool]:
     """Whether a tensor is written at all."""
-    if request.edits is not None:
+    if not request.edits.is_empty:
         return lambda name: True
     listed = set(request.target.parameters)
     everything = request.target.is_none or request.target.is_untold

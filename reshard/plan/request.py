@@ -9,7 +9,7 @@ from typing import Optional, Union
 from reshard.defaults import DEFAULT_PREFIX
 from reshard.forms.registry import form_named
 from reshard.forms.target import FileId
-from reshard.plan.edits import Edits
+from reshard.plan.edits import NO_EDITS, Edits
 from reshard.strategies import Strategy
 from reshard.text.name_filters import Filters
 
@@ -37,7 +37,7 @@ class Request:
         form: of the source; see `forms.registry`.
         to: form that is written.
         max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
-        edits: what is asked of names and types; None where they stay as they are.
+        edits: other names, packing and types.
     """
 
     src: Union[str, Mapping[int, str]]
@@ -58,7 +58,7 @@ class Request:
     form: str = "ranks"
     to: str = "ranks"
     max_shard_size: Optional[int] = None
-    edits: Optional[Edits] = None
+    edits: Edits = NO_EDITS
 
     @property
     def target_ranks(self) -> Optional[tuple[int, ...]]:

@@ -89,7 +89,8 @@ class EditedSource:
                 if names:
                     report.note(f"not compared, {why}: " + listing(sorted(names)))
         if edits.renames is not None:
-            applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True)
+            values = kept - set(base.checkpoint.without_layout())
+            applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True, values=values)
             recipes, kept = _ruled(recipes, kept, applied)
         self.values = {name: files for name, files in base.values.items() if name in kept}
         types = _types({*recipes, *kept}, recipes, edits.casts)

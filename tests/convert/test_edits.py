@@ -354,6 +354,25 @@ def test_ranks_of_one_conversion_may_be_written_from_different_parts_of_the_sour
     done("verify", tmp_path / "out", "--src", tmp_path / "src")
 
 
+def test_a_star_renames_tensors_and_no_counters(tmp_path: Path) -> None:
+    full = {"a.weight": value("a", (8, 4)), "b.weight": value("b", (8, 4))}
+    layouts = {"a.weight": layout([2], [0, -1]), "b.weight": layout([2], [-1, 0])}
+    step = {"global_step": Value("Int32", np.array([7], "<i4"))}
+    ranks = {rank: {**tensors, **step} for rank, tensors in cut_ranks(single(layouts), full).items()}
+    write_tree(tmp_path / "src", ranks, "rank_{rank}/net.ckpt")
+    source = write_strategy(tmp_path / "s", single(layouts), shapes_of(full), "merged")
+    shutil.copytree(tmp_path / "src" / "rank_0", tmp_path / "part" / "rank_0")
+    words: list[Argument] = ["--src-strategy", source, "--dst-strategy", "same", "--rename", "*=model.*"]
+    first = done("by-rank", 0, tmp_path / "part", tmp_path / "out", *words)
+    assert "1 value not renamed, because * matches tensors only: 'global_step'" in first.err
+    done("by-rank", 1, tmp_path / "src", tmp_path / "out", *words, "--verify")
+    done("verify", tmp_path / "out", "--src", tmp_path / "src")
+    renamed = {rank: {f"model.{name}": one for name, one in tensors.items()} for rank, tensors in ranks.items()}
+    for tensors in renamed.values():
+        tensors["global_step"] = tensors.pop("model.global_step")
+    same_ranks(read_tree(tmp_path / "out"), renamed)
+
+
 def test_the_layout_of_the_source_is_another_conversion_than_a_strategy_of_the_old_names(tmp_path: Path) -> None:
     full = {"m.a.weight": value("a", (8, 4)), "m.b.weight": value("b", (8, 4))}
     strategy = single({"m.a.weight": layout([2, 2], [0, -1]), "m.b.weight": layout([2, 2], [-1, 1])})
