@@ -105,7 +105,6 @@ def _of_other_types(path: str, tensors: Mapping[str, GlobalTensor], wanted: Want
     content = None
     if wanted.dequantised and isinstance(config, dict) and not QUANTISATION.isdisjoint(config):
         config = {key: value for key, value in config.items() if key not in QUANTISATION}
-        report.note(f"{CONFIG} is written without quantization_config, since the weights are dequantised")
         content = (json.dumps(config, indent=2) + "\n").encode()
     said = {key: config[key] for key in TYPE_KEYS if key in config} if isinstance(config, dict) else {}
     types = sorted(
