@@ -1,4 +1,4 @@
-"""What commands that look into checkpoints have in common: opening what was typed, and numbers in JSON."""
+"""Shared parts of commands that read checkpoints: opening, and numbers in JSON."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def opened(
 
     Args:
         src: the checkpoint.
-        strategy: what was typed as its strategy.
+        strategy: its strategy, as typed.
         typed: the options.
-        report: told of warnings and notes.
+        report: gets warnings and notes.
         step: which step, if not that of the options.
         share: how many share the memory.
-        edits: names and types that are asked for.
+        edits: names and types.
 
     Raises:
-        ReshardError: options do not go together, or there is nothing to open.
+        ReshardError: options contradict each other, or the checkpoint is missing.
     """
     filters = Filters(typed.get("include", ()), typed.get("exclude", ()))
     request = reading_request(
@@ -48,19 +48,19 @@ def opened(
 
 
 def effort_of(typed: Mapping[str, Any], share: int = 1) -> ReadingEffort:
-    """What --jobs and --max-memory allow."""
+    """Limits of --jobs and --max-memory."""
     return ReadingEffort(typed["jobs"] or usable_cpus(), typed["max_memory"] // share)
 
 
 def number_json(number: Optional[Union[int, float]]) -> Optional[Union[int, float, str]]:
-    """A number as JSON has it: what it lacks is ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    """A number for JSON; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` as text."""
     if number is None or isinstance(number, int) or math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def number_words(number: Optional[Union[int, float]]) -> str:
-    """A number in a table; ``-`` where there is none."""
+    """A number in a table; ``-`` without one."""
     if number is None:
         return "-"
     return str(number) if isinstance(number, int) else f"{number:.4g}"

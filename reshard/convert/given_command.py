@@ -1,4 +1,4 @@
-"""What a run was given, as its target directory records it."""
+"""The command line of a run, as its target directory records it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NOT_RECORDED_OF_OPTIONS = (
 
 
 def given_command(plan: Plan, options: Options) -> Optional[Given]:
-    """What a run was given, paths made absolute; None where that cannot be typed again.
+    """The command line of a run with absolute paths; None for a run that no command line repeats.
 
     Args:
         plan: with the step and format that were chosen.
@@ -56,7 +56,7 @@ def given_command(plan: Plan, options: Options) -> Optional[Given]:
     words = request.edits.words
     if words is None:
         return None
-    # One of several runs is gone on with by going on with all of them.
+    # To resume one of several runs is to resume all of them.
     several = options.adding or options.share is not None
     try:
         src, source, target = absolute(request.src), _path(request.source), _path(request.target)

@@ -33,15 +33,15 @@ def edits_of_target(
         out: its directory.
         src: the source.
         typed: the options' values.
-        plan: what the directory says of itself, if it does.
-        report: told where they come from.
+        plan: the directory's recorded identity; None without records.
+        report: gets a note about their origin.
 
     Returns:
         These, and whether they are recorded.
 
     Raises:
-        UsageError: the directory was written with other names or types, and nothing says with which.
-        ReshardError: what is typed cannot be read.
+        UsageError: the directory has other names or types, and its records do not list them.
+        ReshardError: a file of the options cannot be read.
     """
     edits = edits_of(src, typed)
     if edits.is_empty and plan is not None and plan.edits:
@@ -59,11 +59,11 @@ def strategies_of_target(
         src: the source.
         to: the form of `out`.
         typed: ``src_strategy`` and ``dst_strategy``.
-        plan: what the directory says of itself, if it does.
-        report: told what the records name.
+        plan: the directory's recorded identity; None without records.
+        report: gets notes about recorded options.
 
     Raises:
-        UsageError: a strategy that they name is not there any more, or was changed.
+        UsageError: a recorded strategy is missing or was changed.
     """
     needed = {
         "src_strategy": form_named(form_of(src)).options.needs_strategy,
@@ -96,7 +96,7 @@ def strategies_of_target(
                 )
         found[name] = path
     said = " ".join(f"--{name.replace('_', '-')} {found[name]}" for name in missing)
-    report.note(f"compared with the strategies that are recorded: {said}")
+    report.note(f"compared with the recorded strategies: {said}")
     return found
 
 
@@ -121,7 +121,7 @@ def _recorded(out: str, src: str, plan: Identity, report: Report) -> Edits:
             problem = f"its options were {said}: {error.message}"
             continue
         if not edits.is_empty and plan.edits in digests:
-            report.note(f"compared with the names and types that are recorded: {said}")
+            report.note(f"compared with the recorded names and types: {said}")
             return edits
         problem = f"its options were {said}, and these rules have changed since"
     raise UsageError(
@@ -150,7 +150,7 @@ def merge_hint(out: str) -> str:
 
 
 def _typed(given: Given) -> dict[str, Any]:
-    """What was given as values of options."""
+    """Recorded options as click's values."""
     return {
         "names": given.names,
         "rename": given.rename,

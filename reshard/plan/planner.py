@@ -1,4 +1,4 @@
-"""Making a plan: the step to convert, what is written, what becomes of every tensor, and every problem there is."""
+"""Making a plan: source step, target files, treatment of every tensor, and all problems."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_plan(request: Request, handles: FileHandles, report: Report) -> Plan:
 
 
 def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
-    """What is to be read for a request."""
+    """The source of a request, to be read."""
     return Reading(
         request.src,
         handles,
@@ -85,7 +85,7 @@ def _reading(request: Request, handles: FileHandles, report: Report) -> Reading:
 
 
 def _wanted(request: Request, handles: FileHandles, report: Report) -> Wanted:
-    """What is to be written for a request."""
+    """The target of a request."""
     edits = request.edits
     return Wanted(
         request.dst,
@@ -139,13 +139,13 @@ def _wanted_by(request: Request) -> Callable[[str], bool]:
 
 
 def sort(request: Request, checkpoint: Checkpoint, form: TargetForm, values: CopiedValues) -> Sorted:
-    """What becomes of every tensor.
+    """The treatment of every tensor.
 
     Args:
-        request: what was asked for.
+        request: the request.
         checkpoint: the source.
-        form: what is written.
-        values: what is copied as it is.
+        form: the target files.
+        values: the copied values.
     """
     admit = request.filters.admit
     sections = sections_of(form, asked_files(request, form))

@@ -166,7 +166,7 @@ def test_renamed_tensors_are_cut_as_they_were(data: st.DataObject) -> None:
         same_ranks(read_tree(root / "dst"), cut_ranks(layouts, renamed))
         # The source's strategy does not know the new names.
         beside = root / "dst" / "reshard-strategy.json"
-        warns(told, f"the strategy of these ranks is written beside them: {beside}")
+        warns(told, f"the strategy of these ranks is written to {beside}")
         again: list[Argument] = ["--src-strategy", beside, "--dst-strategy", "same", "--rename", "new.*=old.*"]
         done("convert", root / "dst", root / "once more", *again, "--format", "ckpt", "--verify")
         same_ranks(read_tree(root / "once more"), cut_ranks(strategy, full))
@@ -293,8 +293,8 @@ def test_a_pattern_that_fits_only_what_cannot_be_cast_is_refused(tmp_path: Path,
     ("status", "cast", "says"),
     [
         (3, "steps=Float32", ["only floating numbers are cast", "'steps'"]),
-        (3, "step=Float32", ["no tensor that is written has such a name", "did you mean 'steps'?"]),
-        (2, "=Float32", ["no pattern of names before the ="]),
+        (3, "step=Float32", ["matches no tensor of the target", "did you mean 'steps'?"]),
+        (2, "=Float32", ["the pattern of names before = is missing"]),
         (2, "Float32=", ["no type to cast to"]),
         (2, "w=Float33", ["use Float32, Float16 or BFloat16"]),
     ],
