@@ -19,6 +19,8 @@ from reshard.storage import is_directory, use_endpoint
 if TYPE_CHECKING:
     from reshard.checkpoints import Decryption
 
+_SHARDS = "reshard.shards"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -132,6 +134,20 @@ def strategy(text: str, *names: str, flag: str = "--strategy") -> Callable[[F], 
     return option("Strategies", flag, *names, metavar="FILE|DIR|none", shell_complete=completion.strategies, help=text)
 
 
+def _keep_shards(context: click.Context, _: click.Parameter, value: Optional[int]) -> None:
+    context.meta[_SHARDS] = value
+
+
+def _target_strategy(context: click.Context, _: click.Parameter, value: Optional[str]) -> Optional[str]:
+    """The value of --dst-strategy, or what --shards stands for: the target's layout has one name, wherever it goes."""
+    shards = context.meta.get(_SHARDS)
+    if shards is None:
+        return value
+    if value is not None:
+        raise UsageError("--shards and --dst-strategy both lay out the target", hint="leave out one of them")
+    return f"shards:{shards}"
+
+
 def strategies(command: F) -> F:
     """--src-strategy and --dst-strategy."""
     return together(
@@ -146,8 +162,20 @@ def strategies(command: F) -> F:
             "Strategies",
             "--dst-strategy",
             metavar="FILE|DIR|none|same",
+            callback=_target_strategy,
             shell_complete=completion.strategies,
             help="Strategy of the target; none for one unsharded rank, same for that of SRC.",
+        ),
+        option(
+            "Strategies",
+            "--shards",
+            type=click.IntRange(min=1, max=MOST_DEVICES),
+            metavar="N",
+            show_default="as --dst-strategy",
+            expose_value=False,
+            is_eager=True,
+            callback=_keep_shards,
+            help="In place of --dst-strategy: cut rows over N files, as FSDP does.",
         ),
     )(command)
 
@@ -386,7 +414,7 @@ effort = together(
         type=SizeType(),
         metavar="SIZE",
         default=f"{MAX_MEMORY >> 20}M",
-        show_default=True,
+        show_default="8M for each CPU, at least 64M",
         help="Memory for all buffers together (binary units: 512M, 2G).",
     ),
 )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from reshard.checkpoints import FileHandles
-from reshard.checkpoints.checkpoint import Checkpoint
+from reshard.checkpoints.checkpoint import Checkpoint, StoredObject
+from reshard.checkpoints.formats.pickles import NotPlain
 from reshard.errors import InputError
 from reshard.forms.form import Description, Reading, SavedStep
+from reshard.forms.objects import shown_object
 from reshard.forms.registry import form_named
 from reshard.inspection.contents import Finding, InspectedContents, contents_of, conversion_findings
 from reshard.storage import asks_once, is_directory, names_in, status_at
@@ -73,9 +76,11 @@ class InspectedForm:
         values: names of entries that are copied unchanged.
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
+        objects: what is no tensor, by name: its value as JSON has it, or None where it is not plain.
         others: files beside the weights that belong to the model.
         quantised: how many tensors are quantised, by scheme.
         findings: notes and problems.
+        checkpoint: its tensors and the files that hold them; None where it cannot be read.
     """
 
     path: str
@@ -86,11 +91,13 @@ class InspectedForm:
     files: list[FormFile] = field(default_factory=list)
     tensors: list[LaidOut] = field(default_factory=list)
     values: tuple[str, ...] = ()
+    objects: Mapping[str, Any] = field(default_factory=dict)
     contents: Optional[InspectedContents] = None
     full_bytes: int = 0
     others: tuple[str, ...] = ()
     quantised: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    checkpoint: Optional[Checkpoint] = None
 
     @property
     def nbytes(self) -> int:
@@ -129,17 +136,22 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
             found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:
             _describe(found, checkpoint, reader.describe(checkpoint))
+            found.objects = {name: _shown(handles, held) for name, held in sorted(checkpoint.objects.items())}
     found.findings += [Finding("warning", text) for text in report.warnings]
     return found
 
 
 def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
+    found.checkpoint = checkpoint
     found.step = checkpoint.step
     found.complete = True
-    found.files = [
-        FormFile(number, path, checkpoint.indexes[number].size, len(checkpoint.indexes[number].tensors))
-        for number, path in sorted(checkpoint.files.items())
-    ]
+    listed: dict[str, FormFile] = {}
+    for number, path in sorted(checkpoint.files.items()):
+        # What a file holds may be shared out over several numbers.
+        index, known = checkpoint.indexes[number], listed.get(path)
+        names = len(index.tensors) + (known.names or 0 if known else 0)
+        listed[path] = FormFile(known.number if known else number, path, index.size, names)
+    found.files = [*listed.values()]
     contents = found.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
@@ -167,6 +179,13 @@ def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -
     if told.unplaced is not None:
         found.findings.append(Finding("unplaced", told.unplaced))
     found.findings += conversion_findings(contents)
+
+
+def _shown(handles: FileHandles, held: StoredObject) -> Any:
+    try:
+        return shown_object(handles, held)
+    except NotPlain:
+        return None
 
 
 def _describe_quantised(found: InspectedForm, checkpoint: Checkpoint) -> None:

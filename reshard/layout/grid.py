@@ -7,14 +7,11 @@ the offsets in a file's metadata.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Optional
-
-from reshard.errors import LayoutError
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop per dimension; () is the one element of a scalar."""
@@ -112,34 +109,6 @@ class Grid:
         """The grid of one box."""
         return cls(tuple((0, size) for size in shape))
 
-    @classmethod
-    def of_boxes(cls, shape: Sequence[int], boxes: Iterable[Box]) -> Grid:
-        """The grid of stored boxes.
-
-        Args:
-            shape: of the full tensor.
-            boxes: stored boxes, in any order, each once or more often.
-
-        Raises:
-            LayoutError: boxes are outside the tensor, overlap, leave gaps, or do not form rows and columns.
-        """
-        distinct = set(boxes)
-        for box in distinct:
-            inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape))
-            if not inside:
-                raise LayoutError(f"box {list(box)} does not lie in a tensor of shape {list(shape)}")
-        edges = []
-        for dimension, size in enumerate(shape):
-            found = sorted({box[dimension] for box in distinct if volume_of(box) or not math.prod(shape)})
-            joined = [0, *(stop for _, stop in found)]
-            if [start for start, _ in found] != joined[:-1] or joined[-1] != size:
-                raise LayoutError(f"boxes do not divide dimension {dimension} of size {size} into slices")
-            edges.append(tuple(joined))
-        grid = cls(tuple(edges))
-        if {grid.slice_box(number) for number in range(grid.slice_count)} - distinct:
-            raise LayoutError(f"boxes do not cover a tensor of shape {list(shape)}")
-        return grid
-
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Elements per dimension of the full tensor."""
@@ -163,12 +132,3 @@ class Grid:
         """One of the boxes."""
         index = self.slice_index(slice_number)
         return tuple((edges[position], edges[position + 1]) for edges, position in zip(self.edges, index))
-
-    def number_of(self, box: Box) -> Optional[int]:
-        """The number of a box; None if the grid does not contain it."""
-        return self._numbers.get(box)
-
-    @cached_property
-    def _numbers(self) -> dict[Box, int]:
-        intervals = [list(zip(edges, edges[1:])) for edges in self.edges]
-        return {box: number for number, box in enumerate(itertools.product(*intervals))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Optional, Protocol
@@ -14,7 +14,8 @@ from reshard.checkpoints.checkpoint import Addition, Checkpoint, Equal, GlobalTe
 from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import CAST_TO, INT4, dtype_named
 from reshard.errors import CheckpointError, UsageError
-from reshard.forms.form import Written
+from reshard.forms.form import Names, Written
+from reshard.forms.registry import form_named, form_of
 from reshard.plan.wanted_types import CastAsked, cast, tell_casts, warn_of_uncast
 from reshard.storage import absolute, is_regular_file
 from reshard.strategies import SAME, Strategy
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from reshard.names import Applied, NameRules
     from reshard.quantised import Quantisation
 
+
+PLAIN_WEIGHTS, PLAIN_ALL = "weights", "all"
+"""The part of a trainer's state that gets the names of a model."""
 
 _STATE = "left out: optimizer state follows its weights with --optimizer keep"
 
@@ -91,6 +95,9 @@ class Edits:
         optimizer: whether the table's rules apply to optimizer state, too.
         casts: requested types; the last match wins.
         additions: additions to tensors under their old names; they exclude casts.
+        plain: first change names of a trainer's state to those of a model: ``weights`` skips optimizer state, ``all``
+            gives it MindSpore's names; None to keep names.
+        trainer: last, change names to those of a trainer's state.
         exactly: other names of single tensors, after the rules; None for skipped ones.
         quantisation: how quantised tensors are recognised, and the type that they get first; None to copy codes and
             scales unchanged.
@@ -105,6 +112,8 @@ class Edits:
     casts: tuple[CastAsked, ...] = ()
     additions: Optional[Additions] = None
     exactly: tuple[tuple[str, Optional[str]], ...] = ()
+    plain: Optional[str] = None
+    trainer: bool = False
     quantisation: Optional[Quantisation] = None
     words: Optional[Words] = field(default=Words(), compare=False)
 
@@ -132,7 +141,68 @@ class Edits:
         renames = () if self.renames is None else tuple(rule.where for rule in self.renames.rules)
         additions = None if self.additions is None else self.additions.identity
         quantisation = None if self.quantisation is None else self.quantisation.identity
-        return repr((table, renames, self.casts, additions, self.exactly, quantisation))
+        return repr((table, renames, self.casts, additions, self.exactly, self.plain, self.trainer, quantisation))
+
+    def possible_names(self, name: str) -> Iterator[Optional[str]]:
+        """The possible names of a tensor; None for a name that depends on other tensors."""
+        others = (self.table, self.renames, self.additions, self.quantisation)
+        if self.exactly or any(each is not None for each in others):
+            yield None
+        elif self.plain is None:
+            yield from (name, None if self.trainer else name)
+        else:
+            from reshard.names import possible_plain_names
+
+            yield from possible_plain_names(name, self.plain == PLAIN_ALL)
+
+    def first_names(self, checkpoint: Checkpoint, report: Report) -> dict[str, Optional[str]]:
+        """The first renaming: new names by old ones, None for skipped tensors.
+
+        Args:
+            checkpoint: the source.
+            report: gets notes on skipped tensors.
+        """
+        if self.plain is None:
+            return {}
+        from reshard.names import plain_names
+
+        keys = getattr(checkpoint, "nested", {})
+        found = plain_names(checkpoint.tensors, checkpoint.objects, keys, self.plain == PLAIN_ALL)
+        if found.rooted:
+            report.note("names: the trainer's prefix 'model.' is removed")
+        if found.left_out:
+            report.note(
+                f"{plural(len(found.left_out), 'tensor')} of the optimizer left out: " + listing(found.left_out)
+            )
+        return found.names
+
+    def nested(self, names: Collection[str]) -> Optional[Mapping[str, tuple[str, ...]]]:
+        """The keys of a trainer's state by the names of its tensors; None to keep the source's."""
+        if not self.trainer:
+            return None
+        from reshard.names import trainer_keys
+
+        return {name: trainer_keys(name) for name in names}
+
+    def last_names(self, names: Collection[str], report: Report) -> dict[str, Optional[str]]:
+        """The last renaming: new names by old ones.
+
+        Args:
+            names: the names before it.
+            report: gets notes on the names.
+        """
+        if not self.trainer:
+            return {}
+        from reshard.names import trainer_names
+
+        found = trainer_names(names)
+        report.note("names: weights get the prefix 'model.', as in a trainer's state")
+        if any(new is not None and new.startswith("optimizer.") for new in found.values()):
+            report.note(
+                "optimizer.state has no step for each parameter, which MindSpore does not save: torch loads it with "
+                "DefaultLoadPlanner(allow_partial_load=True)"
+            )
+        return found
 
     def possible_identities(self) -> Iterator[str]:
         """All possible identities, since names decide options and direction.
@@ -188,6 +258,7 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
         checkpoint, views = _dequantised(checkpoint, edits.quantisation, report)
     made: Mapping[str, Recipe] = {name: Recipe((name,), views.get(name)) for name in checkpoint.tensors}
     kept = {*checkpoint.values(), *checkpoint.without_layout()}
+    made, kept = _exactly(made, kept, edits.first_names(checkpoint, report))
     tied: list[Equal] = []
     unseen: dict[str, Optional[str]] = {name: name for name in checkpoint.unseen}
     if edits.additions is not None:
@@ -227,12 +298,37 @@ def edited(checkpoint: Checkpoint, edits: Edits, report: Report, complete: bool 
     if edits.exactly:
         made, kept = _exactly(made, kept, dict(edits.exactly))
         unseen = dict.fromkeys(unseen)
+    last = edits.last_names({*made, *(name for name in unseen.values() if name is not None)}, report)
+    if last:
+        made, kept = _exactly(made, kept, last)
+        unseen = {name: None if new is None else last.get(new, new) for name, new in unseen.items()}
     if edits.casts:
         made = cast(checkpoint, made, kept, {name for name in unseen.values() if name is not None}, edits.casts)
         tell_casts(checkpoint, made, report)
         warn_of_uncast(checkpoint, made, kept, edits.casts, report)
     _check_types(checkpoint, made)
-    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen)
+    return EditedCheckpoint(checkpoint, made, kept, identity, tied, unseen, edits.nested(made))
+
+
+def between_forms(edits: Edits, form: str, to: str) -> Edits:
+    """The edits with the names that a conversion between two forms gives by itself.
+
+    A trainer's names become those of a model where the target has no others, and a model's names those of a trainer's
+    state where the target's trainers expect them. With --rename all names are as typed.
+
+    Args:
+        edits: the requested edits.
+        form: of the source.
+        to: of the target.
+    """
+    source, target = form_named(form).options, form_named(to).options
+    if edits.renames is not None:
+        return edits
+    plain = None
+    if source.names is not Names.MODEL and target.names is Names.MODEL:
+        plain = PLAIN_ALL if target.mindspore else PLAIN_WEIGHTS
+    trainer = source.names is Names.MODEL and target.names is Names.TRAINER
+    return replace(edits, plain=plain, trainer=trainer) if plain or trainer else edits
 
 
 def _dequantised(
@@ -524,18 +620,19 @@ def _quantisation(dequantize: str, src: str, config: Optional[Mapping[str, objec
     return quantisation_of(src, dtype, config)
 
 
-def edits_of(src: str, typed: Mapping[str, Any]) -> Edits:
+def edits_of(src: str, typed: Mapping[str, Any], to: Optional[str] = None) -> Edits:
     """The edits of options as click names them; see `typed_edits`.
 
     Args:
         src: the source; its config.json is the default.
         typed: the options' values.
+        to: the form of the target, which may have other names; None if nothing is written.
 
     Raises:
         UsageError: options contradict each other, or name an unknown type.
         ReshardError: a table cannot be read.
     """
-    return typed_edits(
+    edits = typed_edits(
         src,
         typed["names"],
         typed["rename"],
@@ -545,3 +642,4 @@ def edits_of(src: str, typed: Mapping[str, Any]) -> Edits:
         typed["cast"],
         typed["dequantize"],
     )
+    return edits if to is None else between_forms(edits, form_of(src), to)

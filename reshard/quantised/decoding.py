@@ -30,7 +30,7 @@ from reshard.checkpoints.edited import EditedCheckpoint, Recipe
 from reshard.checkpoints.formats.dtypes import ITEM_SIZES
 from reshard.errors import CheckpointError
 from reshard.layout import Box, Grid, boxes_of_range, inside, intersection, shape_of, volume_of, whole_box
-from reshard.quantised.schemes import Quantised, Recognised, StoredTensor, recognise
+from reshard.quantised.schemes import Quantised, Recognised, TypedShape, recognise
 from reshard.quantised.values import E2M1, Floats, decode_scales, dequantise, scale_box
 from reshard.storage import UnfitError, is_regular_file, read_small
 from reshard.storage.json_text import JsonError, parse_json
@@ -84,7 +84,7 @@ class _Scales:
         return decode_scales(words, self.dtype)
 
 
-class Decoding:
+class ScaledCodes:
     """How the codes of one tensor become elements; see `checkpoint.Decoding`."""
 
     def __init__(self, tensor: Quantised, dtype: str, scales: _Scales, offsets: Optional[_Scales]) -> None:
@@ -208,7 +208,7 @@ class _Tensors(ByName[GlobalTensor]):
                 tensor.shape,
                 tuple(_unpacked(sharding, tensor, codes) for sharding in codes.shardings),
                 codes.shards,
-                decoding=Decoding(tensor, self._dtype, scales, offsets),
+                decoding=ScaledCodes(tensor, self._dtype, scales, offsets),
             )
         return found
 
@@ -224,6 +224,10 @@ class _Unpacked:
         """The files that are said to hold a box of the grid, ascending."""
         return self.base.holders(slice_number)
 
+    def stored_box(self, slice_number: int) -> Box:
+        """The box that these files hold."""
+        return self.grid.slice_box(slice_number)
+
 
 def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sharding:
     """A sharding of codes, in elements.
@@ -234,6 +238,8 @@ def _unpacked(sharding: Sharding, tensor: Quantised, codes: GlobalTensor) -> Sha
     if tensor.shape == codes.shape:
         return sharding
     edges = sharding.grid.edges
+    if any(sharding.stored_box(at) != sharding.grid.slice_box(at) for at in range(sharding.grid.slice_count)):
+        raise CheckpointError(f"{quoted(tensor.codes)} is stored in boxes that are no grid", parameter=tensor.codes)
     if len(codes.shape) > len(tensor.shape):
         if len(edges[-1]) > 2:
             raise CheckpointError(f"{quoted(tensor.codes)} is cut within groups of codes", parameter=tensor.codes)
@@ -260,12 +266,15 @@ def _scales(base: Checkpoint, name: str, tensor: Quantised) -> _Scales:
         slices = []
         for number in range(sharding.grid.slice_count):
             holders = [holder for holder in sharding.holders(number) if holder in present]
-            box = sharding.grid.slice_box(number)
+            box = sharding.stored_box(number)
             if not holders and volume_of(box):
                 break
             if holders:
                 extents = base.indexes[holders[0]].tensors[name].extents
-                slices.append(StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape)))
+                stored_slice = StoredSlice(base.files[holders[0]], holders[0], extents, _lengthened(box, shape))
+                # Of boxes that are no grid several slices may lie in one.
+                if stored_slice not in slices:
+                    slices.append(stored_slice)
         else:
             return _Scales(name, stored.dtype, shape, tuple(slices))
     raise CheckpointError(
@@ -347,10 +356,10 @@ def dequantised(checkpoint: Checkpoint, quantisation: Quantisation) -> tuple[Che
     return DequantisedCheckpoint(checkpoint, recognised, quantisation.dtype), recognised
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TypedShape]:
     """Types and shapes of all tensors and values of a checkpoint."""
-    found = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    found = {name: TypedShape(tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()}
     for name in (*checkpoint.values(), *checkpoint.without_layout()):
         entry = checkpoint.indexes[checkpoint.holders(name)[0]].tensors[name]
-        found[name] = StoredTensor(entry.dtype, entry.shape)
+        found[name] = TypedShape(entry.dtype, entry.shape)
     return found

@@ -70,7 +70,7 @@ METHODS = ("fp8", "compressed-tensors", "mxfp4")
 """Methods of `quantization_config` whose weights are known here."""
 
 
-class StoredTensor(NamedTuple):
+class TypedShape(NamedTuple):
     """Of a tensor in the files what a scheme is recognised by."""
 
     dtype: str
@@ -127,7 +127,7 @@ class Recognised(NamedTuple):
 
 
 def recognise(
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, TypedShape],
     config: Optional[Mapping[str, Any]],
     description: Optional[Mapping[str, Any]] = None,
     place: str = "config.json",
@@ -175,7 +175,7 @@ def describe(recognised: Recognised) -> dict[str, int]:
     return counts
 
 
-def looks_quantised(stored: Mapping[str, StoredTensor]) -> bool:
+def looks_quantised(stored: Mapping[str, TypedShape]) -> bool:
     """Whether any weight of a checkpoint has a scale beside it."""
     return any(_scale_of(name, stored) is not None for name in stored)
 
@@ -199,7 +199,7 @@ def _settings(config: Optional[Mapping[str, Any]], place: str) -> Optional[Mappi
     return found
 
 
-def _scale_of(name: str, stored: Mapping[str, StoredTensor]) -> Optional[tuple[str, str]]:
+def _scale_of(name: str, stored: Mapping[str, TypedShape]) -> Optional[tuple[str, str]]:
     """The scales of a tensor of codes, and the name that the dequantised tensor gets."""
     for scale, weight in _SCALES:
         if not name.endswith(weight):
@@ -210,18 +210,18 @@ def _scale_of(name: str, stored: Mapping[str, StoredTensor]) -> Optional[tuple[s
     return None
 
 
-def _offsets_of(name: str, scales: str, stored: Mapping[str, StoredTensor]) -> Optional[str]:
+def _offsets_of(name: str, scales: str, stored: Mapping[str, TypedShape]) -> Optional[str]:
     stem = name[: -len(".weight")]
     return next((stem + end for end in _OFFSETS if name.endswith(".weight") and stem + end in stored), None)
 
 
 def _quantised(
     name: str,
-    tensor: StoredTensor,
+    tensor: TypedShape,
     scales: str,
     offsets: Optional[str],
     written: str,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, TypedShape],
     settings: Mapping[str, Any],
     description: Optional[Mapping[str, Any]],
 ) -> Quantised:
@@ -340,7 +340,7 @@ def _in_blocks(name: str, sizes: object, rank: int, key: str) -> tuple[str, Shap
 
 
 def _check_rest(
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, TypedShape],
     used: set[str],
     found: Mapping[str, Quantised],
     settings: Optional[Mapping[str, Any]],

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from reshard.checkpoints.formats.headers import FORMATS
+from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.errors import RetryableError, TargetError, UsageError
 from reshard.forms.ranks import Step
@@ -26,7 +26,7 @@ from reshard.forms.registry import FORMS
 from reshard.records.identity import short_digest
 from reshard.storage import is_absolute, names_in, read_small, store_of, write_whole
 from reshard.storage.json_text import parse_json
-from reshard.strategies import NONE, SAME
+from reshard.strategies import names_files, shards_of
 from reshard.text.wording import number_ranges
 
 VERSION = 1
@@ -40,7 +40,7 @@ _SHOWN = 40
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _CHOICES = {
     "task": ("convert", "recover"),
-    "format": tuple(FORMATS.values()),
+    "format": ALL_FORMATS,
     "crc": ("auto", "never"),
     "check_replicas": ("auto", "all", "never"),
     "checksum": ("none", "crc32"),
@@ -116,7 +116,7 @@ class Given:
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths that were typed, each once."""
-        strategies = (path for path in (self.source_strategy, self.target_strategy) if path not in (NONE, SAME))
+        strategies = filter(names_files, (self.source_strategy, self.target_strategy))
         return tuple(dict.fromkeys((self.src, *strategies)))
 
     @property
@@ -208,7 +208,9 @@ def _parsed(said: Any) -> Given:
         if not fits:
             raise ValueError(f"{name} is {value!r}"[:200])
     for name in ("src", "source_strategy", "target_strategy"):
-        if not is_absolute(said[name]) and (name == "src" or said[name] not in (NONE, SAME)):
+        if name != "src":
+            _check_shards(said[name])
+        if not is_absolute(said[name]) and (name == "src" or names_files(said[name])):
             raise ValueError(f"{name} is no absolute path")
     if said["ranks"] is not None:
         _numbers(said["ranks"])
@@ -221,6 +223,13 @@ def _parsed(said: Any) -> Given:
         raise ValueError("lost_only goes with recover")
     del said["version"]
     return Given(**{**said, **{name: tuple(said[name]) for name in _PATTERNS}})
+
+
+def _check_shards(path: str) -> None:
+    try:
+        shards_of(path)
+    except UsageError as error:
+        raise ValueError(error.message[:200]) from error
 
 
 def _is_text(value: object) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from reshard.checkpoints import Literal, OutputLayout
-from reshard.checkpoints.formats.headers import FORMATS
+from reshard.checkpoints.formats.headers import ALL_FORMATS
 from reshard.defaults import MOST_DEVICES
 from reshard.forms.ranks import FileNames
 from reshard.forms.registry import FORMS
@@ -106,7 +106,7 @@ class Identity:
             if name in fields or attribute.default is dataclasses.MISSING:
                 found[name] = _TAKEN_AS[str(attribute.type)](fields, name)
         made = cls(**found)
-        if made.format not in FORMATS.values():
+        if made.format not in ALL_FORMATS:
             raise JsonError(f"{quoted(made.format)} is no format")
         if all(form.name != made.form for form in FORMS):
             raise JsonError(f"{quoted(made.form)} is no form")

@@ -390,7 +390,10 @@ class _Files(_Comparison):
             self._add("extra", name, detail, self._written.held[name])
 
     def _strange_metadata(self, number: int, index: CheckpointIndex) -> Iterable[str]:
-        yield from _strange_metadata(index, self._known_metadata, {}, self._format)
+        if index.format != "safetensors":
+            return
+        own = {key: text for key, text in index.metadata.items() if key in self._form.options.metadata}
+        yield from _strange_metadata(index, self._known_metadata, own, self._format)
         if "format" not in index.metadata:
             yield f"its metadata has no 'format', which should be {self._format!r}"
 
@@ -414,7 +417,8 @@ class _Files(_Comparison):
             self._add("type", name, detail, wrong)
             return
         layouts, laid_out = self._form.options.layouts, written.tensors.get(name)
-        if laid_out is None and layouts is Layouts.WHOLE:
+        boxed = self._form.options.shards
+        if laid_out is None and (layouts is Layouts.WHOLE or boxed):
             # A tensor of one element looks like a value where all tensors are whole.
             wrong = [number for number, tensor in held.items() if tensor.shape != content.shape]
             if wrong:
@@ -424,11 +428,13 @@ class _Files(_Comparison):
             yield Comparison(content, Way(0, {whole_box(content.shape): numbers}), written.indexes)
             return
         saved = self._form.saved_cut(written.checkpoint, name)
-        if laid_out is None or (layouts is Layouts.RECORDED and saved is None):
+        if laid_out is None or (layouts is Layouts.RECORDED and saved is None and not boxed):
             self._add("missing", name, "is in a file, but no metadata lists it", numbers)
             return
         assert isinstance(laid_out, StoredTensor)
         unlisted = set(numbers).difference(*(files for way in laid_out.ways for files in way.held.values()))
+        # Chunks without elements are there for ranks that have no rows.
+        unlisted = {number for number in unlisted if held[number].elements}
         if unlisted:
             self._add("extra", name, "is in the file, but no metadata lists it there", unlisted)
         if laid_out.shape != content.shape:

@@ -76,6 +76,9 @@ class EditedSource:
 
             self._originals, kept = dequantised_tensors(base, edits.quantisation)
         recipes = {name: _Recipe((), (name,)) for name in self._originals}
+        first = edits.first_names(base.checkpoint, report)
+        if first:
+            recipes = {new: recipes[old] for old, new in first.items() if new is not None}
         if edits.table is not None:
             applied = apply_rules(
                 edits.table, self._shapes(recipes, kept), edits.config, edits.reverse, edits.optimizer
@@ -92,6 +95,8 @@ class EditedSource:
             values = kept - set(base.checkpoint.without_layout())
             applied = apply_rules(edits.renames, self._shapes(recipes, kept), optimizer=True, values=values)
             recipes, kept = _ruled(recipes, kept, applied)
+        last = edits.last_names(recipes.keys(), Report())
+        recipes = {last.get(name) or name: recipe for name, recipe in recipes.items()}
         self.values = {name: files for name, files in base.values.items() if name in kept}
         types = _types({*recipes, *kept}, recipes, edits.casts)
         self.tensors: dict[str, Content] = {

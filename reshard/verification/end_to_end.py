@@ -137,6 +137,8 @@ def verify_conversion(
         read = reader_of(
             place, means.handles, report, target=target.strategy, ranks=target.ranks, filters=filters, edits=edits
         )
+    elif converted.adapter is None and not form_named(place.form).options.by_rank:
+        read = reader_of(place, means.handles, report, filters=filters, edits=edits)
     else:
         # Which slices are needed shows only once rules or an adapter are applied to all tensors.
         read = reader_of(place, means.handles, report)

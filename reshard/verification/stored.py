@@ -20,9 +20,10 @@ import numpy.typing as npt
 
 from reshard.checkpoints import CheckpointIndex, FileHandles, Tensor, reading_error
 from reshard.checkpoints.by_name import ByName
-from reshard.checkpoints.checkpoint import Checkpoint, GlobalTensor, Sharding
+from reshard.checkpoints.checkpoint import Checkpoint, FileSharding, GlobalTensor, Sharding
 from reshard.checkpoints.formats.dtypes import NO_ARRAYS
 from reshard.errors import CheckpointError, IncompleteSourceError
+from reshard.forms.chunks import ChunkedCheckpoint
 from reshard.forms.registry import form_named
 from reshard.storage import ReadableFile, fill, storage_of
 from reshard.strategies import Stage, Strategy
@@ -145,6 +146,11 @@ class Way:
 
     def meeting(self, box: Box) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
         """The slices that have elements of a box and are in some file: slice, common part, files."""
+        if math.prod(len(each) for _, each in self.intervals) > self._filled:
+            # No grid, as in a brick wall.
+            every = ((held, common(held, box), files) for held, files in self.held.items())
+            yield from ((held, both, files) for held, both, files in every if both is not None and files)
+            return
         chosen = []
         for (starts, intervals), (start, stop) in zip(self.intervals, box):
             chosen.append(intervals[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)])
@@ -153,6 +159,11 @@ class Way:
             files = self.held.get(held, ())
             if both is not None and files:
                 yield held, both, files
+
+    @cached_property
+    def _filled(self) -> int:
+        """How many boxes have elements."""
+        return sum(1 for box in self.held if volume_of(box))
 
     def is_whole(self, shape: Shape) -> bool:
         """Whether every element is in some file."""
@@ -564,19 +575,39 @@ class _StoredTensors(ByName[Content]):
                 self._known[key] = Way(number, {box: tuple(files) for box, files in held.items()})
                 self._kept[id(saved)] = saved
             return self._known[key]
+        if isinstance(self._checkpoint, ChunkedCheckpoint):
+            return self._of_chunks(tensor, self._checkpoint, number)
         key = (id(sharding), number)
         if key not in self._known:
             self._kept[id(sharding)] = sharding
             # Metadata lists the boxes one by one, in C order.
             edges = [list(zip(each, each[1:])) for each in sharding.grid.edges]
+            stored = sharding.parts_of if isinstance(sharding, FileSharding) else None
             self._known[key] = Way(
                 number,
                 {
                     tuple(box): tuple(file for file in sharding.holders(at) if file in self._indexes)
-                    for at, box in enumerate(itertools.product(*edges))
+                    for at, box in enumerate(itertools.product(*edges) if stored is None else stored)
                 },
             )
         return self._known[key]
+
+    def _of_chunks(self, tensor: GlobalTensor, checkpoint: ChunkedCheckpoint, number: int) -> Way:
+        """The boxes that metadata states one by one, each of the shape that the file has of it."""
+        chunks, holders = checkpoint.chunks[tensor.name].chunks, checkpoint.chunk_holders[tensor.name]
+        held: dict[Box, list[int]] = {}
+        for chunk, holder in zip(chunks, holders):
+            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+            if holder is None or holder not in self._indexes:
+                continue
+            if shape_of(box) != self._indexes[holder].tensors[tensor.name].shape:
+                raise CheckpointError(
+                    f"{self._indexes[holder].path}: {quoted(tensor.name)} is no chunk of shape {list(shape_of(box))}",
+                    file=self._indexes[holder].path,
+                    parameter=tensor.name,
+                )
+            held.setdefault(box, []).append(holder)
+        return Way(number, {box: tuple(sorted(files)) for box, files in held.items()})
 
 
 _WHOLE = Recorded((), ())

@@ -63,6 +63,11 @@ def transformers(jobs: Sequence[Job]) -> list[Any]:
     return _ask(_python_of(_TRANSFORMERS_HOME), "transformers", jobs)
 
 
+def torch_checkpoints(jobs: Sequence[Job]) -> list[Any]:
+    """What PyTorch's distributed checkpoints made of these jobs."""
+    return _ask(_python_of(_TRANSFORMERS_HOME), "torch_checkpoints", jobs)
+
+
 def quantised(jobs: Sequence[Job]) -> list[Any]:
     """What the libraries that define quantised weights made of these jobs."""
     return _ask(_python_of(_TRANSFORMERS_HOME), "quantised", jobs)

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import pytest
 
 from reshard.errors import CheckpointError
-from reshard.quantised.schemes import StoredTensor, describe, looks_quantised, recognise
+from reshard.quantised.schemes import TypedShape, describe, looks_quantised, recognise
 
 E4M3 = "Float8E4M3FN"
 BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -76,11 +76,11 @@ def test_a_weight_with_scales_of_the_right_shape_is_recognised(
     block: tuple[int, ...],
 ) -> None:
     stored = {
-        "a.weight": StoredTensor(dtype, shape),
-        "a" + end: StoredTensor(scale_dtype, scale_shape),
-        "a.input_scale": StoredTensor("Float32", (1,)),
-        "norm.weight": StoredTensor("BFloat16", (6,)),
-        "logit_scale": StoredTensor("Float32", ()),
+        "a.weight": TypedShape(dtype, shape),
+        "a" + end: TypedShape(scale_dtype, scale_shape),
+        "a.input_scale": TypedShape("Float32", (1,)),
+        "norm.weight": TypedShape("BFloat16", (6,)),
+        "logit_scale": TypedShape("Float32", ()),
     }
 
     found = recognise(stored, config)
@@ -95,9 +95,9 @@ def test_a_weight_with_scales_of_the_right_shape_is_recognised(
 def test_packed_codes_count_twice_in_the_last_dimension() -> None:
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     stored = {
-        "e.down_proj_blocks": StoredTensor("UInt8", (2, 96, 3, 16)),
-        "e.down_proj_scales": StoredTensor("UInt8", (2, 96, 3)),
-        "e.down_proj_bias": StoredTensor("BFloat16", (2, 96)),
+        "e.down_proj_blocks": TypedShape("UInt8", (2, 96, 3, 16)),
+        "e.down_proj_scales": TypedShape("UInt8", (2, 96, 3)),
+        "e.down_proj_bias": TypedShape("BFloat16", (2, 96)),
     }
 
     made = recognise(stored, config).tensors["e.down_proj"]
@@ -106,7 +106,7 @@ def test_packed_codes_count_twice_in_the_last_dimension() -> None:
 
 
 def test_a_byte_with_two_codes_has_a_scale_per_32_elements() -> None:
-    stored = {"w1.weight": StoredTensor("Int8", (64, 48)), "w1.scale": StoredTensor("Float8E8M0", (64, 3))}
+    stored = {"w1.weight": TypedShape("Int8", (64, 48)), "w1.scale": TypedShape("Float8E8M0", (64, 3))}
 
     made = recognise(stored, BLOCKS).tensors["w1.weight"]
 
@@ -115,8 +115,8 @@ def test_a_byte_with_two_codes_has_a_scale_per_32_elements() -> None:
 
 def test_experts_in_one_tensor_have_blocks_of_their_last_two_dimensions() -> None:
     stored = {
-        "experts.gate_up_proj": StoredTensor(E4M3, (3, 256, 128)),
-        "experts.gate_up_proj_scale_inv": StoredTensor("Float32", (3, 2, 1)),
+        "experts.gate_up_proj": TypedShape(E4M3, (3, 256, 128)),
+        "experts.gate_up_proj_scale_inv": TypedShape("Float32", (3, 2, 1)),
     }
 
     assert recognise(stored, BLOCKS).tensors["experts.gate_up_proj"].block == (1, 128, 128)
@@ -124,10 +124,10 @@ def test_experts_in_one_tensor_have_blocks_of_their_last_two_dimensions() -> Non
 
 def test_weights_of_msmodelslim_have_a_scale_and_an_offset_per_row() -> None:
     stored = {
-        "a.weight": StoredTensor("Int8", (8, 6)),
-        "a.weight_scale": StoredTensor("Float32", (8, 1)),
-        "a.weight_offset": StoredTensor("Float32", (8, 1)),
-        "norm.weight": StoredTensor("BFloat16", (6,)),
+        "a.weight": TypedShape("Int8", (8, 6)),
+        "a.weight_scale": TypedShape("Float32", (8, 1)),
+        "a.weight_offset": TypedShape("Float32", (8, 1)),
+        "norm.weight": TypedShape("BFloat16", (6,)),
     }
     description = {"a.weight": "W8A8_DYNAMIC", "norm.weight": "FLOAT", "model_quant_type": "W8A8_DYNAMIC"}
 
@@ -136,39 +136,39 @@ def test_weights_of_msmodelslim_have_a_scale_and_an_offset_per_row() -> None:
     assert (made.offsets, made.block) == ("a.weight_offset", (1, 6))
 
 
-WEIGHT = {"a.weight": StoredTensor(E4M3, (576, 256))}
-INT8 = {"a.weight": StoredTensor("Int8", (8, 6)), "a.weight_scale": StoredTensor("Float32", (8, 1))}
+WEIGHT = {"a.weight": TypedShape(E4M3, (576, 256))}
+INT8 = {"a.weight": TypedShape("Int8", (8, 6)), "a.weight_scale": TypedShape("Float32", (8, 1))}
 REFUSED = [
     ("no tensor holds its scales", WEIGHT, BLOCKS, None),
-    (r"needs \[5, 2\]", {**WEIGHT, "a.weight_scale_inv": StoredTensor("Float32", (4, 2))}, BLOCKS, None),
-    ("has no quantization_config", {**WEIGHT, "a.weight_scale_inv": StoredTensor("Float32", (5, 2))}, {}, None),
-    ("quantised weight that is not in", {"b.weight_scale_inv": StoredTensor("Float32", (5, 2))}, BLOCKS, None),
+    (r"needs \[5, 2\]", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (4, 2))}, BLOCKS, None),
+    ("has no quantization_config", {**WEIGHT, "a.weight_scale_inv": TypedShape("Float32", (5, 2))}, {}, None),
+    ("quantised weight that is not in", {"b.weight_scale_inv": TypedShape("Float32", (5, 2))}, BLOCKS, None),
     ("quant_method 'gptq'", WEIGHT, {"quantization_config": {"quant_method": "gptq"}}, None),
-    ("packed into words", {"a.weight_packed": StoredTensor("Int32", (5, 2))}, groups({"strategy": "group"}), None),
-    ("scales of type Int32", {**WEIGHT, "a.weight_scale": StoredTensor("Int32", (5, 2))}, BLOCKS, None),
+    ("packed into words", {"a.weight_packed": TypedShape("Int32", (5, 2))}, groups({"strategy": "group"}), None),
+    ("scales of type Int32", {**WEIGHT, "a.weight_scale": TypedShape("Int32", (5, 2))}, BLOCKS, None),
     (
         "elements of type BFloat16",
-        {"a.weight": StoredTensor("BFloat16", (8, 6)), "a.weight_scale": StoredTensor("Float32", (8, 1))},
+        {"a.weight": TypedShape("BFloat16", (8, 6)), "a.weight_scale": TypedShape("Float32", (8, 1))},
         BLOCKS,
         None,
     ),
     (
         "not two sizes",
-        {**WEIGHT, "a.weight_scale": StoredTensor("Float32", (5, 2))},
+        {**WEIGHT, "a.weight_scale": TypedShape("Float32", (5, 2))},
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
         None,
     ),
     (
         "fit two schemes",
-        {"a.weight": StoredTensor("Int8", (8, 200)), "a.weight_scale": StoredTensor("Float32", (8, 2))},
+        {"a.weight": TypedShape("Int8", (8, 200)), "a.weight_scale": TypedShape("Float32", (8, 2))},
         groups({"strategy": "group", "group_size": 100}, {"strategy": "group", "group_size": 128}),
         None,
     ),
     ("quantised as W4A8", INT8, None, {"a.weight": "W4A8"}),
-    ("quantised as W8A8_DYNAMIC, but", {"a.weight": StoredTensor("Int8", (8, 6))}, None, {"a.weight": "W8A8_DYNAMIC"}),
+    ("quantised as W8A8_DYNAMIC, but", {"a.weight": TypedShape("Int8", (8, 6))}, None, {"a.weight": "W8A8_DYNAMIC"}),
     (
         "shape \\[8\\], the scales",
-        {**INT8, "a.weight_offset": StoredTensor("Float32", (8,))},
+        {**INT8, "a.weight_offset": TypedShape("Float32", (8,))},
         None,
         {"a.weight": "W8A8_DYNAMIC"},
     ),
@@ -178,7 +178,7 @@ REFUSED = [
 @pytest.mark.parametrize(("message", "stored", "config", "description"), REFUSED, ids=[case[0] for case in REFUSED])
 def test_what_fits_no_known_scheme_is_refused_by_name(
     message: str,
-    stored: dict[str, StoredTensor],
+    stored: dict[str, TypedShape],
     config: Optional[dict[str, Any]],
     description: Optional[dict[str, Any]],
 ) -> None:
@@ -187,7 +187,7 @@ def test_what_fits_no_known_scheme_is_refused_by_name(
 
 
 def test_a_checkpoint_without_scales_has_nothing_quantised() -> None:
-    stored = {"a.weight": StoredTensor("BFloat16", (8, 6)), "a.scale_bias": StoredTensor("BFloat16", (8,))}
+    stored = {"a.weight": TypedShape("BFloat16", (8, 6)), "a.scale_bias": TypedShape("BFloat16", (8,))}
 
     assert not looks_quantised(stored)
     assert recognise(stored, {}) == ({}, [])

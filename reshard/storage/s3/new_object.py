@@ -19,7 +19,7 @@ from reshard.storage.s3.leases import Lease, knows_conditions
 from reshard.storage.s3.objects import Version, version_of
 from reshard.storage.s3.service import SentBytes, Service, field
 from reshard.storage.s3.uploads import abort_all, claim
-from reshard.storage.store import Expected, FileStatus, Sending
+from reshard.storage.store import Expected, FileStatus, NewFile, Sending
 
 # No service takes smaller ones, but for the last, or more of them.
 LEAST_PART_BYTES = 5 << 20
@@ -44,7 +44,7 @@ class _Part:
         self.left = size
 
 
-class NewObject:
+class NewObject(NewFile):
     """An object that is being written; see `reshard.storage.store.NewFile`. No request is made by making one.
 
     Args:
