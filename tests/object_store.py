@@ -134,7 +134,11 @@ class Proxy:
 
             def pass_on(self, fault: Optional[str]) -> None:
                 faults = proxy.faults
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                length = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(length)
+                if len(body) < length:
+                    # Its sender was killed. The server would wait for the rest, and others for the object.
+                    return self.hang_up()
                 answer: Optional[http.client.HTTPResponse]
                 refusal: Optional[str] = None
                 if fault == "drop":
@@ -160,7 +164,7 @@ class Proxy:
                     return self.hang_up()
                 if answer is None:
                     return self.refuse(str(refusal))
-                length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+                head_length = answer.getheader("Content-Length") if self.command == "HEAD" else None
                 headers = {
                     name: value
                     for name, value in answer.getheaders()
@@ -171,7 +175,7 @@ class Proxy:
                 self.send_response_only(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", length or str(len(content)))
+                self.send_header("Content-Length", head_length or str(len(content)))
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(content[: len(content) // 2] if fault == "cut" else content)

@@ -16,7 +16,7 @@ from reshard.text.wording import quoted
 
 LARGEST = 1 << 20
 _MOST_RULES = 10000
-_EXAMPLES = "reshard names list names built-in rules; one of them, shown, is an example"
+_EXAMPLES = "for an example: reshard names show qwen3"
 _KEEP = "keep"
 _DROP = "drop"
 # The operation of a rule that changes names only.

@@ -353,7 +353,7 @@ def test_stages_and_opt_outs_are_stated_in_a_file_of_rules(tmp_path: Path) -> No
     [
         (("--src-sizes", "dp=4,mp=2"), "no size explains"),
         (("--src-sizes", "dp=2,mp=2"), "has 8 devices in a stage, and dp=2,mp=2 are 4"),
-        (("--src-sizes", "dp=2,mp=4,pp=2"), "has 1 stage, and dp=2,mp=4,pp=2 says 2"),
+        (("--src-sizes", "dp=2,mp=4,pp=2"), "has 1 stage, and dp=2,mp=4,pp=2 has 2"),
         (("--src-sizes", "dp=1,cp=2,mp=4"), "cp=2 cuts no parameter for certain"),
         (("--src-sizes", "dp=2,mp=4", "--dst-sizes", "mp=8"), "shows nothing beyond mp<=4"),
     ],

@@ -26,7 +26,7 @@ from reshard.text.products import ExpressionError
 from reshard.text.wording import quoted
 
 LARGEST = 1 << 22
-_EXAMPLES = "reshard strategy rules --list lists built-in rules; one of them, printed, is an example"
+_EXAMPLES = "for an example: reshard strategy rules llama"
 _BUILTIN = BuiltinFiles(__file__, "rules", StrategyError, "reshard strategy rules --list")
 _TEXTS = TomlKey("texts", ())
 _TOP = {
