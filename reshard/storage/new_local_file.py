@@ -13,10 +13,10 @@ _TIMES = 4
 
 
 class NewLocalFile:
-    """A file under a temporary name; its directory is made where it is not there, and stays the one that it was.
+    """A file under a temporary name; its directory is made if missing, and held open until the rename.
 
     Args:
-        path: the name that it is to get.
+        path: the final name.
 
     Raises:
         OSError: it cannot be created.
@@ -25,12 +25,12 @@ class NewLocalFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._made_directory = False
-        # Of the directory that the file is in, whatever is put in its place meanwhile.
+        # The file's own directory, even if its name leads to another one by now.
         self._fd, self._directory_fd, self._temporary = self._create(os.path.dirname(path) or ".")
 
     def _create(self, directory: str) -> tuple[int, int, str]:
         for _ in range(_TIMES):
-            # Another run that gave up may remove the directory between the two.
+            # Another run that gave up may remove the directory between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 directory_fd, self._made_directory = directories.open_directory(directory, make=True)
                 try:
@@ -39,14 +39,14 @@ class NewLocalFile:
                     os.close(directory_fd)
                     raise
                 return fd, directory_fd, unnamed
-        raise FileNotFoundError(errno.ENOENT, "its directory is removed again and again")
+        raise FileNotFoundError(errno.ENOENT, "its directory was removed repeatedly")
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
-        # The disk begins at once, not when everything waits for the flush; see docs/benchmarks.md.
+        # Writing to disk starts now, not at the flush; see docs/benchmarks.md.
         os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> FileStatus:
@@ -57,13 +57,13 @@ class NewLocalFile:
         return FileStatus.of(os.fstat(self._fd))
 
     def publish(self) -> None:
-        """Rename it, and flush that to disk."""
+        """Rename it, and flush the rename to disk."""
         temporary.rename(self._temporary, self._path, self._directory_fd)
         self._temporary = ""
         directories.sync(self._directory_fd)
 
     def discard(self) -> None:
-        """Remove it, and its directory if it was made for it and is empty."""
+        """Remove it, and its directory if it was made for this file and is empty."""
         path, self._temporary = self._temporary, ""
         if path:
             with contextlib.suppress(OSError):
