@@ -1,10 +1,10 @@
-"""What the runs that fill a target directory were given, so that another can go on without being told again.
+"""Commands that fill a target directory, recorded so that `resume` can repeat them.
 
-``command.<digest>.json`` beside the other records of a conversion holds one such command: paths, made
-absolute, and the options that decide what is written and how it is checked; not how much of the machine
-is used, and never anything secret. Each different command is there once; the one that was begun last has
-the latest time. The identity stays the judge of what is the same conversion: these records only save
-typing, and what they say is checked against it like anything that is typed.
+``command.<digest>.json``, next to the other records of a conversion, holds one command: absolute paths,
+and the options that determine what is written and how it is checked. It holds no limits of resources
+and no secrets. Each distinct command has one file; the last one begun has the latest time.
+The identity still decides which runs are the same conversion: these records only save
+typing, and their values are checked against it like typed ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from reshard.text.wording import number_ranges
 
 VERSION = 1
 IS_GIVEN = re.compile(r"command\.[0-9a-f]{16}\.json")
-"""The names of such records."""
+"""The names of command records."""
 
-# Paths and patterns take some hundred bytes each.
+# Enough for paths and patterns of some hundred bytes each.
 _LARGEST = 1 << 20
 _MOST = 10_000
 _SHOWN = 40
@@ -53,35 +53,35 @@ _NUMBERS = ("max_shard_size",)
 
 @dataclass(frozen=True)
 class Given:
-    """What a run was given.
+    """A command.
 
     Attributes:
         task: ``convert`` or ``recover``.
         src: the source, absolute; may hold ``{rank}``.
         source_strategy: absolute path, or ``none``.
         target_strategy: likewise; that of the source when recovering.
-        step: the step that was chosen; None where file names tell none.
+        step: the chosen step; None if file names contain none.
         file_suffix: only source files whose stem ends so.
-        include: what is written, by name.
-        exclude: what is not.
-        prefix: of the target files' names; None for names as in the source.
+        include: patterns of written parameters.
+        exclude: patterns of skipped parameters.
+        prefix: prefix of the target files' names; None for names as in the source.
         format: of the target files, as chosen.
         strict: missing parameters are errors.
         crc: ``auto`` or ``never``.
         check_replicas: ``auto``, ``all`` or ``never``.
         checksum: ``none`` or ``crc32``.
-        verify: the result is compared with the source afterwards.
-        ranks: the target ranks asked for, such as ``0-7,12``; None for all, or a run that is one of several.
+        verify: the result is compared with the source at the end.
+        ranks: the requested target ranks, such as ``0-7,12``; None for all, or for one of several processes.
         lost_only: when recovering, only ranks that are lost or damaged.
-        to: form that is written.
-        max_shard_size: bytes of tensors in a file of full weights; None for what is usual.
+        to: the target form.
+        max_shard_size: bytes of tensors in a file of full weights; None for the default.
         names: the table of names, a built-in one's name or an absolute path.
-        rename: other names.
-        config: absolute path of what tells the model's sizes.
-        reverse: the table is read from right to left.
-        optimizer: it holds for optimizer state, too.
-        cast: types that are asked for.
-        host: where it was typed.
+        rename: additional renamings.
+        config: absolute path of the file with the model's sizes.
+        reverse: the table is applied from right to left.
+        optimizer: the table applies to optimizer state, too.
+        cast: requested types.
+        host: the host where it was typed.
     """
 
     task: str
@@ -113,33 +113,33 @@ class Given:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths that were typed, each once."""
+        """The typed paths, without duplicates."""
         strategies = (path for path in (self.source_strategy, self.target_strategy) if path not in (NONE, SAME))
         return tuple(dict.fromkeys((self.src, *strategies)))
 
     @property
     def rank_numbers(self) -> Optional[tuple[int, ...]]:
-        """The target ranks asked for, ascending; None for all."""
+        """The requested target ranks, ascending; None for all."""
         return None if self.ranks is None else _numbers(self.ranks)
 
     def write(self, directory: str) -> None:
-        """Record it, as the last that was begun.
+        """Write the record, and make it the latest.
 
         Raises:
             OSError: it cannot be written.
         """
-        said = dataclasses.asdict(self)
-        # Who typed it, of many machines, makes no other command.
-        host = said.pop("host")
-        digest = short_digest(json.dumps(said, sort_keys=True).encode())
+        content = dataclasses.asdict(self)
+        # The host is excluded: the same command from two hosts is one command.
+        host = content.pop("host")
+        digest = short_digest(json.dumps(content, sort_keys=True).encode())
         path = os.path.join(directory, f"command.{digest}.json")
-        content = (json.dumps({"version": VERSION, **said, "host": host}) + "\n").encode()
+        data = (json.dumps({"version": VERSION, **content, "host": host}) + "\n").encode()
         if not store_of(path).touch(path):
-            write_whole(path, content)
+            write_whole(path, data)
 
 
 def given_in(directory: str) -> list[Given]:
-    """What runs were given, by the records in a directory, the last that was begun first.
+    """The recorded commands in a directory, the latest first.
 
     Raises:
         TargetError: a record is damaged, or of another version.
@@ -158,39 +158,39 @@ def given_in(directory: str) -> list[Given]:
 
 
 def asked_ranks(commands: Iterable[Given]) -> Optional[tuple[int, ...]]:
-    """The target ranks that any of these runs was asked for, ascending; None for all."""
-    asked = [given.rank_numbers for given in commands]
-    return None if None in asked else tuple(sorted({rank for numbers in asked for rank in numbers or ()}))
+    """The target ranks that any of these commands requested, ascending; None for all."""
+    requested = [given.rank_numbers for given in commands]
+    return None if None in requested else tuple(sorted({rank for numbers in requested for rank in numbers or ()}))
 
 
-_AGAIN = "give the command that began the conversion again"
+_AGAIN = "run the command that began the conversion again"
 
 
 def _read(path: str) -> Given:
     try:
-        said = parse_json(read_small(path, _LARGEST, through_links=False))
-        if isinstance(said, dict) and said.get("version") not in (None, VERSION):
+        content = parse_json(read_small(path, _LARGEST, through_links=False))
+        if isinstance(content, dict) and content.get("version") not in (None, VERSION):
             raise TargetError(
-                f"{path}: is of version {str(said['version'])[:_SHOWN]}, which is not known here",
+                f"{path}: version {str(content['version'])[:_SHOWN]} is not supported by this version of reshard",
                 file=path,
                 hint="use the version of reshard that wrote it, or a newer one",
             )
-        return _parsed(said)
+        return _parsed(content)
     except ValueError as error:
         raise TargetError(f"{path}: is damaged: {error}", file=path, hint=_AGAIN) from error
 
 
-def _parsed(said: Any) -> Given:
-    """What a record says.
+def _parsed(content: Any) -> Given:
+    """The command in a record.
 
     Raises:
-        ValueError: it says anything that no run writes.
+        ValueError: the record differs from any that a run writes.
     """
     names = [field.name for field in dataclasses.fields(Given)]
-    if not isinstance(said, dict) or said.keys() != {"version", *names}:
+    if not isinstance(content, dict) or content.keys() != {"version", *names}:
         raise ValueError("not the keys of a command")
     for name in names:
-        value = said[name]
+        value = content[name]
         if name in _FLAGS:
             fits = isinstance(value, bool)
         elif name in _CHOICES:
@@ -206,19 +206,19 @@ def _parsed(said: Any) -> Given:
         if not fits:
             raise ValueError(f"{name} is {value!r}"[:200])
     for name in ("src", "source_strategy", "target_strategy"):
-        if not is_absolute(said[name]) and (name == "src" or said[name] not in (NONE, SAME)):
-            raise ValueError(f"{name} is no absolute path")
-    if said["ranks"] is not None:
-        _numbers(said["ranks"])
-    if said["step"] is not None and not re.fullmatch("[0-9]{1,18}", said["step"]):
+        if not is_absolute(content[name]) and (name == "src" or content[name] not in (NONE, SAME)):
+            raise ValueError(f"{name} is not an absolute path")
+    if content["ranks"] is not None:
+        _numbers(content["ranks"])
+    if content["step"] is not None and not re.fullmatch("[0-9]{1,18}", content["step"]):
         try:
-            Step.parse(said["step"])
+            Step.parse(content["step"])
         except UsageError as error:
             raise ValueError(error.message[:200]) from error
-    if said["lost_only"] and said["task"] != "recover":
+    if content["lost_only"] and content["task"] != "recover":
         raise ValueError("lost_only goes with recover")
-    del said["version"]
-    return Given(**{**said, **{name: tuple(said[name]) for name in _PATTERNS}})
+    del content["version"]
+    return Given(**{**content, **{name: tuple(content[name]) for name in _PATTERNS}})
 
 
 def _is_text(value: object) -> bool:
@@ -227,13 +227,13 @@ def _is_text(value: object) -> bool:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Ranks as `number_ranges` writes them."""
-    found: list[int] = []
+    ranks: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if last < first or last >= MOST_DEVICES or (found and first <= found[-1]):
+        if last < first or last >= MOST_DEVICES or (ranks and first <= ranks[-1]):
             raise ValueError(f"ranks are {text!r}"[:200])
-        found.extend(range(first, last + 1))
-    if number_ranges(found) != text:
+        ranks.extend(range(first, last + 1))
+    if number_ranges(ranks) != text:
         raise ValueError(f"ranks are {text!r}"[:200])
-    return tuple(found)
+    return tuple(ranks)
