@@ -117,7 +117,7 @@ def _lines(found: StrategyCheck, strategy: Strategy, path: str, verbose: bool) -
         yield f"{count}: ranks hold them, and the strategy lists them for other pipeline stages only"
         yield from names(found.misplaced)
     if comparison.gradients:
-        yield comparison.said_of_gradients()
+        yield comparison.gradient_warning()
     if found.alike is not None:
         groups = _groups(found.alike.groups)
         yield f"by their contents, ranks that hold the same of {quoted(found.alike.parameter)}: {groups}"
@@ -156,7 +156,7 @@ def _verdict(found: StrategyCheck) -> str:
             return "does not fit: the strategy is another one, or replicas have diverged"
         return "does not fit: pass the strategy that this checkpoint was saved with"
     if not found.comparison.check.tested:
-        return "fits, as far as shapes tell"
+        return "fits, by shapes alone"
     return "fits"
 
 

@@ -64,7 +64,7 @@ def test_a_strategy_that_swaps_axes_does_not_fit_and_which_ranks_hold_the_same_i
 ) -> None:
     said = check(tree.wrong, tree.src, *options, status=4).out
     assert "36 of 54 parameters compared differ between ranks that the strategy says hold the same slice" in said
-    assert "36 of the 36 that are cut differ: the strategy is probably wrong" in said
+    assert "36 of the 36 cut parameters differ: the strategy is probably wrong" in said
     assert "{,adam_m.,adam_v.}blocks.{0-5}.w{1-2}" in said
     assert "by their contents, ranks that hold the same of 'blocks.0.w1': 0,4; 1,5; 2,6; 3,7" in said
     assert said.splitlines()[-1].startswith("does not fit")
@@ -156,7 +156,7 @@ def test_what_could_not_be_tested_is_told(tree: Tree, tmp_path: Path) -> None:
     strategy = write_strategy(tmp_path / "sharded", sharded)
     said = check(strategy, tmp_path / "other").out
     assert "; 36 others without replicas, checked by shape only" in said
-    assert said.splitlines()[-1] == "fits, as far as shapes tell"
+    assert said.splitlines()[-1] == "fits, by shapes alone"
     result = found(strategy, tmp_path / "other")
     assert result["replicas"]["untested"] == 36 and not result["replicas"]["tested"] and result["fits"]
 
@@ -201,7 +201,7 @@ def test_a_damaged_file_counts_as_absent_and_what_cannot_be_read_is_an_error(tre
 
 def test_one_file_and_none_are_checked_like_any(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "full.ckpt", {**FULL, "step": scalar(3), "note": text("a note")})
-    assert check(Path("none"), path).out.splitlines()[-1] == "fits, as far as shapes tell"
+    assert check(Path("none"), path).out.splitlines()[-1] == "fits, by shapes alone"
     strategy = write_strategy(tmp_path / "true", model(*TRUE))
     assert found(strategy, path)["absent_ranks"] == list(range(1, 8))
 
