@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint of any form but rank directories, from names, metadata and headers alone."""
+"""Inspection of a checkpoint of any form except rank directories, from names, metadata and headers alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class FormFile(NamedTuple):
     """A file of weights.
 
     Attributes:
-        number: as `--ranks` counts it; None where the checkpoint cannot be read.
+        number: as `--ranks` counts it; None if the checkpoint cannot be read.
         path: the file.
         nbytes: its size.
-        names: how many entries it has; None if unknown.
+        names: number of its entries; None if unknown.
     """
 
     number: Optional[int]
@@ -43,9 +43,9 @@ class LaidOut(NamedTuple):
         shape: shape of the full tensor.
         kind: one of `reshard.text.names.KINDS`.
         cuts: slices per dimension.
-        ranks: how many ranks it is laid out over; None if the form has no ranks.
-        files: how many files hold a slice of it.
-        lost: how many slices are in no readable file.
+        ranks: number of ranks that it is laid out over; None if the form has no ranks.
+        files: number of files that hold a slice of it.
+        lost: number of slices that are in no readable file.
     """
 
     name: str
@@ -65,15 +65,15 @@ class InspectedForm:
     Attributes:
         path: as typed.
         form: its form.
-        step: the iteration that is shown; None if there are none, or it is unknown.
-        complete: whether everything in it can be read whole.
+        step: the shown iteration; None if there are none, or it is unknown.
+        complete: whether all of it can be read.
         iterations: all of a root, oldest first.
         files: its files of weights.
         tensors: tensors with a layout, sorted by name.
         values: names of entries that are copied unchanged.
         contents: the entries of the files; None if none could be read.
         full_bytes: size of all tensors together, each whole and once.
-        others: files beside the weights that belong to the model.
+        others: other files of the model.
         findings: notes and problems.
     """
 
@@ -106,73 +106,73 @@ def inspect_form(path: str, form: str, step: str = "latest") -> InspectedForm:
         step: an iteration's number, or ``latest``.
 
     Raises:
-        UsageError: ``step`` is no iteration, or there are none in this form.
-        InputError: there is no such iteration, or no checkpoint.
+        UsageError: ``step`` is not an iteration, or the form has none.
+        InputError: the iteration or the checkpoint is missing.
         RetryableError: reading failed in a way that may pass.
     """
-    found = InspectedForm(path, form)
+    inspected = InspectedForm(path, form)
     reader = form_named(form)
     report = Report()
     with FileHandles() as handles:
-        found.iterations = reader.steps(path)
-        # A step that was asked for and is not there is no finding.
+        inspected.iterations = reader.steps(path)
+        # A missing step that was requested is an error, not a finding.
         reader.check_step(path, step)
         try:
             checkpoint = reader.read(Reading(path, handles, report, step, complete=False))
         except InputError as error:
-            found.files = _files_in(path)
-            if not found.files and not found.iterations:
-                # There is nothing to show.
+            inspected.files = _files_in(path)
+            if not inspected.files and not inspected.iterations:
+                # Nothing to show.
                 raise
-            found.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
+            inspected.findings.append(Finding("unreadable", error.message, error.hint, refuses=True))
         else:
-            _describe(found, checkpoint, reader.describe(checkpoint))
-    found.findings += [Finding("warning", text) for text in report.warnings]
-    return found
+            _describe(inspected, checkpoint, reader.describe(checkpoint))
+    inspected.findings += [Finding("warning", text) for text in report.warnings]
+    return inspected
 
 
-def _describe(found: InspectedForm, checkpoint: Checkpoint, told: Description) -> None:
-    found.step = checkpoint.step
-    found.complete = True
-    found.files = [
+def _describe(inspected: InspectedForm, checkpoint: Checkpoint, description: Description) -> None:
+    inspected.step = checkpoint.step
+    inspected.complete = True
+    inspected.files = [
         FormFile(number, path, checkpoint.indexes[number].size, len(checkpoint.indexes[number].tensors))
         for number, path in sorted(checkpoint.files.items())
     ]
-    contents = found.contents = contents_of(checkpoint.indexes)
+    contents = inspected.contents = contents_of(checkpoint.indexes)
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
         files = frozenset().union(*checkpoint.present(tensor))
-        found.tensors.append(
+        inspected.tensors.append(
             LaidOut(
                 name,
                 tensor.dtype,
                 tensor.shape,
                 kind_of(name, math.prod(tensor.shape), checkpoint.tensors),
                 tensor.shardings[0].grid.cuts,
-                told.ranks.get(name),
+                description.ranks.get(name),
                 len(files),
-                told.lost.get(name, 0),
+                description.lost.get(name, 0),
             )
         )
-        found.full_bytes += math.prod(tensor.shape) * tensor.item_size
-    found.values = tuple(checkpoint.values())
-    found.others = tuple(checkpoint.others)
-    if told.incomplete is not None:
-        error = told.incomplete
-        found.complete = False
-        found.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
-    if told.unplaced is not None:
-        found.findings.append(Finding("unplaced", told.unplaced))
-    found.findings += conversion_findings(contents)
+        inspected.full_bytes += math.prod(tensor.shape) * tensor.item_size
+    inspected.values = tuple(checkpoint.values())
+    inspected.others = tuple(checkpoint.others)
+    if description.incomplete is not None:
+        error = description.incomplete
+        inspected.complete = False
+        inspected.findings.append(Finding("incomplete", error.message, error.hint, checkpoint.step, refuses=True))
+    if description.unplaced is not None:
+        inspected.findings.append(Finding("unplaced", description.unplaced))
+    inspected.findings += conversion_findings(contents)
 
 
 def _files_in(path: str) -> list[FormFile]:
     """Files of weights of a directory that cannot be read as a checkpoint."""
     directory = path if is_directory(path) else os.path.dirname(path) or os.curdir
-    found = []
+    files = []
     for name in names_in(directory):
         place = os.path.join(directory, name)
         status = status_at(place) if name.endswith(".safetensors") else None
         if status is not None:
-            found.append(FormFile(None, place, status.size, None))
-    return found
+            files.append(FormFile(None, place, status.size, None))
+    return files
