@@ -27,7 +27,7 @@ _PROGRESS = threading.Lock()
 def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> list[Difference]:
     """Compare a directory with its manifest.
 
-    Every file's size and headers are compared; contents too where the manifest has their checksum. Of other forms than
+    Every file's size and headers are compared; contents too if the manifest has their checksum. For forms other than
     rank directories, the index and other metadata are compared in full, and must agree with the files.
 
     Args:
@@ -36,10 +36,10 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
         means: files, threads and memory.
 
     Returns:
-        Every difference, by rank, or by file where the form has no ranks.
+        Every difference, by rank, or by file if the form has no ranks.
 
     Raises:
-        RetryableError: reading failed in a way that may pass.
+        RetryableError: reading failed.
     """
     means.progress.begin(sum(file.size for file in manifest.files if file.crc32 is not None), "checking sums")
     block = max(4096, min(_BLOCK, means.max_memory // means.jobs))
@@ -52,12 +52,12 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
 
     try:
         with ThreadPoolExecutor(means.jobs) as pool:
-            found = [difference for some in pool.map(compare, manifest.files) for difference in some]
+            differences = [difference for some in pool.map(compare, manifest.files) for difference in some]
     finally:
         means.progress.end()
     if by_rank:
-        return [*found, *_foreign_ranks(directory, manifest)]
-    found += [
+        return [*differences, *_foreign_ranks(directory, manifest)]
+    differences += [
         Difference("file", None, (), text, (file.file,))
         for file in manifest.finishing
         for text in _finishing_differences(os.path.join(directory, file.file), file)
@@ -65,12 +65,12 @@ def compare_with_manifest(directory: str, manifest: Manifest, means: Means) -> l
     for name in manifest.beside:
         # Users may edit these files.
         if status_at(os.path.join(directory, name)) is None:
-            found.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
-    found += _foreign_files(directory, manifest)
-    if not found:
+            differences.append(Difference("file", None, (), f"{os.path.join(directory, name)} is missing", (name,)))
+    differences += _foreign_files(directory, manifest)
+    if not differences:
         names = [file.file for file in manifest.files]
-        _, found = read_written(directory, manifest.plan.form, means.handles, names)
-    return found
+        _, differences = read_written(directory, manifest.plan.form, means.handles, names)
+    return differences
 
 
 def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _differences(path: str, file: ManifestFile, means: Means, block: int) -> Ite
         yield error.message
         return
     if file.headers is not None and _header_digest(index, means.handles) != file.headers:
-        yield f"{path}: names, types or shapes of its tensors are not what was written"
+        yield f"{path}: names, types or shapes of its tensors differ from those written"
     yield from library_differences(index)
     if file.crc32 is not None:
 
@@ -111,16 +111,18 @@ def _crc_differences(path: str, crc: int, recorded: str) -> list[str]:
 
 
 def _foreign_files(directory: str, manifest: Manifest) -> Iterator[Difference]:
-    """Files of weights and steps that the manifest does not list, beside its own."""
-    known = {file.file for file in manifest.files}
-    places = {os.path.dirname(name) for name in known}
+    """Files of weights and steps that the manifest does not list, next to its own."""
+    listed = {file.file for file in manifest.files}
+    places = {os.path.dirname(name) for name in listed}
     paths = {place: os.path.join(directory, place) for place in places}
-    beside = [
+    candidates = [
         os.path.join(place, name) for place, path in paths.items() if is_directory(path) for name in names_in(path)
     ]
-    others = {name for name in beside if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")}
+    others = {
+        name for name in candidates if name.endswith(".safetensors") and not os.path.basename(name).startswith(".")
+    }
     steps = {os.path.relpath(step.path, directory) for step in form_named(manifest.plan.form).steps(directory)}
-    for name in sorted([*others.difference(known), *steps.difference(places)]):
+    for name in sorted([*others.difference(listed), *steps.difference(places)]):
         yield Difference("file", None, (), f"{os.path.join(directory, name)} is not of this conversion", (name,))
 
 
@@ -140,12 +142,12 @@ def _header_digest(index: CheckpointIndex, handles: FileHandles) -> str:
 
 def _foreign_ranks(directory: str, manifest: Manifest) -> Iterator[Difference]:
     """Checkpoints in rank directories that the manifest does not list."""
-    known = {os.path.join(directory, file.file) for file in manifest.files}
+    listed = {os.path.join(directory, file.file) for file in manifest.files}
     try:
         tree = find_checkpoints(directory)
     except CheckpointError:
         # No checkpoints, or names that contradict each other: the listed files were compared by path.
         return
     for candidate in tree.files:
-        if candidate.path not in known:
+        if candidate.path not in listed:
             yield Difference("file", None, (candidate.rank,), f"{candidate.path} is not of this conversion")

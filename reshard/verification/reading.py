@@ -58,7 +58,7 @@ class Means:
         jobs: CPUs to keep busy.
         max_memory: bytes for all buffers together.
         progress: counts the bytes that are read.
-        read: files of which contents were read so far.
+        read: files whose contents were read so far.
     """
 
     handles: FileHandles
@@ -68,7 +68,7 @@ class Means:
     read: set[str] = field(default_factory=set)
 
     def check_unchanged(self) -> None:
-        """Insist that files did not change since their contents were read: one version of each was compared.
+        """Raise if a file changed after its contents were read: only one version of each may be compared.
 
         Raises:
             RetryableError: a file changed.
@@ -106,11 +106,11 @@ class Comparison(NamedTuple):
 
 
 class Wrong:
-    """The differences that comparisons found.
+    """The differences of comparisons.
 
     Attributes:
-        files: per place and name of a tensor the files whose copy is wrong.
-        stages: names of tensors of which the source's pipeline stages hold different values.
+        files: per place and name of a tensor, the files with wrong copies.
+        stages: names of tensors with different values in the source's pipeline stages.
     """
 
     def __init__(self) -> None:
@@ -119,12 +119,12 @@ class Wrong:
         self._lock = threading.Lock()
 
     def add_file(self, place: object, name: str, file: int) -> None:
-        """A copy that is wrong."""
+        """Add a wrong copy."""
         with self._lock:
             self.files[place, name].add(file)
 
     def add_stages(self, name: str) -> None:
-        """A tensor of which stages hold different values."""
+        """Add a tensor with different values in stages."""
         with self._lock:
             self.stages.add(name)
 
@@ -140,12 +140,12 @@ def compare(comparisons: Iterable[Comparison], means: Means, counted: bool = Tru
     """Compare copies with their tensors, byte by byte.
 
     Args:
-        comparisons: made one by one, as threads take them.
+        comparisons: the comparisons; evaluated as threads take them.
         means: files, threads and memory.
-        counted: whether what is read counts in the progress, which the caller begins and ends.
+        counted: whether to count bytes in the progress, which the caller begins and ends.
 
     Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
+        ReshardError: a file cannot be read, or became shorter.
     """
     wrong, rooms = Wrong(), Rooms()
 
@@ -187,15 +187,15 @@ def _compare_block(
         same_nans(expected, content.dtype)
     for held, both, files in meeting:
         part = expected[within(both, block)]
-        found = rooms.room("copy", shape_of(both), content.item_size)
+        copy = rooms.room("copy", shape_of(both), content.item_size)
         for file in files:
-            read_box(one.indexes[file], name, held, both, found, handles)
+            read_box(one.indexes[file], name, held, both, copy, handles)
             if isinstance(content, Sum):
-                right = content.fits(part, found, both, handles)
+                right = content.fits(part, copy, both, handles)
             else:
                 if content.cast:
-                    same_nans(found, content.dtype)
-                right = _same(part, found)
+                    same_nans(copy, content.dtype)
+                right = _same(part, copy)
             if not right:
                 wrong.add_file(one.place, name, file)
 
@@ -213,17 +213,17 @@ def _same(one: Words, other: Words) -> bool:
 
 
 def sums(parts: Iterable[tuple[_K, Content, Box]], means: Means) -> Iterator[tuple[_K, int]]:
-    """Sum boxes of tensors (see `sums`), as many at a time as may be held.
+    """Sum boxes of tensors (see `sums`), several at a time.
 
     Args:
-        parts: what stands for each part, the tensor and the box; made as threads take them.
+        parts: per part a key, the tensor and the box; evaluated as threads take them.
         means: files, threads and memory; the caller begins and ends the progress.
 
     Yields:
-        What stands for each part, and its sum, in order.
+        The key of each part, and its sum, in order.
 
     Raises:
-        ReshardError: a file cannot be read, or was cut short meanwhile.
+        ReshardError: a file cannot be read, or became shorter.
     """
     parts = iter(parts)
     while some := [*itertools.islice(parts, MAX_SLICES)]:
@@ -261,13 +261,13 @@ def _sums(parts: Sequence[tuple[Content, Box]], means: Means) -> list[int]:
 
 
 def _threads(means: Means) -> int:
-    """How many threads may read at a time."""
+    """Number of threads that may read at a time."""
     storage = storage_of(next(iter(means.read), "."))
     return max(1, min(means.jobs * storage.in_flight, means.max_memory // (_MIN_BLOCK * _COPIES)))
 
 
 def _in_threads(tasks: Iterator[_Task], means: Means, least: int = 1, counted: bool = True) -> None:
-    """Run tasks, made as threads take them, of which each needs at least ``least`` bytes of memory."""
+    """Run tasks, evaluated as threads take them; each needs at least ``least`` bytes of memory."""
     first = [*itertools.islice(tasks, _PEEKED)]
     if not first:
         return
